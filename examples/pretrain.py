@@ -83,7 +83,7 @@ def train(config: Config) -> tuple[list[float], Any]:
 
     def batch_of(number):
         """This rank's rows of a batch, and where the mesh has cp its part of each. It follows from its number alone."""
-        return fs.ops.cut_sequence(fs.local_batch(data.batch(number), mesh), mesh=mesh)
+        return fs.local_batch(data.batch(number), mesh)
 
     saver = fs.checkpoint.Checkpointer(config.out, every=config.every) if config.out else None
     if saver is not None and saver.latest() is not None:

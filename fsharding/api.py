@@ -34,6 +34,7 @@ from fsharding.train.state import TrainState, init_state, main_params, spread_ma
 from fsharding.train.step import Metrics, make_train_step, model_loss
 from fsharding.train.update import update
 from fsharding.transforms import policies
+from fsharding.transforms.compare_units import compare_units
 from fsharding.transforms.gather_unit import gather_unit, scatter_grads, select_unit
 from fsharding.transforms.jacobians import hessian, jacfwd
 from fsharding.transforms.remat import remat
@@ -71,6 +72,7 @@ __all__ = [
     "capture",
     "check_replicas",
     "checkpoint",
+    "compare_units",
     "counting_bytes",
     "data",
     "data_position",

@@ -6,7 +6,9 @@ the library's, nor torch's, nor Python's own. Law: a text has a bounded length, 
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +29,9 @@ __all__ = [
     "lines_of",
     "outwards",
     "region",
+    "shown",
     "site",
+    "site_here",
     "describe",
 ]
 
@@ -72,8 +76,22 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_users(frame: FrameType) -> bool:
     """Whether a frame is neither the library's, nor torch's, nor Python's own."""
-    name = frame.f_code.co_filename
+    return _is_users(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(name: str) -> bool:
     return not (name.startswith((LIBRARY, _TORCH)) or (name.startswith(_PYTHON) and "-packages" not in name))
+
+
+def site_here() -> tuple[str, int] | None:
+    """File and line of the user's innermost frame in this thread; None where all frames are others'."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
 def site(frame: FrameType | None) -> str:
@@ -85,10 +103,15 @@ def site(frame: FrameType | None) -> str:
 
 
 def _at(line: Line) -> str:
-    path = Path(line.frame.f_code.co_filename)
+    return shown(line.frame.f_code.co_filename, line.number)
+
+
+def shown(file: str, number: int) -> str:
+    """A file, relative to the working directory where it is below that, and a line."""
+    path = Path(file)
     with suppress(OSError, ValueError):  # gone, or elsewhere
         path = path.relative_to(Path.cwd())
-    return f"{path}:{line.number}"
+    return f"{path}:{number}"
 
 
 def lines(frame: FrameType | None) -> list[Line]:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -38,6 +39,7 @@ from fsharding.errors import CheckpointError, RankError, message
 from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.backends import default_store, has_fake_backend, is_served_by_rank, own_connection
+from fsharding.mesh.unit_order import UnitOrder, UnlikeRanks, differences
 
 __all__ = [
     "Cause",
@@ -46,12 +48,15 @@ __all__ = [
     "called_by_all",
     "entered_as",
     "follow",
+    "is_fake_world",
     "is_network_error",
     "meet",
     "naming_lost",
+    "order_here",
     "own_rank",
     "place_of",
     "set_meeting",
+    "unlike_ranks",
     "world_size",
     "write_stacks",
 ]
@@ -73,6 +78,8 @@ _LOOK_S = 0.1
 _SHOWN = 10
 _MOST_STACKS = 64
 _REMIND_S = 10.0
+_REPORT_S = 10.0
+"""How long ranks that differ wait for the reports of each other."""
 _SPEAKERS = 2
 """So many ranks say that they wait for others."""
 
@@ -140,7 +147,7 @@ class naming_lost:
     """Turns a failure of communication inside into an error that names the ranks that caused it.
 
     What else is raised inside goes on as it is, and is written down for the ranks that will miss this one. Of calls
-    inside each other the outermost counts.
+    inside each other the outermost counts. It has the order of the units that are gathered and reduced inside.
 
     Args:
         function: the public function, for the error.
@@ -153,7 +160,7 @@ class naming_lost:
             are in another call, or in none.
     """
 
-    __slots__ = ("_begin", "_frame", "_outermost", "_thread", "function", "mesh", "step")
+    __slots__ = ("_begin", "_frame", "_outermost", "_thread", "function", "mesh", "order", "step")
 
     def __init__(
         self, function: str, mesh: DeviceMesh | AbstractMesh | Sequence[int] | None, *, step: Tensor | None = None
@@ -167,6 +174,7 @@ class naming_lost:
             return
         _forget()
         _listen()
+        self.order = UnitOrder()
         here = inspect.currentframe()
         self._frame = None if here is None else here.f_back
         self._begin = time.monotonic()
@@ -189,6 +197,10 @@ class naming_lost:
         if hasattr(error, _TOLD):
             return
         setattr(error, _TOLD, True)
+        if isinstance(error, UnlikeRanks):
+            note = {"raised": f"raised: {error}", "call": str(self.call()), **_failed(error)}
+            _bounded(lambda: _post(note), 1.0)
+            raise unlike_ranks(self.function, self.mesh, error.ranks, self.order) from error
         peers, doing = _mark(error)
         if peers is None and is_network_error(error):
             setattr(error, _PEERS, (self.ranks(), doing))
@@ -234,9 +246,17 @@ def entered_as(thread: int) -> Generator[None]:
         del _entered[here]
 
 
+def order_here() -> UnitOrder | None:
+    """The order of units of the outermost collective call that this thread is in; None outside, and in one process."""
+    entry = _entered.get(threading.get_ident())
+    return None if entry is None else entry.order
+
+
 def _failed(error: BaseException) -> dict[str, Any]:
     """This rank's own report, written where an error comes up."""
+    order = order_here()
     said = _doing(call_stacks.lines_of(error), _mark(error)[1])
+    said |= {} if order is None else {"order": order.report(facts=False)}
     return {**said, "sizes": str(error)} if isinstance(error, UnlikeSizes) else said
 
 
@@ -310,6 +330,7 @@ def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
     call = entry.call() if entry is not None else _loose_call(frame, waits=wait is not None)
     waits = {} if wait is None else {"waits": [*wait.ranks]}
     doing = _doing(call_stacks.lines(frame), "" if wait is None else wait.doing)
+    doing |= {} if entry is None else {"order": entry.order.report(facts=False)}
     return {"function": call.function, "call": str(call), "now": _innermost(frame), **waits, **doing}
 
 
@@ -387,7 +408,7 @@ def _listen() -> None:
     """Has this rank answer where it is."""
     global _listener
     world = dist.group.WORLD
-    if (_listener is not None and _listener.world is world) or _is_fake():
+    if (_listener is not None and _listener.world is world) or is_fake_world():
         return
     if _listener is None:
         atexit.register(_end_listener)
@@ -395,7 +416,7 @@ def _listen() -> None:
     _listener.start()
 
 
-def _is_fake() -> bool:
+def is_fake_world() -> bool:
     """Whether the ranks are torch's fake ones, of which only this one is there."""
     world = dist.group.WORLD
     return world is not None and has_fake_backend(world)
@@ -491,6 +512,7 @@ class Followed:
         met: where the ranks are that wait in the same function.
         cause_known: whether one of them has found the cause out already.
         stacks: what each rank said of itself, this one included, as far as it was heard of in time.
+        orders: the units that each rank in the same function has gathered and reduced, as `UnitOrder.report` gives it.
     """
 
     causes: dict[int, Cause] = dataclasses.field(default_factory=dict[int, Cause])
@@ -498,6 +520,7 @@ class Followed:
     met: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     cause_known: bool = False
     stacks: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    orders: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict[int, Any])
 
 
 def follow(
@@ -576,11 +599,20 @@ def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[s
         time.sleep(0.02)
     result.causes = _causes(result, call)
     _post({**note, "causes": result.causes})
-    result.stacks = _stacks(asked, {me: _in_lines([note])}, result.silent)
+    places = _reports(asked, {me: [note]}, result.silent)
+    result.stacks = {rank: _in_lines(of_rank) for rank, of_rank in places.items()}
+    result.orders = {
+        rank: place["order"]
+        for rank, of_rank in places.items()
+        for place in of_rank
+        if "order" in place and place["call"].partition(" at ")[0] == call.text
+    }
     return result
 
 
-def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict[int, str]:
+def _reports(
+    asked: str, known: Mapping[int, Sequence[Mapping[str, Any]]], silent: Sequence[int]
+) -> dict[int, Sequence[Mapping[str, Any]]]:
     """The reports of all ranks, once each has looked whether it is asked; of very many ranks, the first ones."""
     result, store = dict(known), default_store()
     assert store is not None
@@ -594,9 +626,9 @@ def _stacks(asked: str, known: Mapping[int, str], silent: Sequence[int]) -> dict
             )
             # Where it failed says more than where it stands now, which is here.
             if note is not None and "stack" in note:
-                result[rank] = _in_lines([note])
+                result[rank] = [note]
             elif answer is not None and answer["to"] == asked:
-                result[rank] = _in_lines(answer["places"])
+                result[rank] = answer["places"]
         left = [rank for rank in left if rank not in result]
         if time.monotonic() > until:
             break
@@ -668,7 +700,11 @@ def _explained(
     names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
     noticed = f"{_who([me], names)} noticed it{' in ' if doing else ''}{doing}: {_in_one_line(error)}"
     kinds = {it.kind for it in causes.values()}
-    if isinstance(error, UnlikeSizes) and kinds <= {"gone", "sizes"}:
+    coordinates = _coordinates(mesh if isinstance(mesh, DeviceMesh) else None)
+    unlike = differences(call.function, followed.orders, coordinates, functools.partial(_who, names=names))
+    if unlike is not None:
+        text, causes = unlike.text, dict.fromkeys(unlike.ranks, Cause("elsewhere", noticed, call.function))
+    elif isinstance(error, UnlikeSizes) and kinds <= {"gone", "sizes"}:
         text = _unlike(call, me, peers or (), names, str(error))
     elif kinds == {"sizes"}:
         text = _unlike(call, next(iter(causes)), (me,), names, next(iter(causes.values())).text)
@@ -679,9 +715,58 @@ def _explained(
     else:
         text = _lost_text(call, causes, names, noticed, slow=kinds == {"busy"})
     by_rank = {rank: f"{_who([rank], names)}\n{stack}" for rank, stack in followed.stacks.items()}
-    explained = RankError(text, ranks=(me,) if me in causes else tuple(causes), stacks=by_rank)
+    lost = (me,) if me in causes and unlike is None else tuple(causes)
+    explained = RankError(text, ranks=lost, stacks=by_rank)
     setattr(explained, _TOLD, True)
     return explained
+
+
+_unlike_before: Counter[tuple[int, ...]] = Counter()
+"""How often some ranks have found that they differ: all of them count alike."""
+
+
+def unlike_ranks(
+    function: str, mesh: DeviceMesh | AbstractMesh | Sequence[int] | None, ranks: Sequence[int], order: UnitOrder
+) -> RankError:
+    """The error of ranks that have found together that they differ. Each tells the others what it did.
+
+    Args:
+        function: the public function.
+        mesh: which tells coordinates.
+        ranks: global ranks, each of which calls this.
+        order: what this rank did, with the facts that it shares with others.
+    """
+    own, me = order.report(), own_rank()
+    key = f"fsharding_unlike_{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+    key += f"_{_unlike_before[tuple(ranks)]}_{{}}"
+    _unlike_before[tuple(ranks)] += 1
+    reports = {me: own, **(_bounded(lambda: _exchanged(key, own, ranks), 2 * _REPORT_S) or {})}
+    coordinates = _coordinates(mesh if isinstance(mesh, DeviceMesh) else None)
+    names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
+    found = differences(function, reports, coordinates, functools.partial(_who, names=names))
+    if found is None:
+        rows = [f"{_who([rank], names)}: no answer" for rank in ranks if rank not in reports]
+        text = message(function, "finds that ranks differ in units or rows.", rows, "Look at what each did last.")
+        odd = tuple(ranks)
+    else:
+        text, odd = found
+    explained = RankError(text, ranks=tuple(odd))
+    setattr(explained, _TOLD, True)
+    return explained
+
+
+def _exchanged(key: str, own: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+    """The reports of ranks that all write theirs into the store, as far as they come in time."""
+    store, until = default_store(), time.monotonic() + _REPORT_S
+    assert store is not None
+    store.set(key.format(own_rank()), json.dumps(own))
+    result = dict[int, Mapping[str, Any]]()
+    while len(result) < len(ranks) and time.monotonic() < until:
+        for rank in [rank for rank in ranks if rank not in result]:
+            if store.check([key.format(rank)]):
+                result[rank] = json.loads(store.get(key.format(rank)))
+        time.sleep(0.0 if len(result) == len(ranks) else 0.01)
+    return result
 
 
 def _lost_text(call: _Call, causes: Mapping[int, Cause], names: Mapping[int, str], noticed: str, *, slow: bool) -> str:
@@ -756,16 +841,25 @@ def _numbers(ranks: Sequence[int]) -> str:
     return _who(ranks, {})
 
 
+def _coordinates(mesh: DeviceMesh | None) -> dict[int, dict[str, int]]:
+    """The coordinates of each rank."""
+    if mesh is None or mesh.mesh_dim_names is None:
+        return {}
+    names = mesh.mesh_dim_names
+    with _compat.with_values():
+        places = mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist()
+        return {int(mesh.mesh[tuple(place)]): dict(zip(names, place, strict=True)) for place in places}
+
+
 def _names(mesh: DeviceMesh | None) -> dict[int, str]:
-    """The coordinates of each rank, on the axes that have several."""
+    """The coordinates of each rank in words, on the axes that have several."""
     result = dict[int, str]()
     if mesh is None or mesh.mesh_dim_names is None:
         return result
-    with _compat.with_values():
-        for coord in mesh.mesh.new_ones(mesh.mesh.shape).nonzero().tolist():
-            pairs = zip(mesh.mesh_dim_names, coord, mesh.mesh.shape, strict=True)
-            text = ", ".join(f"{axis}={i}" for axis, i, size in pairs if size > 1)
-            result[int(mesh.mesh[tuple(coord)])] = f" ({text})" if text else ""
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    for rank, place in _coordinates(mesh).items():
+        text = ", ".join(f"{axis}={i}" for axis, i in place.items() if sizes[axis] > 1)
+        result[rank] = f" ({text})" if text else ""
     return result
 
 
@@ -841,7 +935,7 @@ def meet(number: int = 0) -> list[int]:
     entry = _entered.get(threading.get_ident())
     if entry is None:
         return [number]
-    if _is_fake():
+    if is_fake_world():
         return [number] * world_size()
     call = int.from_bytes(hashlib.sha256(entry.function.encode()).digest()[:8], "big") >> 1
     own = torch.tensor([call, number], dtype=torch.int64, device="cpu")

@@ -1,7 +1,7 @@
 """Preemption: a signal on one rank, or a deadline, as one bit that every rank has after the same step.
 
 In: SIGTERM, SIGUSR1, a time. Out: `requested()`, which all ranks answer alike between two steps.
-The bit of each rank travels in sums that a train step takes anyway, see `StopBit`; handlers set a flag.
+The bit of each rank travels in sums that a train step takes anyway, see `StepAgreement`; handlers set a flag.
 Law: ranks that step together are told after the same step, and no number of the step depends on the bit.
 """
 
@@ -89,7 +89,7 @@ def announce() -> None:
 
 _active: Watch | None = None
 _agreed: bool | Tensor = False
-"""The stop bit of the last sum, the same on all ranks of its mesh. A tensor until it is asked for."""
+"""Whether ranks of the last sum want to stop, the same on all ranks of its mesh. A tensor until it is asked for."""
 
 
 @contextmanager

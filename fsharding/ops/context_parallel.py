@@ -20,7 +20,7 @@ from fsharding.ops.collectives import gather
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.tree import Tree
 
-__all__ = ["cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
+__all__ = ["cut_leaves", "cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,7 +124,12 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
         ...     fs.ops.cut_sequence(batch)["tokens"]  # on two ranks of cp: [[5, 4]] and [[3, 9]]
         tensor([[5, 3, 9, 4]])
     """
-    size, index = _place("ops.cut_sequence", axis, mesh)
+    return cut_leaves("ops.cut_sequence", x, dim, axis, mesh)
+
+
+def cut_leaves(function: str, x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
+    """`cut_sequence` as a part of a public function, which errors name."""
+    size, index = _place(function, axis, mesh)
     wrong: list[str] = []
     ways: set[str] = set()
     for path, leaf in tree.named_leaves(x).items():
@@ -137,7 +142,7 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
             ways.add(why)
     if wrong:
         rule = f"cannot cut {len(wrong)} of {len(tree.leaves(x))} leaves over {axis}: {size}."
-        raise BatchError(message("ops.cut_sequence", rule, wrong, " ".join(sorted(ways))))
+        raise BatchError(message(function, rule, wrong, " ".join(sorted(ways))))
     if size == 1:
         return x
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AXES
@@ -76,11 +76,11 @@ class LeafSquares(NamedTuple):
         return self.sums.sum().sqrt().float()
 
 
-def square_sums(stop: StopBit | None, values: Tree, shardings: Tree) -> LeafSquares:
-    """The squares of `global_norm`; one of the sums also adds up the stop bit over axes that no earlier one covered.
+def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) -> LeafSquares:
+    """The squares of `global_norm`; one sum also adds up the step's agreement over axes that no earlier one covered.
 
     Args:
-        stop: the bit of `fs.preemption`, from a train step.
+        agreement: of a train step.
         values: tree of DTensors and plain tensors.
         shardings: as in `global_norm`.
     """
@@ -107,15 +107,15 @@ def square_sums(stop: StopBit | None, values: Tree, shardings: Tree) -> LeafSqua
         groups.setdefault(axes, []).append(path)
         if s is not None:
             meshes[axes] = s
-    carrier = carrier_sum(groups, stop.axes) if stop is not None else None
+    carrier = carrier_sum(groups, agreement.axes) if agreement is not None else None
     for axes, paths in groups.items():
         if axes:
             terms = [squares[path] for path in paths]
-            if stop is not None and axes == carrier:
-                terms.append(stop.as_term(terms[0].device))
+            if agreement is not None and axes == carrier:
+                terms.append(agreement.as_term(terms[0].device))
             total = start_sum(torch.stack(terms), axis_group(meshes[axes].mesh, axes), torch.float64).wait()
-            if stop is not None and axes == carrier:
-                stop.summed(total[-1], axes)
+            if agreement is not None and axes == carrier:
+                agreement.summed(total[-1], axes)
                 total = total[:-1]
             squares.update(zip(paths, total.unbind(), strict=True))
     sums = torch.stack(list(squares.values())) if squares else torch.zeros(0, dtype=torch.float64)

@@ -24,7 +24,7 @@ from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
-from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import send_recv, start_sum
 from fsharding.comm.turns import Partner
 from fsharding.errors import TransformError, message
@@ -68,7 +68,7 @@ def pipeline_grads(
     policy: Policy = policies.save_except_gathered,
     scale: float | Tensor | None = None,
     known: Messages | None = None,
-    stop: StopBit | None = None,
+    agreement: StepAgreement | None = None,
     key: Tensor | None = None,
     prefetch: int = 1,
 ) -> tuple[Tree, Tensor, Tensor]:
@@ -85,7 +85,7 @@ def pipeline_grads(
         scale: of the loss, for fp16: a number, or a 0-d tensor, which the host does not read.
         known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
             A receiver is told once what activations look like, for each shape of microbatches.
-        stop: as in `value_and_grad`.
+        agreement: of the step, which goes with the sums of losses and weights.
         key: int64[2], for formats whose rounding is keyed.
         prefetch: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
@@ -120,7 +120,7 @@ def pipeline_grads(
                 model, schedule, layout, params, list(pieces), precision, policy, scale, known, prefetch, key=key
             )
             run.walk()
-            return run.stage_state.grads(), *run.sums(stop)
+            return run.stage_state.grads(), *run.sums(agreement)
     except BaseException:
         if run is not None:
             run.close()
@@ -524,17 +524,17 @@ class _Run:
         self.partner.close()
         self.pool.close()
 
-    def sums(self, stop: StopBit | None) -> tuple[Tensor, Tensor]:
+    def sums(self, agreement: StepAgreement | None) -> tuple[Tensor, Tensor]:
         """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
         terms = torch.zeros(2, dtype=torch.float64, device=self.device)
         for total, weight in self.losses:
             terms += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
-        if stop is not None:
-            terms = torch.cat((terms, stop.as_term(terms.device).reshape(1)))
+        if agreement is not None:
+            terms = torch.cat((terms, agreement.as_term(terms.device).reshape(1)))
         totals = start_sum(terms, axis_group(self.layout.mesh, axes), torch.float64).wait()
-        if stop is not None:
-            stop.summed(totals[2], axes)
+        if agreement is not None:
+            agreement.summed(totals[2], axes)
         return totals[0].float(), totals[1].float()
 
 

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.stop_bit import StopBit
-from fsharding.errors import ArgumentError, BatchError, ConfigError, LayoutError, message
+from fsharding.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
 from fsharding.mesh import preemption
-from fsharding.mesh.device_mesh import abstract
+from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.mesh.failures import naming_lost
 from fsharding.public import kind_of, public
 from fsharding.sharding.leaf_plan import kind_text
@@ -100,14 +99,14 @@ class _Recorded(NamedTuple):
         numbers: loss, norm, weight, and 1 where the step does not count (float32[4]).
         code: the verdict (int64, 0-d).
         stops: how many ranks want to stop (float64, 0-d).
-        refusal: makes the text of an error.
+        refusal: makes an error by the code of the verdict.
         aux: of the loss function.
     """
 
     numbers: Tensor
     code: Tensor
     stops: Tensor
-    refusal: Callable[[], str]
+    refusal: Callable[[int], FshardingError]
     aux: tuple[Any, ...]
 
 
@@ -223,19 +222,18 @@ def _kind(x: Any) -> str:
 
 def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: Tensor) -> _Recorded:
     """A step on static memory, whose new state is copied to where the old one was."""
-    stop = StopBit(static.layout.mesh, bit)
-    verdict = step.judge(plan, static, batch, stop)
-    stops = stop.total(verdict.loss.device)
-    recorded = _recorded(verdict, stops, static.step)
+    agreement = step.agreement(static, batch, bit)
+    verdict = step.judge(plan, static, batch, agreement)
+    recorded = _recorded(verdict, agreement.stops(verdict.loss.device), static.step, static.layout.mesh)
     after = step.update(plan, static.replace(), verdict, verdict.finite)
     _copy_state(static, after, _NAME)
     return recorded
 
 
-def _recorded(verdict: Verdict, stops: Tensor, number: Tensor) -> _Recorded:
+def _recorded(verdict: Verdict, stops: Tensor, number: Tensor, mesh: Mesh) -> _Recorded:
     parts = (verdict.loss, verdict.norm, verdict.sums.weight, verdict.finite.logical_not())
     numbers = torch.stack([x.float() for x in parts])
-    return _Recorded(numbers, verdict.code, stops, verdict.refusal(number), verdict.sums.aux)
+    return _Recorded(numbers, verdict.code, stops, verdict.refusal(number, mesh), verdict.sums.aux)
 
 
 def _copy_state(static: TrainState, state: TrainState, function: str) -> None:

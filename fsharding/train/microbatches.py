@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fsharding import tree
 from fsharding.errors import BatchError, message
-from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
+from fsharding.mesh.device_mesh import Mesh, abstract, current_mesh, data_position
+from fsharding.ops.context_parallel import cut_leaves
 from fsharding.public import YIELDS, public, yields_batches
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.tree import Tree
@@ -25,20 +26,24 @@ __all__ = ["local_batch", "split_batch", "uncut", "uneven"]
 
 @public("fs.local_batch")
 def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
-    """The rows of a global batch that this rank reads: part `index` of `count`, as `fs.data_position` gives the two.
+    """Take the part of a global batch that this rank reads.
 
-    Ranks along `tp`, `pp` and `cp` have the same rows.
+    Its rows are part `index` of `count`, as `fs.data_position` gives the two, so ranks along `tp` and `pp` have equal
+    parts. On a mesh with `cp` each rank along it has other tokens of the same rows, dim 1, as `fs.ops.cut_sequence`
+    takes them.
 
     Args:
-        batch: tree of tensors `[B, ...]`, the same on every rank; dataclasses and mappings, such as a `BatchEncoding`,
-            are trees here too.
+        batch: tree of tensors `[B, ...]`, with `cp` `[B, T, ...]`, the same on every rank; dataclasses and mappings,
+            such as a `BatchEncoding`, are trees here too.
         mesh: by default the current one.
 
     Returns:
-        The tree with tensors `[B / count, ...]` on the device of the mesh: views where they are there already.
+        The tree with tensors `[B / count, ...]` on the device of the mesh: views where they are there already. With
+        `cp` they are `[B / count, T / cp, ...]`, and new tensors.
 
     Raises:
-        BatchError: a leaf is no tensor, or its dim 0 is no multiple of the number of data ranks; all are listed.
+        BatchError: a leaf is no tensor, its dim 0 is no multiple of the number of data ranks, or its dim 1 no multiple
+            of twice the size of `cp`; all are listed.
 
     Example:
         >>> mesh = fs.make_mesh(device="cpu")
@@ -51,7 +56,9 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
         mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
         raise uncut("fs.local_batch", rows, "a global batch", f"{count} parts, one for each data rank", mend)
     device = getattr(mesh, "device_type", None)
-    return tree.map(lambda x: x.chunk(count)[index].to(device, non_blocking=True), batch)
+    own = tree.map(lambda x: x.chunk(count)[index], batch)
+    own = own if abstract(mesh).axis_size("cp") == 1 else cut_leaves("fs.local_batch", own, 1, "cp", mesh)
+    return tree.map(lambda x: x.to(device, non_blocking=True), own)
 
 
 _UNUSABLE = {

@@ -16,15 +16,22 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.stop_bit import StopBit
-from fsharding.errors import ArgumentError, ConfigError, NonFiniteError, ScheduleError, message
-from fsharding.mesh.consistency import compare, digest, facts_of, refuse_differences
-from fsharding.mesh.device_mesh import abstract, everyone, world_size
-from fsharding.mesh.failures import meet, naming_lost
+from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
+from fsharding.errors import (
+    ArgumentError,
+    ConfigError,
+    FshardingError,
+    NonFiniteError,
+    ScheduleError,
+    message,
+)
+from fsharding.mesh.consistency import digest, facts_of
+from fsharding.mesh.device_mesh import Mesh, abstract, everyone
+from fsharding.mesh.failures import naming_lost, unlike_ranks
+from fsharding.mesh.unit_order import UnitOrder
 from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
@@ -47,13 +54,13 @@ from fsharding.public import (
 )
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.leaf_plan import kind_text
-from fsharding.sharding.named_sharding import hides_owners
+from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
 from fsharding.train.loss_function import LossFunction
-from fsharding.train.microbatches import split_batch, uncut, uneven
+from fsharding.train.microbatches import split_batch
+from fsharding.train.row_hashes import hash_of_all, hash_rows
 from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
 from fsharding.train.state_check import StateCheck, check_numbers
-from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, PendingVerdict, verdict_of
+from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.first_call import FirstCall
 from fsharding.transforms.gather_context import check_depth
@@ -334,8 +341,9 @@ class Verdict(NamedTuple):
         squares: of the gradients.
         norm: of the mean gradient (float32, 0-d).
         loss: mean over the batch (float32, 0-d).
-        finite: whether loss and norm are finite, and the weight is above 0 (bool, 0-d).
+        finite: whether loss and norm are finite, the weight is above 0, and ranks did the same (bool, 0-d).
         code: of `train.verdict` (int64, 0-d).
+        agreement: of the step.
     """
 
     sums: Sums
@@ -347,14 +355,18 @@ class Verdict(NamedTuple):
     loss: Tensor
     finite: Tensor
     code: Tensor
+    agreement: StepAgreement
 
-    def refusal(self, number: Tensor) -> Callable[[], str]:
-        """Makes the text of the error for a step that is refused, out of the device. It holds no gradients.
+    def refusal(self, number: Tensor, mesh: Mesh) -> Callable[[int], FshardingError]:
+        """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients.
 
         Args:
             number: of the step.
+            mesh: of the step.
         """
-        return functools.partial(_refusal, number, self.squares, self.loss, self.norm, self.sums.weight)
+        return functools.partial(
+            _refusal, number, self.squares, self.loss, self.norm, self.sums.weight, self.agreement.order, mesh
+        )
 
 
 class TrainStep:
@@ -436,14 +448,18 @@ class TrainStep:
 
     @public("train step")
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        plan, stop, number = self.plan_of(state, batch), StopBit(state.layout.mesh), state.step
-        verdict = self.judge(plan, state, batch, stop)
-        plan.first = None
+        plan, number, mesh = self.plan_of(state, batch), state.step, state.layout.mesh
+        agreement = self.agreement(state, batch)
+        first = None if plan.first is None else FirstStep(agreement, mesh, batch)
+        verdict = self.judge(plan, state, batch, agreement)
+        if first is not None:
+            first.refuse_ignored_axes(verdict.loss, verdict.norm)
+            plan.first = None
         # A step without values counts.
         result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
-        stop.settle(verdict.loss.device)
-        if result == REFUSED:
-            raise NonFiniteError(verdict.refusal(number)())
+        agreement.settle(verdict.loss.device)
+        if result in (REFUSED, UNLIKE):
+            raise verdict.refusal(number, mesh)(result)
         report = verdict.loss, verdict.norm, verdict.sums.weight
         if result is not None:
             metrics = Metrics(*report, skipped=result == SKIPPED, aux=verdict.sums.aux)
@@ -452,31 +468,53 @@ class TrainStep:
             return sealed(self.update(plan, state, verdict, None)), metrics
         metrics = UncheckedMetrics(*report, skipped=verdict.finite.logical_not(), aux=verdict.sums.aux)
         if not _compat.is_fake(verdict.code):
-            metrics.verdict = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number))
+            metrics.verdict = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
         return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
 
-    def judge(self, plan: StepPlan, state: TrainState, batch: Tree, stop: StopBit) -> Verdict:
+    def agreement(self, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
+        """What the ranks of a step agree on: stopping, the units and the key, and rows along `SAME_ROWS`.
+
+        Args:
+            state: in its layout.
+            batch: this rank's part.
+            bit: as in `StepAgreement`.
+        """
+        mesh, key = state.layout.mesh, state.key
+        shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
+        hashes = hash_rows(batch) if shared and not _compat.makes_fakes() else {}
+        result = StepAgreement(mesh, bit, rows=hash_of_all(hashes))
+        if result.order is not None:
+            result.order.restart()
+            result.order.facts = words_of_rows(batch, hashes)
+            if not (_compat.is_fake(key) or _compat.makes_fakes()):
+                seed = key.numpy().tobytes()
+                result.order.note("uses the key", seed, lambda: str(key.tolist()), None)
+        return result
+
+    def judge(self, plan: StepPlan, state: TrainState, batch: Tree, agreement: StepAgreement) -> Verdict:
         """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing.
 
         Args:
             plan: of `plan_of`.
             state: in its layout.
             batch: this rank's part.
-            stop: the bit of `fs.preemption`.
+            agreement: of the step.
         """
         layout, scale = state.layout, _loss_scale(state, plan.precision)
-        sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), scale, stop)
+        sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), scale, agreement)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
         weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
         with _compat.region("norm"):
             to_mean = 1.0 / weight
-            squares = square_sums(stop, grads, layout.main)
+            squares = square_sums(agreement, grads, layout.main)
             norm = (squares.norm().double() * to_mean).float()
         loss = refuse_backward((sums.loss.double() / weight).float())
         finite, weighted = torch.isfinite(loss) & torch.isfinite(norm), is_divisor(sums.weight)
-        code = verdict_of(finite, weighted, scale, plan.precision.loss_scale)
-        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, finite & weighted, code)
+        alike = agreement.alike(loss.device)
+        code = verdict_of(finite, weighted, alike, scale, plan.precision.loss_scale)
+        counts = finite & weighted & alike
+        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, counts, code, agreement)
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
         """The second half of a step: the state after it. The host reads nothing.
@@ -499,7 +537,7 @@ class TrainStep:
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the least scale leaves the row of good steps as it was, too.
-            loss_scale = where_finite(None if counts is None else verdict.code != REFUSED, after_scale, loss_scale)
+            loss_scale = where_finite(None if counts is None else verdict.code < REFUSED, after_scale, loss_scale)
         return state.replace(
             step=step_after,
             params=params,
@@ -550,7 +588,7 @@ class TrainStep:
             plan = next((p for p in self._plans if p.layout == without_devices), None)
             if plan is None:
                 check_numbers("train step", state)
-                _agree(state, self._settings, batch, self._microbatches)
+                agree_on_setup(state, self._settings, batch, self._microbatches)
                 plan = self.prepare(layout)
                 plan.first = FirstCall("train step", layout.mesh)
                 _refuse_other_state(self._opt, state)
@@ -564,11 +602,16 @@ class TrainStep:
         return plan
 
     def _loss_and_grads(
-        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: Tensor | None, stop: StopBit
+        self,
+        plan: StepPlan,
+        state: TrainState,
+        microbatches: list[Tree],
+        loss_scale: Tensor | None,
+        agreement: StepAgreement,
     ) -> Sums:
         """Forward and backward of all microbatches, through the pipeline or one after the other."""
         if plan.schedule is None:
-            return self._accumulate(plan, state, microbatches, loss_scale, stop)
+            return self._accumulate(plan, state, microbatches, loss_scale, agreement)
         rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
         grads, loss, weight = pipeline_grads(
             self._model,
@@ -580,14 +623,19 @@ class TrainStep:
             policy=self._policy,
             scale=loss_scale,
             known=plan.messages,
-            stop=stop,
+            agreement=agreement,
             key=rounding,
             prefetch=self._prefetch,
         )
         return Sums(grads, loss, weight)
 
     def _accumulate(
-        self, plan: StepPlan, state: TrainState, microbatches: list[Tree], loss_scale: Tensor | None, stop: StopBit
+        self,
+        plan: StepPlan,
+        state: TrainState,
+        microbatches: list[Tree],
+        loss_scale: Tensor | None,
+        agreement: StepAgreement,
     ) -> Sums:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
         layout, has_aux = state.layout, self._loss_fn.has_aux
@@ -612,7 +660,7 @@ class TrainStep:
                 mean=False,
                 prefetch=self._prefetch,
                 grad_pool=plan.buffers,
-                stop=stop if last else None,
+                agreement=lambda _: agreement if last else None,  # noqa: B023
                 key=rounding,
                 microbatch=i,
                 first=plan.first,
@@ -736,41 +784,6 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
     return ArgumentError(message("train step", f"takes a TrainState, got {kind_of(state)}.", mend=mend))
 
 
-def _agree(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
-    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
-
-    Of a layout the inputs of its planning are compared, since all else follows from them.
-    """
-    layout = state.layout
-    leaves = {
-        f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
-        for leaf in layout.leaves
-    }
-    inputs = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
-    facts = {"mesh": repr(abstract(layout.mesh)), **inputs, **facts_of("layout.precision", layout.precision)}
-    if abstract(layout.mesh).axis_size("pp") == 1:
-        settings = {name: text for name, text in settings.items() if name != "schedule"}
-    ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
-    facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
-    facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
-    if not _compat.is_fake(state.step):
-        facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
-    ask = meet if ranks.size == world_size() else None
-    by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
-    uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
-    refuse_differences("train step", by_rank)
-    if any(uncuttable.values()):
-        rows = [f"rank {rank}: {row}" for rank, text in uncuttable.items() for row in filter(None, text.split("\n"))]
-        raise uncut("train step", rows, "the batches of all ranks", f"{microbatches} microbatches")
-
-
-def _kind_of(x: Any) -> str:
-    """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return str(x.dtype) if isinstance(x, DTensor) and hides_owners(x) else kind_text(x)
-
-
 def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
     """The factor of the losses, float32, 0-d, on the device of the parameters; None without loss scaling.
 
@@ -787,7 +800,24 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
     return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
 
 
-def _refusal(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, weight: Tensor) -> str:
+def _refusal(
+    number: Tensor,
+    squares: LeafSquares,
+    loss: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    order: UnitOrder | None,
+    mesh: Mesh,
+    code: int,
+) -> FshardingError:
+    """The error of a step that is refused, or of ranks that did different things in it."""
+    if code == UNLIKE:
+        assert order is not None
+        return unlike_ranks("train step", mesh, everyone(mesh).ranks, order)
+    return NonFiniteError(_not_finite(number, squares, loss, norm, weight))
+
+
+def _not_finite(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, weight: Tensor) -> str:
     """Name the step, and its weight if that is the cause, else every leaf whose gradient is not finite on some rank."""
     if not bool(is_divisor(weight)):
         return _refusal_of_weight(int(number), float(weight))

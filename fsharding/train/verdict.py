@@ -1,6 +1,7 @@
 """Whether a step counts: a number that the device computes, and its way to the host.
 
-In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused. With
+In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused; 3,
+ranks that have to do the same did not. With
 `check="now"` the host reads it in the step. With `check="next"` it is copied to memory of the host behind the back of
 the step, and looked at when the step is called again, when `metrics.loss` is asked for, or when the program ends.
 Law: all ranks have the same number, since loss and norm are the same on all.
@@ -18,29 +19,32 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.errors import NonFiniteError
+from fsharding.errors import FshardingError
 from fsharding.precision import LossScale
 
-__all__ = ["GOOD", "REFUSED", "SKIPPED", "PendingVerdict", "verdict_of"]
+__all__ = ["GOOD", "REFUSED", "SKIPPED", "UNLIKE", "PendingVerdict", "verdict_of"]
 
-GOOD, SKIPPED, REFUSED = 0, 1, 2
+GOOD, SKIPPED, REFUSED, UNLIKE = 0, 1, 2, 3
 
 
-def verdict_of(finite: Tensor, weighted: Tensor, scale: Tensor | None, loss_scale: LossScale | None) -> Tensor:
+def verdict_of(
+    finite: Tensor, weighted: Tensor, alike: Tensor, scale: Tensor | None, loss_scale: LossScale | None
+) -> Tensor:
     """Decide whether a step counts: int64, 0-d, on the device of `finite`. The host reads nothing.
 
     Args:
         finite: whether loss and norm are finite (bool, 0-d).
         weighted: whether the weight is a number that a mean can be divided by (bool, 0-d); see `is_divisor`.
+        alike: whether ranks that have to do the same did (bool, 0-d).
         scale: the loss scale (float32, 0-d).
         loss_scale: its rules. Without them a step that is not finite is refused, as it is at the least scale.
     """
-    wrong = (finite & weighted).logical_not()
+    wrong, unlike = (finite & weighted).logical_not(), alike.logical_not() * UNLIKE
     if scale is None or loss_scale is None:
-        return wrong * REFUSED
+        return torch.maximum(wrong * REFUSED, unlike)
     # A smaller scale does not mend a weight, so such a step is refused at any scale.
     hopeless = weighted.logical_not() | (scale <= loss_scale.least)
-    return wrong * (hopeless * (REFUSED - SKIPPED) + SKIPPED)
+    return torch.maximum(wrong * (hopeless * (REFUSED - SKIPPED) + SKIPPED), unlike)
 
 
 class PendingVerdict:
@@ -48,7 +52,7 @@ class PendingVerdict:
 
     Args:
         verdict: of `verdict_of`; its copy to the host starts here, on the current stream.
-        refusal: the text of the error, which may read the device.
+        refusal: gives the error of a step that is refused or unlike, by the code; it may read the device.
 
     Attributes:
         process: the id of the process whose step it is; one that was forked from it leaves it alone.
@@ -58,7 +62,7 @@ class PendingVerdict:
     # Until the verdict was looked at, and nothing was wrong or the error was raised, `_pending` has it, so that the end
     # of the program looks at it.
 
-    def __init__(self, verdict: Tensor, refusal: Callable[[], str]) -> None:
+    def __init__(self, verdict: Tensor, refusal: Callable[[int], FshardingError]) -> None:
         self._refusal, self.process = refusal, os.getpid()
         on_device = verdict.is_cuda
         host = torch.empty((), dtype=torch.int64, pin_memory=on_device)
@@ -81,13 +85,14 @@ class PendingVerdict:
 
         Raises:
             NonFiniteError: the step was refused. It is raised once.
+            RankError: ranks that have to do the same did not.
         """
         if _pending.pop(id(self), None) is None:
             return
         if self._event is not None:
             self._event.synchronize()
-        if int(self._code) == REFUSED:
-            raise NonFiniteError(self._refusal())
+        if (code := int(self._code)) in (REFUSED, UNLIKE):
+            raise self._refusal(code)
 
 
 _pending: dict[int, PendingVerdict] = {}
@@ -107,7 +112,7 @@ def _last_step_was_refused() -> bool:
         try:
             if verdict.process == os.getpid():
                 verdict.raise_refused()
-        except NonFiniteError as error:
+        except FshardingError as error:
             refused = True
-            print(f"{NonFiniteError.__module__}.{NonFiniteError.__qualname__}: {error}", file=sys.stderr)
+            print(f"{type(error).__module__}.{type(error).__qualname__}: {error}", file=sys.stderr)
     return refused

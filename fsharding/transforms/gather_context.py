@@ -43,8 +43,10 @@ from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
 from fsharding.comm.streams import streams_for
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, listed, message
 from fsharding.formats.quantised import Quantised, noting_numbers
+from fsharding.mesh import call_stacks
+from fsharding.mesh.failures import order_here
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
@@ -311,18 +313,27 @@ class GatherContext:
         def name() -> str:
             return self._name_of(index)
 
+        site = None if order_here() is None else call_stacks.site_here()
+
         def gathered(
             chosen: Sequence[int], described: Sequence[UnitLeaf], columns: GatheredUnit | None
         ) -> GatheredUnit:
             shards, places = [leaves[i] for i in chosen], tuple(index[i] for i in chosen)
             return GatheredUnit(
-                plan_unit(tuple(described)), shards, places, self._pool, name=name, columns=columns,
-                on_gather=lambda: self.counts.gathers.append(name()), noise=self._noise_of(shards, places),
+                plan_unit(tuple(described)), shards, places, self._pool, name=name, columns=columns, site=site,
+                on_start=lambda unit: self._note("gathers", unit), on_gather=lambda: self.counts.gathers.append(name()),
+                noise=self._noise_of(shards, places),
             )  # fmt: skip
 
         across = [i for i, leaf in enumerate(described) if leaf.columnwise]
         columns = gathered(across, [described[i].across() for i in across], None) if across else None
         return gathered(range(len(leaves)), described, columns)
+
+    def _note(self, kind: str, unit: GatheredUnit) -> None:
+        """Notes what starts now in the order of the call, whose ranks have to agree on it."""
+        order = order_here()
+        if order is not None:
+            order.note(kind, unit.index, functools.partial(_leaves_of, self.paths, unit.index), unit.site)
 
     def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise | None:
         formats, device = self._formats, self._device
@@ -524,6 +535,8 @@ class GatherContext:
             self._reduce(unit, grads)
 
     def _reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
+        if unit.plan.reductions:
+            self._note("reduces", unit)
         for b in unit.plan.reductions:
             if b.steps[0] or b.late_steps[0]:
                 self.counts.reductions.append(self._name_of([unit.index[i] for i in b.leaves]))
@@ -556,6 +569,17 @@ class GatherContext:
         self.reducer.close()
         if self._owns_pool:
             self._pool.close()
+
+
+def _leaves_of(paths: Sequence[str], index: Sequence[LeafIndex]) -> str:
+    """The leaves of a unit in words: `blocks[3] (w, b)`."""
+    named = [(paths[leaf], "" if row is None else f"[{row}]") for leaf, row in index]
+    folders = {(path.rpartition(".")[0], row) for path, row in named}
+    if len(named) == 1 or len(folders) > 1:
+        return listed(f"{path}{row}" for path, row in named)
+    folder, row = folders.pop()
+    inside = listed(path.rpartition(".")[2] for path, _ in named)
+    return f"{folder}{row} ({inside})" if folder else f"{inside}{row}"
 
 
 class _LeafGrad(Function):

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, _functorch, tree
 from fsharding.comm.bucket import Slot
 from fsharding.comm.steps import SteppedReduction
-from fsharding.errors import LayoutError, SpecError, TransformError, message
+from fsharding.errors import LayoutError, SpecError, TransformError, listed, message
 from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.call_stacks import site_here
+from fsharding.mesh.failures import order_here
 from fsharding.ops import collectives
 from fsharding.precision import wide
 from fsharding.public import public
@@ -199,6 +201,7 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
     result: list[Tensor] = list(values)
     if not nodes:
         return result
+    _note_plain(nodes)
     plan = plan_unit(
         tuple(UnitLeaf(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
     )
@@ -215,6 +218,16 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
             result[i] = _joined(rows, slot)
     return result
+
+
+def _note_plain(nodes: Sequence[Local]) -> None:
+    """Notes a gather in the order of the call, if ranks compare units; rows of one stack count as the same unit."""
+    order = order_here()
+    if order is not None and order.compares:
+        storages = [_compat.storage_id(_functorch.innermost(node.value)) for node in nodes]
+        names = [order.names.get(storage, "a leaf") for storage in storages]
+        unit = tuple((name, tuple(node.shape)) for name, node in zip(names, nodes, strict=True))
+        order.note("gathers", unit, lambda: listed(f"{name}{list(shape)}" for name, shape in unit), site_here())
 
 
 def _joined(rows: Tensor, slot: Slot) -> Tensor:

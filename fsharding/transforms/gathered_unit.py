@@ -50,6 +50,8 @@ class GatheredUnit:
         noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.
         name: says what the unit is called, for an error.
         on_gather: is called when an all-gather starts.
+        on_start: is called with the unit each time before its all-gathers start.
+        site: file and line of the user's call; None where no error needs them.
         columns: a gather of some of its leaves in blocks along their other dim, for backward; it ends with this one.
 
     Attributes:
@@ -63,6 +65,7 @@ class GatheredUnit:
         codes: the whole leaves of a unit of codes alone while it is ALIVE, by their number in the plan.
         kept: the buffers are kept for backward.
         in_backward: backward has needed it.
+        site: the same.
     """
 
     def __init__(
@@ -74,11 +77,14 @@ class GatheredUnit:
         *,
         name: Callable[[], str],
         on_gather: Callable[[], None],
+        on_start: Callable[[GatheredUnit], None],
+        site: tuple[str, int] | None = None,
         noise: Noise | None = None,
         columns: GatheredUnit | None = None,
     ) -> None:
         self.plan, self.leaves, self.index = plan, leaves, index
         self._name, self._on_gather, self._noise = name, on_gather, noise
+        self._on_start, self.site = on_start, site
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
         device = leaves[0].value.device
         self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
@@ -106,6 +112,7 @@ class GatheredUnit:
     def start(self) -> None:
         """Casts the shards and starts to gather them, if that has not been done."""
         if self.state in (UnitState.PLANNED, UnitState.RELEASED):
+            self._on_start(self)
             if self.state is UnitState.RELEASED and self._bucket_of:
                 columnwise = {number for number, b in enumerate(self.plan.gathers) if b.columnwise}
                 self._passed_over = columnwise - self._viewed

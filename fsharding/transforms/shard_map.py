@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, _functorch, tree
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
+from fsharding.mesh.failures import order_here
 from fsharding.public import check_function, public, refuse_compiled
 from fsharding.sharding.named_sharding import Local, hides_owners, to_local, typeof
 from fsharding.sharding.partition_spec import P
@@ -72,6 +73,10 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         nodes = [to_local(x) if isinstance(x, DTensor) else x for x in flat]
         here = mesh or next((x.sharding.mesh for x in nodes if isinstance(x, Local)), None)
         given_args, given_kwargs = tree.unflatten(spec, nodes)
+        order = order_here()
+        if order is not None and order.compares:
+            named = zip(tree.paths((args, kwargs)), nodes, strict=True)
+            order.names = {_compat.storage_id(x.value): path for path, x in named if isinstance(x, Local)}
         with nullcontext() if here is None else set_mesh(here):
             out = fn(*given_args, **given_kwargs)
         return _at_rest(out)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.errors import ConfigError, NonFiniteError, TransformError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
-from fsharding.mesh.failures import naming_lost
+from fsharding.mesh.failures import naming_lost, order_here
 from fsharding.ops.scaled_mm import scaled_kernel
 from fsharding.precision import FP32, KEEP, PatternLeaf, Precision
 from fsharding.public import check_function, check_precision, public, refuse, refuse_compiled
@@ -48,7 +48,10 @@ from fsharding.transforms.unit_plan import GradTarget
 from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 from fsharding.tree import Tree
 
-__all__ = ["GradFn", "Loss", "Tape", "global_loss", "is_divisor", "loss_and_grads", "refuse_backward", "value_and_grad"]
+__all__ = [
+    "Agreement", "GradFn", "Loss", "Tape", "agreement_of_call", "global_loss", "is_divisor", "loss_and_grads",
+    "refuse_backward", "value_and_grad",
+]  # fmt: skip
 
 
 class GradFn(Protocol):
@@ -104,6 +107,25 @@ class _Loss(NamedTuple):
     total: Tensor
     weight: Tensor | None
     aux: Any
+
+
+Agreement: TypeAlias = Callable[[Mesh | None], StepAgreement | None]
+"""Gives what goes with the sum of loss and weight of a call on a mesh."""
+
+
+class _CallAgreement(StepAgreement):
+    """The agreement of data ranks on the units of one call, which is read where that does not wait for a device."""
+
+    __slots__ = ()
+
+    def summed(self, count: Tensor, axes: Sequence[str]) -> None:
+        super().summed(count, axes)
+        self.refuse_unlike()
+
+
+def agreement_of_call(mesh: Mesh | None) -> StepAgreement | None:
+    """Has the data ranks of a call that is in no train step compare the order of its units."""
+    return None if mesh is None or not data_axes(mesh) else _CallAgreement(mesh, axes=data_axes(mesh))
 
 
 @public("fs.value_and_grad")
@@ -219,7 +241,7 @@ def loss_and_grads(
     mean: bool,
     prefetch: int = 1,
     grad_pool: Pool | None = None,
-    stop: StopBit | None = None,
+    agreement: Agreement = agreement_of_call,
     key: Tensor | None = None,
     microbatch: int = 0,
     first: FirstCall | None = None,
@@ -238,7 +260,7 @@ def loss_and_grads(
         prefetch: as in `value_and_grad`.
         grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
-        stop: the bit of `fs.preemption`, which a train step sends in the sum of loss and weight.
+        agreement: gives what goes with the sum of loss and weight; by default that of this call alone.
         key: as in `value_and_grad`.
         microbatch: the number of this call among those with this key.
         first: is shown the loss before its backward.
@@ -249,11 +271,13 @@ def loss_and_grads(
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
+            if (order := order_here()) is not None:
+                order.end("forward")
             if first is not None:
                 first.look(loss.total, tape.context, tape.differentiated())
             if loss.total.requires_grad:
                 tape.backward([loss.total])
-            totals = _global_sums(loss, tape.mesh, stop)
+            totals = _global_sums(loss, tape.mesh, agreement(tape.mesh))
             local = tape.finish()
     except BaseException:
         tape.close()
@@ -292,7 +316,7 @@ def global_loss(
     try:
         with naming_lost("fs.evaluate", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux, "fs.evaluate")
-            totals = _global_sums(loss, tape.mesh, None)
+            totals = _global_sums(loss, tape.mesh, agreement_of_call(tape.mesh))
             tape.finish()
     except BaseException:
         tape.close()
@@ -599,18 +623,18 @@ def _kind(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _global_sums(loss: _Loss, mesh: Mesh | None, stop: StopBit | None) -> Tensor:
-    """(sum, weight) over all data ranks: float64[2], or one more that is the stop bit's."""
+def _global_sums(loss: _Loss, mesh: Mesh | None, agreement: StepAgreement | None) -> Tensor:
+    """(sum, weight) over all data ranks: float64[2], or one more that is of the agreement."""
     device = loss.total.device
     one = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
-    also = () if stop is None else (stop.as_term(device),)
+    also = () if agreement is None else (agreement.as_term(device),)
     terms = torch.stack((loss.total.detach().double(), one, *also))
     if mesh is None:
         return terms
     axes = tuple(sorted(data_axes(mesh), key=AXES.index))
     totals = start_sum(terms, axis_group(mesh, axes), torch.float64).wait()
-    if stop is not None:
-        stop.summed(totals[2], axes)
+    if agreement is not None:
+        agreement.summed(totals[2], axes)
     return totals
 
 

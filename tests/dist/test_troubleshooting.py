@@ -55,6 +55,38 @@ def full_tensor_of_a_part(mesh):
     fs.shard({"qkv": torch.ones(8, 4)}, layout)["qkv"].full_tensor()
 
 
+def other_order(mesh):
+    names = ("a", "b") if dist.get_rank() == 0 else ("b", "a")
+
+    def loss(params, batch):
+        for name in names:
+            batch = torch.tanh(F.linear(batch, fs.gather_unit(params[name])))
+        return batch.square().sum(), len(batch)
+
+    state, step = fs.setup({name: torch.eye(4) for name in "ab"}, loss, fs.sgd(0.1), fs.random.key(0), mesh=mesh)
+    step(state, torch.ones(4, 4))
+
+
+def other_rows(mesh):
+    state, opt = started(fs.make_mesh(device="cpu", tp=2))
+    fs.make_train_step(loss_fn, opt)(state, torch.full((4, 4), float(dist.get_rank())))
+
+
+def whole_sequences(mesh):
+    state, opt = started(fs.make_mesh(device="cpu", cp=2))
+    fs.make_train_step(loss_fn, opt)(state, torch.arange(16.0).view(4, 4))
+
+
+def ignores_tp(mesh):
+    def loss(params, batch):
+        return F.linear(batch, fs.gather_unit(params)["w"]).square().sum(), len(batch)
+
+    on_tp, names = fs.make_mesh(device="cpu", tp=2), {"w": ("mlp", None)}
+    first = {"w": torch.arange(16.0).view(4, 4)}
+    state, step = fs.setup(first, loss, fs.sgd(0.1), fs.random.key(0), mesh=on_tp, names=names)
+    step(state, torch.ones(4, 4))
+
+
 def saved_by_one(mesh):
     state, opt = started(mesh)
     step = fs.make_train_step(loss_fn, opt)
@@ -70,6 +102,10 @@ MISTAKES = {
     "ranks with other settings": other_microbatches,
     "parameters drawn by `torch.randn`": other_draws,
     "`leaf.full_tensor()` of a leaf that is fused over `tp`, or owned by a pipeline stage": full_tensor_of_a_part,
+    "units in another order on one rank": other_order,
+    "other rows on ranks along `tp`": other_rows,
+    "whole sequences on ranks along `cp`": whole_sequences,
+    "a plain loss over leaves that `tp` cuts": ignores_tp,
     "a batch that fails on one rank": other_shapes,
     "`if rank == 0: fs.checkpoint.save(...)`": saved_by_one,
 }

@@ -135,7 +135,7 @@ RARE = {
     "load": ("fs.checkpoint.load", (loading, "_fetch")),
     "make_mesh": ("fs.make_mesh", (mesh_module, "agree")),
     "reshard": ("fs.reshard", (reshard_module, "exchange")),
-    "agreement": ("train step", (step_module, "_agree")),
+    "agreement": ("train step", (step_module, "agree_on_setup")),
     "end of a Checkpointer": ("fs.checkpoint.save_async", (saving.Job, "_write")),
 }
 BACKGROUND = ("save_async", "end of a Checkpointer")

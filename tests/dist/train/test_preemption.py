@@ -31,7 +31,7 @@ from fsharding.cli.config import check
 from fsharding.cli.main import main
 from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
-from fsharding.comm.stop_bit import StopBit
+from fsharding.comm.step_agreement import StepAgreement
 from fsharding.errors import RankError
 from fsharding.mesh import preemption
 from fsharding.mesh.device_mesh import data_position
@@ -223,7 +223,7 @@ class Moment(NamedTuple):
 PLACES: dict[str, tuple[Any, str]] = {
     "start": (main_job, "init_state"),
     "read": (main_job.ops, "cut_sequence"),
-    "sum": (StopBit, "as_term"),
+    "sum": (StepAgreement, "as_term"),
     "update": (step_module.TrainStep, "update"),
     "log": (main_job, "state_bytes"),
     "save": (main_job, "_save"),

@@ -1,0 +1,207 @@
+"""One number that a step adds to sums that it takes anyway: whether a rank wants to stop, and whether ranks differ.
+
+In: the bit of `fs.preemption`, the hash of the units that were gathered and reduced, the hash of the rows. Out: how
+many ranks want to stop, and whether all ranks have done the same, which every rank learns from the same sum.
+
+Of m ranks that have to share a hash h the first adds (m - 1) h and each other one -h, times a power of two above the
+number of ranks, so the sum over the mesh is the number of bits, unless ranks differ. All of it are integers that a
+float64 has exactly, so no order of axes and no number of sums changes the result.
+Laws: each rank's bit is read once a step, so ranks that stepped together agree; no byte is sent for a hash alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding._compat import cache_on_mesh
+from fsharding.comm.transport import start_sum
+from fsharding.mesh import preemption
+from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.consistency import gather_numbers
+from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, coordinate, data_axes, everyone
+from fsharding.mesh.failures import among, is_fake_world, order_here
+from fsharding.mesh.unit_order import Comparison, UnitOrder, UnlikeRanks
+
+__all__ = ["SAME_ROWS", "StepAgreement", "comparison_of", "numbers_of"]
+
+SAME_ROWS = ("pp", "tp")
+"""Axes along which ranks read the same rows."""
+
+_EXACT = 52
+"""Bits of the largest integer of a sum in float64."""
+
+
+class StepAgreement:
+    """The number of a step, on its way through the sums of that step.
+
+    A sum that takes `as_term` along calls `summed`. The term is made before the first sum and never again: ranks that
+    summed together would else differ in a later sum over other axes.
+
+    Args:
+        mesh: of the step.
+        bit: whether this rank wants to stop, float64, 0-d; by default that of now.
+        axes: over which it is summed; by default all of the mesh.
+        rows: the hash of the rows that this rank reads, int64, 0-d, which ranks along `SAME_ROWS` share; None where
+            it is not compared.
+
+    Attributes:
+        axes: of these, those that are left, over which the term has not been summed.
+        order: of the units of the call; None where one rank is alone.
+    """
+
+    __slots__ = ("_bit", "_coding", "_count", "_mesh", "_rows", "_total", "axes", "order")
+
+    def __init__(
+        self, mesh: Mesh, bit: Tensor | None = None, *, axes: Sequence[str] | None = None, rows: Tensor | None = None
+    ) -> None:
+        self._mesh, self._bit, self._rows = mesh, bit, rows
+        self.axes = _large(mesh) if axes is None else tuple(axes)
+        self._coding = _coding(mesh, self.axes)
+        self._count: Tensor | None = None
+        self._total: Tensor | None = None
+        self.order: UnitOrder | None = order_here()
+
+    def as_term(self, device: torch.device) -> Tensor:
+        """The sum as far as it is known here: float64, 0-d. The first time, all units have been noted.
+
+        Raises:
+            UnlikeRanks: notes are compared, and another rank is still at a unit.
+        """
+        if self._count is None:
+            self._count = self._own(device)
+        return self._count
+
+    def _own(self, device: torch.device) -> Tensor:
+        coding, units, compares = self._coding, 0, not is_fake_world()
+        if self.order is not None and compares:
+            self.order.end("units")
+            units = (self.order.digest & coding.mask) * coding.units * coding.unit
+        if self._bit is None:
+            term = torch.full((), float(preemption.pending() + units), dtype=torch.float64, device=device)
+        else:
+            term = self._bit + float(units)
+        if self._rows is not None and compares:
+            hashes = (self._rows & coding.mask).double() * float(coding.rows * coding.unit)
+            term = term + hashes.to(device, non_blocking=True)
+        return term
+
+    def summed(self, count: Tensor, axes: Sequence[str]) -> None:
+        """Takes the sum of `as_term` over some axes."""
+        self._count, self.axes = count, tuple(axis for axis in self.axes if axis not in axes)
+
+    def _sum(self, device: torch.device) -> Tensor:
+        """The sum over all axes.
+
+        Axes over which the step has taken no sum, as with a loss function of one's own and no leaf cut over `tp`, get
+        one of their own.
+        """
+        if self._total is None:
+            count = self.as_term(device)
+            if self.axes:
+                count = start_sum(count.reshape(1), axis_group(self._mesh, self.axes), torch.float64).wait()[0]
+            self._total = count
+        return self._total
+
+    def stops(self, device: torch.device) -> Tensor:
+        """How many ranks want to stop: float64, 0-d."""
+        return torch.remainder(self._sum(device), float(self._coding.unit))
+
+    def alike(self, device: torch.device) -> Tensor:
+        """Whether ranks that have to do the same did: bool, 0-d, the same on all ranks."""
+        total = self._sum(device)
+        return (total >= 0) & (total < float(self._coding.unit))
+
+    def settle(self, device: torch.device) -> None:
+        """Ends the step."""
+        preemption.agree(self.stops(device))
+
+    def refuse_unlike(self) -> None:
+        """Read a sum that is in the memory of the host; one that is on a device stays there.
+
+        Raises:
+            UnlikeRanks: ranks that have to do the same did not.
+        """
+        count = self._count
+        if count is None or count.device.type != "cpu" or _compat.is_fake(count):
+            return
+        if not self.axes and not bool(self.alike(count.device)):
+            raise UnlikeRanks(axis_group(self._mesh, self._coding.axes).ranks)
+
+
+def comparison_of(mesh: Mesh) -> Comparison | None:
+    """How ranks that have to gather the same units compare hashes at once; None where one rank is alone.
+
+    Stages of a pipeline gather other units, so on a mesh with `pp` only data ranks compare.
+
+    Args:
+        mesh: of the call.
+    """
+    group = everyone(mesh) if abstract(mesh).axis_size("pp") == 1 else axis_group(mesh, data_axes(mesh))
+    if group.process_group is None or is_fake_world():
+        return None
+    return Comparison(group.ranks, functools.partial(numbers_of, group, getattr(mesh, "device_type", "cpu")))
+
+
+def numbers_of(group: Group, device: str, own: int) -> list[int]:
+    """The numbers of all ranks of a group, in its order. Collective.
+
+    Args:
+        group: of several ranks.
+        device: the type of device on which the group sends, if it cannot send from the host.
+        own: of this rank, within 64 bits.
+    """
+    assert group.process_group is not None
+    with among(group.ranks):
+        return gather_numbers(own, group.size, group.process_group, device)
+
+
+class _Coding(NamedTuple):
+    """Where the numbers are in a sum.
+
+    Attributes:
+        axes: of the sum.
+        unit: what hashes are multiplied with: a power of two above the number of ranks.
+        mask: of the bits of a hash that are summed.
+        units: the factor of the hash of units on this rank.
+        rows: that of the hash of rows.
+    """
+
+    axes: tuple[str, ...]
+    unit: int
+    mask: int
+    units: int
+    rows: int
+
+
+@cache_on_mesh(256)
+def _coding(mesh: Mesh, axes: tuple[str, ...]) -> _Coding:
+    shape, own = abstract(mesh), coordinate(mesh)
+    sizes = {axis: shape.axis_size(axis) for axis in axes}
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    # Each rank adds less than 2 (m - 1) hashes to the magnitude of a sum, of each of two hashes.
+    bits = max(_EXACT - 2 - 2 * ranks.bit_length(), 8)
+
+    def factor(shared: Sequence[str]) -> int:
+        members = 1
+        for axis in shared:
+            members *= sizes[axis]
+        return members - 1 if not any(own.get(axis, 0) for axis in shared) else -1
+
+    # Stages of a pipeline gather other units.
+    units = factor([axis for axis in axes if axis != "pp"])
+    rows = factor([axis for axis in axes if axis in SAME_ROWS])
+    return _Coding(axes, 1 << ranks.bit_length(), (1 << bits) - 1, units, rows)
+
+
+@cache_on_mesh(256)
+def _large(mesh: Mesh) -> tuple[str, ...]:
+    shape = abstract(mesh)
+    return tuple(axis for axis in AXES if shape.axis_size(axis) > 1)

@@ -1,0 +1,218 @@
+"""What ranks compare in the first step of a layout, before the state changes: settings, rows, units, loss and norm.
+
+In: a state, a batch, the settings of a step. Out: nothing, or one error on every rank that says who has what.
+`agree_on_setup` comes before anything is planned, `FirstStep` once the step begins; later steps compare hashes alone,
+in sums that they take anyway, see `comm.step_agreement`.
+Law: ranks that differ raise before an update, and none of them is left waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding import _compat, tree
+from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, comparison_of, numbers_of
+from fsharding.errors import BatchError, RankError, message
+from fsharding.mesh.consistency import compare, facts_of, refuse_differences
+from fsharding.mesh.device_mesh import Mesh, abstract, everyone, world_size
+from fsharding.mesh.failures import is_fake_world, meet
+from fsharding.mesh.unit_order import UnlikeRanks
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.named_sharding import hides_owners
+from fsharding.train.microbatches import uncut, uneven
+from fsharding.train.row_hashes import hash_of_all, hash_rows
+from fsharding.train.state import TrainState
+from fsharding.tree import Tree
+
+__all__ = ["FirstStep", "agree_on_setup", "words_of_rows"]
+
+_CLOSE, _CLOSE_NORM = 1e-5, 1e-4
+"""How far, relatively, losses and norms of ranks may be apart that compute the same with other kernels."""
+
+_NAME = "train step"
+
+
+def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
+    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
+
+    Of a layout the inputs of its planning are compared, since all else follows from them.
+
+    Args:
+        state: with a step and a key that can be read.
+        settings: of the step, text by name.
+        batch: this rank's part.
+        microbatches: how many it is cut into.
+
+    Raises:
+        ConfigError: settings or states differ.
+        BatchError: a rank cannot cut its batch.
+    """
+    layout = state.layout
+    leaves = {
+        f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
+        for leaf in layout.leaves
+    }
+    inputs = {"strategy": str(layout.strategy), "rules": str(layout.rules), "stages": str(layout.stages)}
+    facts = {"mesh": repr(abstract(layout.mesh)), **inputs, **facts_of("layout.precision", layout.precision)}
+    if abstract(layout.mesh).axis_size("pp") == 1:
+        settings = {name: text for name, text in settings.items() if name != "schedule"}
+    ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
+    facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
+    if not _compat.is_fake(state.step):
+        facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
+    ask = meet if ranks.size == world_size() else None
+    by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+    uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
+    refuse_differences(_NAME, by_rank)
+    if any(uncuttable.values()):
+        rows = [f"rank {rank}: {row}" for rank, text in uncuttable.items() for row in filter(None, text.split("\n"))]
+        raise uncut(_NAME, rows, "the batches of all ranks", f"{microbatches} microbatches")
+
+
+def _kind_of(x: Any) -> str:
+    """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return str(x.dtype) if isinstance(x, DTensor) and hides_owners(x) else kind_text(x)
+
+
+class FirstStep:
+    """Compares what later steps leave to a hash. Collective.
+
+    Args:
+        agreement: of the step, whose units are compared from here on, each before it is gathered or reduced.
+        mesh: of the step.
+        batch: this rank's part.
+
+    Raises:
+        UnlikeRanks: ranks along `pp` or `tp` have other rows.
+        BatchError: ranks along `cp` have the same rows, where each has to have a part of the sequence.
+    """
+
+    def __init__(self, agreement: StepAgreement, mesh: Mesh, batch: Tree) -> None:
+        self._mesh = mesh
+        self._all = everyone(mesh)
+        self._compares = self._all.size > 1 and agreement.order is not None and not is_fake_world()
+        if not self._compares or _compat.makes_fakes():
+            return
+        assert agreement.order is not None
+        self._compare_rows(batch)
+        if (comparison := comparison_of(mesh)) is not None:
+            agreement.order.compare(comparison)
+
+    def _numbers(self, own: int) -> list[int]:
+        """The numbers of all ranks of the mesh."""
+        return numbers_of(self._all, getattr(self._mesh, "device_type", "cpu"), own)
+
+    def _compare_rows(self, batch: Tree) -> None:
+        shape = abstract(self._mesh)
+        if all(shape.axis_size(axis) == 1 for axis in (*SAME_ROWS, "cp")):
+            return
+        hashed = hash_of_all(hash_rows(batch))
+        own = 0 if hashed is None else int(hashed)
+        if any(shape.axis_size(axis) > 1 for axis in SAME_ROWS):
+            numbers = self._numbers(own)
+            if any(len({numbers[i] for i in places}) > 1 for places in self._places(SAME_ROWS)):
+                raise UnlikeRanks(self._all.ranks)
+        if shape.axis_size("cp") > 1:
+            # What is the same all along the sequence says nothing, so it counts as other rows on every rank.
+            varied = any(_varies(x) for x in tree.leaves(batch))
+            numbers = self._numbers(own if varied else self._all.index)
+            if any(len({numbers[i] for i in places}) == 1 for places in self._places(("cp",))):
+                raise _whole_sequences(batch, shape.axis_size("cp"))
+
+    def _places(self, axes: Sequence[str]) -> list[list[int]]:
+        """The ranks, by their places in the group of all, that differ in their coordinates along some axes only."""
+        shape = abstract(self._mesh)
+        result: dict[tuple[int, ...], list[int]] = {}
+        for place, rank in enumerate(self._all.ranks):
+            coordinates = self._coordinates(shape.members.index(rank))
+            key = tuple(i for name, i in coordinates.items() if name not in axes)
+            result.setdefault(key, []).append(place)
+        return list(result.values())
+
+    def _coordinates(self, number: int) -> dict[str, int]:
+        """The coordinates of a member of the mesh, by its number in order."""
+        shape, result = abstract(self._mesh), dict[str, int]()
+        for name, size in reversed([*zip(shape.names, shape.sizes, strict=True)]):
+            number, result[name] = divmod(number, size)
+        return {name: result[name] for name in shape.names}
+
+    def refuse_ignored_axes(self, loss: Tensor, norm: Tensor) -> None:
+        """Compare the loss and the gradient norm over all ranks; a loss function that ignores an axis has several.
+
+        Args:
+            loss: mean over the batch, float32, 0-d.
+            norm: of the gradient, float32, 0-d.
+
+        Raises:
+            RankError: they differ between ranks.
+        """
+        axes = [axis for axis in SAME_ROWS if abstract(self._mesh).axis_size(axis) > 1]
+        if not self._compares or not axes or _compat.is_fake(loss):
+            return
+        own = struct.unpack("<q", struct.pack("<ff", float(loss), float(norm)))[0]
+        pairs = [struct.unpack("<ff", struct.pack("<q", number)) for number in self._numbers(own)]
+        if not all(map(math.isfinite, (x for pair in pairs for x in pair))):
+            return
+        (loss_0, norm_0), *others = pairs
+        if all(
+            math.isclose(a, loss_0, rel_tol=_CLOSE) and math.isclose(b, norm_0, rel_tol=_CLOSE_NORM) for a, b in others
+        ):
+            return
+        raise self._ignored(axes, pairs)
+
+    def _ignored(self, axes: Sequence[str], pairs: Sequence[tuple[float, float]]) -> RankError:
+        shape = abstract(self._mesh)
+        rows: list[str] = []
+        for rank, (loss, norm) in zip(self._all.ranks, pairs, strict=True):
+            place = self._coordinates(shape.members.index(rank))
+            where = ", ".join(f"{axis}={place[axis]}" for axis in axes)
+            rows.append(f"rank {rank} ({where}): loss {loss:.7g}, gradient norm {norm:.7g}")
+        over = " and ".join(axes)
+        rule = f"computes other losses or gradients along {over}: the loss function ignores the axis."
+        mend = [_MENDS[axis] for axis in axes]
+        return RankError(message(_NAME, rule, rows, "\n".join(mend)), ranks=self._all.ranks)
+
+
+_MENDS = {
+    "tp": "On tp, compute with ops.column_linear, ops.row_linear, ops.embedding and ops.cross_entropy, or end in"
+    ' fs.ops.psum(x, "tp"); or give the leaves no names that rules cut over tp, and keep tp at 1.',
+    "pp": "On pp, give the step a Model, whose stages it cuts; or keep pp at 1.",
+}
+
+
+def _varies(x: object) -> bool:
+    """Whether a leaf has a sequence along dim 1 with different values in it."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] < 2 or x.numel() < 8:
+        return False
+    return bool((x != x[:, :1]).any())
+
+
+def _whole_sequences(batch: Tree, size: int) -> BatchError:
+    rows = [f"{path} is {kind_text(x)} and the same on all ranks" for path, x in tree.named_leaves(batch).items()]
+    rule = f"needs a part of the sequence on each of the {size} ranks along cp; they have whole ones."
+    mend = "Cut global batches with fs.local_batch(batch, mesh), or rows with fs.ops.cut_sequence(batch, mesh=mesh)."
+    return BatchError(message(_NAME, rule, rows, mend))
+
+
+def words_of_rows(batch: Tree, hashes: Mapping[str, Tensor]) -> dict[str, Callable[[], str]]:
+    """The leaves of a batch for an error: what each is, and the hash of its values.
+
+    Args:
+        batch: this rank's part.
+        hashes: by path.
+    """
+    kinds = {path: kind_text(x) for path, x in tree.named_leaves(batch).items() if path in hashes}
+
+    def words(path: str) -> str:
+        return f"{kinds[path]} with hash {int(hashes[path]) & ((1 << 64) - 1):016x}"
+
+    return {f"batch.{path}" if path else "batch": (lambda path=path: words(path)) for path in kinds}

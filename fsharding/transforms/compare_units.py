@@ -1,0 +1,54 @@
+"""`compare_units`: ranks compare each unit before they gather or reduce it, in calls where nothing else would say so.
+
+In: a mesh. Out: a block inside of which all gathers and reductions of units are compared.
+Law: ranks at different units raise before bytes of one are taken for those of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding.comm.step_agreement import comparison_of
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import Mesh
+from fsharding.mesh.failures import naming_lost, order_here
+from fsharding.public import refuse
+
+__all__ = ["compare_units"]
+
+
+@contextmanager
+def compare_units(mesh: Mesh) -> Generator[None]:
+    """Has ranks compare each unit inside the `with` block before they gather or reduce it. Collective.
+
+    The first train step of a layout does so by itself, and later steps compare a hash. This is for calls by hand whose
+    sums the host does not read, such as `value_and_grad` on CUDA, and for `gather_unit` in `fs.shard_map`. It sends a
+    hash for each unit and waits for it, so use it for one call, and when losses look wrong.
+
+    Args:
+        mesh: whose ranks are all in the block.
+
+    Raises:
+        ArgumentError: no mesh.
+        RankError: ranks are at different units; both are named, and both lines.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> params = fs.shard({"w": torch.ones(4)}, layout)
+        >>> with fs.compare_units(layout.mesh):
+        ...     loss, grads = fs.value_and_grad(lambda p: fs.gather_unit(p)["w"].sum())(params)
+        >>> float(loss)
+        4.0
+    """
+    if not isinstance(mesh, DeviceMesh | AbstractMesh):
+        raise refuse("fs.compare_units", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+    with naming_lost("fs.compare_units", mesh):
+        order, comparison = order_here(), comparison_of(mesh)
+        if order is not None and comparison is not None:
+            order.compare_always(comparison)
+        yield
+        if order is not None:
+            order.end("units")
