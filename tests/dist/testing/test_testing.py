@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -321,13 +322,15 @@ def gone_within(seconds, pids):
 
 
 def test_what_cannot_be_sent_is_refused_before_the_ranks_see_it():
-    pids = run_ranks(pid, 2)
+    pids, unsendable = run_ranks(pid, 2), lambda: None
     with pytest.raises(RankError) as caught:
-        run_ranks(lambda: None, 2)
+        run_ranks(unsendable, 2)
+    with pytest.raises((AttributeError, pickle.PicklingError)) as of_python:
+        pickle.dumps(unsendable)
     first, second, third = str(caught.value).split("\n")
     assert first.startswith("run_ranks cannot send ")
     assert first.endswith("<lambda> and its arguments to the ranks.")
-    assert "pickle" in second
+    assert second == f"  {of_python.type.__name__}: {of_python.value}", "in the words of this Python"
     assert (
         third == "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
     )
