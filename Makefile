@@ -24,7 +24,13 @@ STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.
 IS_VENV := import pip, sys; sys.exit(sys.prefix == sys.base_prefix)
 
-.PHONY: help venv train test test-wire test-full lint docs clean
+# The newest torch that the tests ran with. `make test-torch` has an environment of its own for each version, with the
+# newest releases of everything else; remove it to take newer ones.
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_STAMP := $(TORCH_VENV)/.installed
+
+.PHONY: help venv train test test-torch test-wire test-full lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -48,11 +54,21 @@ else
 	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS)
 endif
 
+$(TORCH_STAMP): pyproject.toml
+	@rm -f $@
+	@$(TORCH_VENV)/bin/python -c '$(IS_VENV)' 2>/dev/null || $(PYTHON) -m venv --clear $(TORCH_VENV)
+	PIP_REQUIRE_VIRTUALENV=1 $(TORCH_VENV)/bin/python -m pip install -q --upgrade torch==$(TORCH) -e '.[test,plot]'
+	@touch $@
+
+test-torch: $(TORCH_STAMP) ## run the tests with another torch, in an environment of its own: make test-torch TORCH=2.15.0
+	PATH="$(abspath $(TORCH_VENV))/bin:$$PATH" HYPOTHESIS_PROFILE=ci $(TORCH_VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+
 test-wire: $(STAMP) ## run the tests of ranks again with every byte sent, as between machines: no shared memory
 	FSHARDING_SHARED_MEMORY=0 HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS) $(WIRED)
 
-test-full: $(STAMP) ## run the tests with many more examples, and those marked full
+test-full: $(STAMP) ## run the tests with many more examples, those marked full, and all with the newest torch
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -n $(WORKERS) -m '' --timeout 1200 $(ARGS)
+	$(MAKE) test-torch
 
 lint: $(STAMP) ## ruff, formatting, spelling, types
 	$(BIN)/ruff check .
@@ -65,5 +81,5 @@ docs: $(STAMP) ## build the pages into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove .venv, caches and builds; runs/ stays
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf .venv .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportDeprecated=false
 """Every private or version-dependent torch API that we touch, in one place; each has a canary test.
 
-In and out: plain tensors, storages, groups. Supports torch >= 2.11. When torch changes, this file changes and no other.
-Nothing here knows about shardings.
+In and out: plain tensors, storages, groups. Supports torch 2.13 to 2.15; when torch changes, this file changes and no
+other. Nothing here knows about shardings.
 """
 
 from __future__ import annotations

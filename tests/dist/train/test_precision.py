@@ -6,6 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsharding as fs
 from fsharding.mesh.device_mesh import data_position
@@ -144,3 +147,40 @@ def test_each_role_can_be_told_from_training(role):
             others += [plain(replace(how, **{name: F32}), each=each) for name in roles]
         for other in others:
             assert max(float((found[name] - other[name]).abs().max()) for name in SHAPES) > 1e-4
+
+
+# ----------------------------------------------------------------------------------------------------- beside FSDP2's policies
+def mean_gradient_of_fsdp2(policy, own):
+    model = torch.nn.Linear(1, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    model(torch.tensor([[own]])).sum().backward()
+    return float(model.weight.grad.full_tensor()[0])
+
+
+def mean_gradient(precision, own):
+    def loss_fn(params, batch):
+        weight = fs.gather_unit(params)["w"]
+        return (weight * batch["x"].to(weight.dtype)).sum(), 1.0
+
+    params = {"w": torch.ones(2, 1)}
+    layout = fs.plan_layout(params, fs.make_mesh(dp=-1, device="cpu"), precision=precision, names={"w": (None, None)})
+    state = fs.init_state(lambda key: params, fs.sgd(1.0), fs.random.key(0), layout)
+    _, grads = fs.value_and_grad(loss_fn, grads=state.layout.main)(state.params, {"x": torch.tensor([[own]])})
+    return float(fs.unshard(grads["w"])[0])
+
+
+def gradients_beside_fsdp2():
+    own = (1.0, 2.0**-8)[dist.get_rank()]  # the sum needs 9 bits, of which bfloat16 has 8
+    return {
+        "fsdp2, float32": mean_gradient_of_fsdp2(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), own),
+        "fsdp2": mean_gradient_of_fsdp2(MixedPrecisionPolicy(param_dtype=BF16), own),
+        "BF16": mean_gradient(fs.BF16, own),
+    }
+
+
+def test_what_becomes_of_the_policies_of_fsdp2():
+    """As `come-from-fsdp2.md` says: the default `reduce_dtype` became that of the parameters at rest in torch 2.15."""
+    exact = (1 + 2.0**-8) / 2
+    default = exact if torch.__version__ >= (2, 15) else 0.5
+    for found in run_ranks(gradients_beside_fsdp2, 2):
+        assert found == {"fsdp2, float32": exact, "fsdp2": default, "BF16": exact}
