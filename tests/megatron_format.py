@@ -142,24 +142,30 @@ def store(folder, state):
     """One process writes; torch warns that it is one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)  # as Megatron Core does
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True, planner=planner)
 
 
-def write_core(folder, model, moments=(), *, args=None, **options):
-    """A torch_dist directory; `moments` are models that hold the first and the second ones."""
+def write_core(folder, model, moments=(), *, args=None, beside=True, **options):
+    """A torch_dist directory; `moments` are models that hold the first and the second ones.
+
+    `beside=False` puts what is in `common.pt` among the tensors, as Megatron Core 0.19 does.
+    """
     state = core_tensors(model, **options)
     for kind, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=False):
         state |= {f"optimizer.state.{kind}.{name}": x for name, x in core_tensors(values, **options).items()}
     written = {name: Pieces(x, cuts) for name, (x, cuts) in state.items()}
-    store(folder, {**written, "rng_state/shard_0.0_1.1": "bytes"})
     common = {"iteration": 7, "checkpoint_version": 3.0, "args": argparse.Namespace(**(args or {}))}
-    torch.save(common, folder / "common.pt")
+    more = {} if beside else {"common_state/shard_0_1": [common]}
+    store(folder, {**written, "rng_state/shard_0.0_1.1": "bytes", **more})
+    if beside:
+        torch.save(common, folder / "common.pt")
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     (folder / "metadata.json").write_text(json.dumps({**said, "common_backend_version": 1}))
     return folder
 
 
-def write_fsdp(folder, model, moments=()):
+def write_fsdp(folder, model, moments=(), *, args=None):
     """A fsdp_dtensor directory, of rows on two ranks."""
     state = {}
     for kind, values in zip(("", "exp_avg", "exp_avg_sq"), (model, *moments), strict=False):
@@ -178,7 +184,8 @@ def write_fsdp(folder, model, moments=()):
             for part, y in parts.items():
                 full = f"optimizer.state.module.module.module.{part}.{kind}" if kind else f"model.module.{part}"
                 state[full] = Pieces(y.contiguous(), [(0, 2)])
-    store(folder, {**state, "iteration": 7, "optimizer.param_groups.0.lr": 0.1})
+    said = argparse.Namespace(**(args or {}))
+    store(folder, {**state, "iteration": 7, "optimizer.param_groups.0.lr": 0.1, "args": said})
     return folder
 
 

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,8 +22,9 @@ from fsharding.checkpoint.writer import METADATA, Entry
 from fsharding.errors import CheckpointError, message
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.untrusted import open_plain
 
-__all__ = ["Stored", "inventory"]
+__all__ = ["Place", "Stored", "inventory", "value_places"]
 
 LARGEST = 1 << 29
 """Bytes of a `.metadata` that is read: about two million chunks."""
@@ -119,6 +120,28 @@ def inventory(
     return result
 
 
+def value_places(folder: Path, function: str) -> dict[str, Place]:
+    """Find the records of a plain DCP checkpoint that hold other values than tensors.
+
+    Args:
+        folder: the checkpoint, whose `.metadata` `inventory` has accepted.
+        function: the public function, for the error.
+
+    Returns:
+        The place of each by path; a value whose record is outside of the directory's files is left out.
+    """
+    with open_plain(folder / METADATA) as stream:
+        fields = _metadata_fields(unpickled(stream.read(LARGEST), _finder(function)))
+    sizes, result = _sizes(folder), dict[str, Place]()
+    for key, value in fields["storage_data"]:
+        index, place = _fields(key, "MetadataIndex"), _place(value)
+        if index.get("offset") is None and isinstance(path := index.get("fqn"), str) and place is not None:
+            name, start, length = place
+            if is_plain_name(name) and 0 <= start <= start + length <= sizes.get(name, -1):
+                result[path] = place
+    return result
+
+
 def _metadata_fields(value: object) -> dict[str, Any]:
     """The attributes of DCP's metadata, or of the subclass that Megatron Core 0.15 has of it."""
     if isinstance(value, Made) and value.kind == _MEGATRON_METADATA:
@@ -167,14 +190,15 @@ def _leaves(
     return leaves, rows
 
 
-_Place = tuple[str, int, int]
+Place: TypeAlias = tuple[str, int, int]
+"""Where a record is: name of the file, first byte, length."""
 
 
-def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], _Place | None]:
+def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], Place | None]:
     """Where chunks are, by path and offsets: file, first byte, length; None for a place that is none."""
     if not isinstance(pairs, Pairs):
         raise ValueError("it does not say where its chunks are")
-    result: dict[tuple[str, tuple[int, ...]], _Place | None] = {}
+    result: dict[tuple[str, tuple[int, ...]], Place | None] = {}
     for key, value in pairs:
         index = _fields(key, "MetadataIndex")
         path, offset = index.get("fqn"), index.get("offset")
@@ -185,7 +209,7 @@ def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], _Place | None]:
     return result
 
 
-def _place(value: object) -> _Place | None:
+def _place(value: object) -> Place | None:
     info = _fields(value, "_StorageInfo", "torch.distributed.checkpoint.filesystem")
     name, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or type(start) is not int or type(length) is not int:
@@ -197,7 +221,7 @@ def _place(value: object) -> _Place | None:
 def _leaf(
     path: str,
     entry: Mapping[str, Any],
-    storage: Mapping[tuple[str, tuple[int, ...]], _Place | None],
+    storage: Mapping[tuple[str, tuple[int, ...]], Place | None],
     sizes: Mapping[str, int],
 ) -> tuple[Stored, list[str]]:
     """A leaf, and what is wrong with it."""

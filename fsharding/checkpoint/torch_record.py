@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -158,39 +158,51 @@ def parse_file(window: Window, length: int) -> Any:
     return grow(unpickled(pickled, _find_any, _storage), ())
 
 
-def parse_plain(window: Window, entries: tuple[str, ...]) -> dict[str, Any]:
-    """Looks at plain values of a file that holds a dict: numbers, strings, and tables of them.
+def parse_plain(window: Window, entries: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Read plain values of a file with a dict, or a list of one, or an `argparse.Namespace`; nothing in it is run.
 
     Args:
         window: on the file.
-        entries: which; a dict, or an `argparse.Namespace`, becomes a dict of those of its values that are plain.
+        entries: names to return; by default all.
+
+    Returns:
+        None, numbers, strings, and lists, tuples and dicts of them to a depth of three. Anything else is a name: of a
+        function, as in "torch.nn.functional.silu", or of a class.
 
     Raises:
-        ValueError: it is something else, with the reason.
+        ValueError: the file holds something else.
     """
     # Any global may be named, because each stays a name: arguments of a run hold enums and functions.
-    held = unpickled(_content(window, _members(window), "data.pkl", WHOLE), Global, _storage)
-    table = _plain_table(held)
-    return {name: table[name] for name in entries if name in table}
-
-
-_VALUES = (bool, int, float, str)
-
-
-def _plain_table(node: Any, depth: int = 0) -> dict[str, Any]:
-    """The plain values of a dict by name, and those of the dicts in it."""
-    pairs = node.state if isinstance(node, Made) else node
+    pickled = _content(window, _members(window), "data.pkl", WHOLE)
+    held = unpickled(pickled, Global, _storage)
+    held = held[0] if isinstance(held, list) and len(held) == 1 and not isinstance(held, Pairs) else held
+    pairs = held.state if isinstance(held, Made) else held
+    pairs = Pairs() if pairs is None else pairs  # None itself, or a namespace without attributes
     if not isinstance(pairs, Pairs):
-        if depth == 0:
-            raise ValueError("it holds no dict")
-        return {}
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if isinstance(key, str) and type(value) in _VALUES:
-            result[key] = value
-        elif isinstance(key, str) and depth == 0 and isinstance(value, Pairs | Made):
-            result[key] = _plain_table(value, 1)
-    return result
+        raise ValueError("it holds no dict")
+    left = 10_000 + len(pickled)  # lists may share elements: all together are to be about as many as are written
+
+    def grow(value: Any, levels: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("what it holds is too much for its size")
+        if type(value) in _VALUES:
+            return value
+        kind = value.kind if isinstance(value, Made) else value
+        if levels and isinstance(value, Made) and isinstance(value.state, Pairs):
+            return grow(value.state, levels)
+        if levels and isinstance(value, Pairs):
+            return {key: grow(each, levels - 1) for key, each in value if isinstance(key, str)}
+        if levels and isinstance(value, list | tuple) and not isinstance(value, Global):
+            grown = [grow(each, levels - 1) for each in cast("list[Any]", value)]
+            return tuple(grown) if isinstance(value, tuple) else grown
+        return str(kind) if isinstance(kind, Global) else type(kind).__name__
+
+    return {key: grow(value, 3) for key, value in pairs if isinstance(key, str) and key in (entries or (key,))}
+
+
+_VALUES = (bool, int, float, str, type(None))
 
 
 def _name(key: Any) -> str:

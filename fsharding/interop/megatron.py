@@ -9,12 +9,11 @@ Law: a rank reads its own boxes; writing and reading gives the same bits; under 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -24,17 +23,25 @@ from torch import Tensor
 from fsharding import _compat, tree
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
-from fsharding.checkpoint.foreign_weights import Weights, weights_at
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import Shards, main_wants, staged
-from fsharding.checkpoint.torch_record import WHOLE, Window, parse_plain
-from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
-from fsharding.errors import CheckpointError, message
+from fsharding.checkpoint.writer import Writer, Written, write_metadata
+from fsharding.errors import CheckpointError, ConfigError, message
 from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.interop.hf.naming import Piece, in_tensors
 from fsharding.interop.hf.saving import shards_at_home, stored_params
-from fsharding.interop.megatron_names import EMBEDDING, HEAD, Dialect, dialect_of, megatron_pieces, refuse_others
+from fsharding.interop.megatron_args import arguments_of, contradictions, unsayable
+from fsharding.interop.megatron_directory import COMMON, MAIN, Opened, iteration_of, open_directory
+from fsharding.interop.megatron_names import (
+    EMBEDDING,
+    HEAD,
+    Dialect,
+    dialect_of,
+    extra_states,
+    megatron_pieces,
+    refuse_others,
+    written_norms,
+)
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
@@ -47,7 +54,6 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState, state_from
 from fsharding.tree import Tree
-from fsharding.untrusted import open_plain, read_plain
 
 __all__ = ["Saved", "load", "load_state", "save"]
 
@@ -56,64 +62,48 @@ _CALLS = {
     _LOAD: "fs.megatron.load(path, layout, config)",
     _LOAD_STATE: "fs.megatron.load_state(path, opt, key, layout, config)",
 }
-_LATEST, _COMMON, _CONFIG = "latest_checkpointed_iteration.txt", "common.pt", "metadata.json"
+_CONFIG = "metadata.json"
 _FORMATS = ("torch_dist", "fsdp_dtensor")
+_IMPLS = ("transformer_engine", "local")
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
-_CORE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param)\.(.+)")
-_FSDP = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.(exp_avg_sq|exp_avg|step)")
-_MODEL = re.compile(r"model\.(?:module\.)*(.+)")
-
-
-@dataclass
-class _Opened:
-    """A directory: its tensors by kind, and by the name that the parameter has without prefixes.
-
-    `tensors` has the kinds "model", "fp32_param", "exp_avg", "exp_avg_sq" and "step".
-    """
-
-    weights: Weights
-    format: str
-    tensors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def info(self, kind: str, name: str) -> LeafInfo | None:
-        """Shape and dtype of a tensor."""
-        stored = self.tensors.get(kind, {}).get(name)
-        return None if stored is None else self.weights.leaves[stored]
-
-    def digest(self) -> str:
-        """A hash of what has to be the same on all ranks."""
-        return hashlib.sha256(repr((sorted(self.weights.leaves.items()), self.facts)).encode()).hexdigest()
 
 
 @called_by_all(_LOAD)
 def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse", "ignore"] = "refuse") -> Tree:
-    """Reads the parameters of a Megatron checkpoint. Collective over all ranks, which have to see one file system.
+    """Read the parameters of a Megatron checkpoint. Collective over all ranks, which must see one file system.
+
+    The main parameters are read where the optimizer's state has them (`optimizer.state.param.*` or `.fp32_param.*`),
+    otherwise the weights of the model. Every argument of the run that changes what the model computes is compared with
+    the config: positions, norms, activation, windows, biases, tying, experts. A directory without arguments, as
+    programs other than Megatron's training script write it, is compared by tensor names and shapes alone.
 
     Args:
         path: a directory in the format torch_dist or fsdp_dtensor, or one that has such directories and says which is
-            the latest. A main copy in float32 is taken where the directory has one.
+            the latest.
         layout: of `models.decoder(config)`, with any strategy on any mesh.
         config: of the decoder, or a recipe that has one.
-        extra: "ignore" lets parameters be that no leaf asks for.
+        extra: "ignore" skips parameters that no leaf asks for, and reads the model's weights, in their own precision,
+            if main parameters are missing or flat.
 
     Returns:
         A tree as `fs.state_from` takes it.
 
     Raises:
         CheckpointError: on every rank, and before anything is read: a directory that cannot be read, tensors that are
-            missing, extra or of another shape, or arguments of Megatron that the config contradicts.
+            missing, extra or of another shape, arguments that differ from the config, trained parameters in bfloat16
+            without main parameters, or an optimizer state of flat tensors (dp_reshardable).
         ConfigError: a decoder that has no names there.
         LayoutError: the layout is on an abstract mesh.
 
     Example:
         >>> import tempfile
-        >>> recipe = fs.models.presets.recipe("tiny-llama3")
-        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
-        >>> state = fs.init_state(recipe.model(), fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, recipe)
-        ...     params = fs.megatron.load(saved.path, layout, recipe)
+        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, config)
+        ...     params = fs.megatron.load(saved.path, layout, config)
         >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
         True
     """
@@ -124,7 +114,7 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
 def load_state(
     path: StrPath, opt: GradientTransformation, key: Tensor, layout: Layout, config: Any, *, step: int | None = None
 ) -> TrainState:
-    """Reads parameters and AdamW's moments of a Megatron checkpoint, to go on with the run. Collective.
+    """Read parameters and AdamW's moments of a Megatron checkpoint, to continue the run. Collective.
 
     Args:
         path: as in `load`.
@@ -135,22 +125,23 @@ def load_state(
         step: number of updates so far; by default what the directory or its name (`iter_0000100`) says.
 
     Raises:
-        CheckpointError: as `load`; moments that are missing or of another shape, an optimizer without Adam's moments,
-            or a directory that does not say its iteration.
+        CheckpointError: as `load`; moments that are missing or of another shape, dropout in the arguments, an optimizer
+            without Adam's moments, or a directory that does not give its iteration.
 
     Example:
         >>> import tempfile
-        >>> recipe, opt = fs.models.presets.recipe("tiny-llama3"), fs.adamw(1e-3)
-        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
-        >>> state = fs.init_state(recipe.model(), opt, fs.random.key(0), layout)
+        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> model, opt = fs.models.decoder(config), fs.adamw(1e-3)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, recipe, "fsdp_dtensor")
-        ...     again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), layout, recipe)
+        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, config, "fsdp_dtensor")
+        ...     again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), layout, config)
         >>> int(again.step)
         0
     """
     params, opened, pieces = _load(_LOAD_STATE, path, layout, config, strict=True, moments=True)
-    if (updates := _iteration(opened) if step is None else step) is None:
+    if (updates := iteration_of(opened) if step is None else step) is None:
         mend = "Give it: step=100."
         raise CheckpointError(message(_LOAD_STATE, f"finds no iteration in {opened.weights.path}.", mend=mend))
     state = state_from(params, opt, key, layout)
@@ -172,15 +163,17 @@ def load_state(
 # -------------------------------------------------------------------------------------------------------------- reading
 def _load(
     function: str, path: StrPath, layout: Layout, config: Any, *, strict: bool, moments: bool
-) -> tuple[Tree, _Opened, dict[str, list[Piece]]]:
+) -> tuple[Tree, Opened, dict[str, list[Piece]]]:
     check_path(function, "a path, then a Layout", path, _CALLS[function])
     config = decoder_config(config, function)
     refuse_others(config, function)
     wants = main_wants(layout, function)
-    looked: list[tuple[_Opened, dict[str, list[Piece]]]] = []
+    looked: list[tuple[Opened, dict[str, list[Piece]]]] = []
 
     def look() -> str:
-        opened = _open(function, path)
+        opened = open_directory(function, path)
+        if opened.flat and not strict:
+            opened.tensors.pop(MAIN, None)
         kinds = ("exp_avg", "exp_avg_sq") if moments else ()
         looked.append((opened, _compare(function, opened, config, layout, strict=strict, moments=kinds)))
         return opened.digest()
@@ -204,149 +197,76 @@ def _load(
     return tree.unflatten(layout.structure, read), opened, pieces
 
 
-def _main_kind(opened: _Opened, pieces: list[Piece]) -> str:
-    """Where the main copy of a leaf is: apart from the model, if all of it is."""
-    return "fp32_param" if all(opened.info("fp32_param", piece.name) for piece in pieces) else "model"
+def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
+    """Which tensors hold the main parameter of a leaf: those of the optimizer if there are any."""
+    return MAIN if any(opened.info(MAIN, piece.name) for piece in pieces) else "model"
 
 
-def _fill(opened: _Opened, kind: str, pieces: list[Piece], shard: Shards) -> None:
+def _fill(opened: Opened, kind: str, pieces: list[Piece], shard: Shards) -> None:
     """Reads what this rank holds of a leaf."""
     for box, x in shard.kept().values():
         for name, there, out in in_tensors(box, x, pieces):
             opened.weights.read(opened.tensors[kind][name], there, out)
 
 
-def _open(function: str, path: StrPath) -> _Opened:
-    """Finds out which of the two formats is at a path, and which tensors."""
-    folder = _latest(function, Path(path))
-    mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
-    weights = weights_at(function, folder, mend=mend)
-    if weights.format != "dcp":
-        raise CheckpointError(message(function, f"finds no Megatron checkpoint at {folder}.", mend=mend))
-    fsdp = any(_MODEL.fullmatch(name) for name in weights.leaves)
-    result = _Opened(weights, "fsdp_dtensor" if fsdp else "torch_dist")
-    rows: list[str] = []
-    for stored in weights.leaves:
-        kind, name = _kind(stored, fsdp=fsdp)
-        there = result.tensors.setdefault(kind, {})
-        if name in there and kind:
-            rows.append(f"{stored} and {there[name]} are both the {kind} of {name}")
-        there[name] = stored
-    if EMBEDDING not in result.tensors.get("model", {}):
-        rows.append(f"it has no {EMBEDDING}")
-    if rows:
-        mend = "Give the checkpoint of one GPT model."
-        raise CheckpointError(message(function, f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
-    if os.path.lexists(folder / _COMMON):
-        result.facts = _facts(function, folder / _COMMON)
-    return result
-
-
-def _latest(function: str, path: Path) -> Path:
-    """The directory of an iteration, of one that keeps several."""
-    tracker = path / _LATEST
-    if os.path.lexists(path / METADATA) or not os.path.lexists(tracker):
-        return path
-    try:
-        said = bytes(read_plain(tracker, 64)).decode().strip()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(message(function, f"cannot read {tracker}: {error}.")) from error
-    if not (said.isascii() and said.isdigit()):
-        raise CheckpointError(message(function, f"finds no number of an iteration in {tracker}.", [repr(said)]))
-    return path / f"iter_{int(said):07d}"
-
-
-def _kind(stored: str, *, fsdp: bool) -> tuple[str, str]:
-    """What a tensor is, and of which parameter; "" for one that is nobody's."""
-    if fsdp:
-        if found := _FSDP.fullmatch(stored):
-            return found[2], found[1]
-        found = _MODEL.fullmatch(stored)
-        return ("model", found[1]) if found else ("", stored)
-    if found := _CORE.fullmatch(stored):
-        return found[1], found[2]
-    beside = re.match(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine", stored)
-    return ("", stored) if beside else ("model", stored)
-
-
-def _facts(function: str, file: Path) -> dict[str, Any]:
-    """The iteration and the arguments in `common.pt`, of which nothing is run."""
-    try:
-        with open_plain(file) as stream:
-            handle, size = stream.fileno(), os.fstat(stream.fileno()).st_size
-            window = Window(lambda start, stop: os.pread(handle, stop - start, start), size, WHOLE)
-            return parse_plain(window, ("iteration", "args"))
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(message(function, f"cannot read {file}: {error}.")) from error
-
-
-def _iteration(opened: _Opened) -> int | None:
-    """The number of updates: as the directory says, else as its name does."""
-    if type(said := opened.facts.get("iteration")) is int:
-        return said
-    for stored in opened.tensors.get("step", {}).values():
-        if opened.weights.leaves[stored].shape == ():
-            opened.weights.read(stored, (), step := torch.zeros((), dtype=torch.float64))
-            return int(step)
-    found = re.fullmatch(r"iter_(\d+)", opened.weights.path.name)
-    return int(found[1]) if found else None
-
-
 def _compare(
-    function: str, opened: _Opened, config: DecoderConfig, layout: Layout, *, strict: bool, moments: tuple[str, ...]
+    function: str, opened: Opened, config: DecoderConfig, layout: Layout, *, strict: bool, moments: tuple[str, ...]
 ) -> dict[str, list[Piece]]:
-    """The pieces of every leaf; refuses a directory that has others, with every tensor that differs."""
+    """The pieces of every leaf; refuses a directory that differs, with every argument and tensor that does."""
+    if opened.flat and (strict or moments):
+        raise CheckpointError(_flat_state(function, opened))
     model = opened.tensors["model"]
     embedding = opened.weights.leaves[model[EMBEDDING]]
-    rows = _other_arguments(opened.facts.get("args"), config)
+    args = opened.facts.get("args")
+    rows = contradictions(args, config, training=bool(moments)) if isinstance(args, dict) else []
     if len(embedding.shape) != 2 or embedding.shape[0] < config.vocab:
         rows.append(f"{EMBEDDING} is {embedding}; the config says at least {config.vocab} rows")
     dialect = dialect_of(model, opened.format, max(embedding.shape[:1], default=0))
     pieces = megatron_pieces(config, {leaf.path: leaf.shape for leaf in layout.leaves}, dialect)
     for leaf in layout.leaves:
-        kinds = (_main_kind(opened, pieces[leaf.path]), *(moments if leaf.trainable else ()))
-        seen: set[tuple[str, str]] = set()
-        for kind in kinds:
-            for piece in pieces[leaf.path]:
-                if (kind, piece.name) in seen:
-                    continue
-                seen.add((kind, piece.name))
-                stored, which = opened.info(kind, piece.name), "" if kind == "model" else f"{kind} of "
+        names = [*dict.fromkeys(piece.name for piece in pieces[leaf.path])]
+        shapes = {piece.name: piece.shape for piece in pieces[leaf.path]}
+        rows += _without_main(opened, leaf.path, names) if strict else []
+        for kind in (_main_kind(opened, pieces[leaf.path]), *(moments if leaf.trainable else ())):
+            for name in names:
+                stored, which = opened.info(kind, name), "" if kind == "model" else f"{kind} of "
                 if stored is None:
-                    rows.append(f"{leaf.path}: {which}{piece.name} is missing; wanted is {[*piece.shape]}")
-                elif stored.shape != piece.shape or stored.dtype not in DTYPES:
-                    rows.append(f"{leaf.path}: {which}{piece.name} is {stored}, wanted is {[*piece.shape]}")
+                    rows.append(f"{leaf.path}: {which}{name} is missing; wanted is {[*shapes[name]]}")
+                elif stored.shape != shapes[name] or stored.dtype not in DTYPES:
+                    rows.append(f"{leaf.path}: {which}{name} is {stored}, wanted is {[*shapes[name]]}")
     if strict:
         used = {piece.name for own in pieces.values() for piece in own}
         rows += [f"{name} is extra: {opened.info('model', name)}" for name in sorted(model.keys() - used)]
     if rows:
-        mend = "Plan the layout with models.decoder(config) of the sizes that the run there had."
+        mend = "Plan the layout with models.decoder(config), where config has the arguments and sizes of the run."
         rule = f"cannot use {opened.weights.path}: {len(rows)} things are not as they should be."
         raise CheckpointError(message(function, rule, rows, mend))
     return pieces
 
 
-def _other_arguments(args: Any, config: DecoderConfig) -> list[str]:
-    """Arguments of Megatron that contradict a config; heads of another size may have tensors of the same shape."""
-    if not isinstance(args, dict):
-        return []
-    said = cast("dict[str, Any]", args)
-    groups = said.get("num_query_groups") if said.get("group_query_attention") else None
-    given = {
-        "num_layers": (said.get("num_layers"), config.layers),
-        "hidden_size": (said.get("hidden_size"), config.dim),
-        "num_attention_heads": (said.get("num_attention_heads"), config.heads),
-        "num_query_groups": (groups, config.kv_heads),
-        "kv_channels": (said.get("kv_channels"), config.head_dim),
-        "num_experts": (said.get("num_experts"), config.experts.count if config.experts else None),
-    }
-    return [
-        f"{name} is {there} there, {ours} in the config"
-        for name, (there, ours) in given.items()
-        if there not in (None, ours)
-    ]
+def _without_main(opened: Opened, leaf: str, names: list[str]) -> list[str]:
+    """Trained parameters whose weights are rounded and whose main parameter is missing, one row each."""
+    rows: list[str] = []
+    for name in names if opened.format == "torch_dist" else ():
+        weights = opened.info("model", name)
+        rounded = weights is not None and weights.dtype != torch.float32
+        if rounded and opened.is_trained(name) and opened.info(MAIN, name) is None:
+            rows.append(f"{leaf}: the main parameter of {name} is missing; its weights are {weights}")
+    return rows
+
+
+def _flat_state(function: str, opened: Opened) -> str:
+    """The message for a directory whose optimizer state is not stored by parameter."""
+    content = opened.facts.get("content_metadata")
+    kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    rule = f"cannot read the optimizer state of {opened.weights.path}: its tensors are flat, not one per parameter."
+    rows = [f"the format of the distributed optimizer is {kind}"] if kind else []
+    rows.append(f"such a tensor is {opened.flat}")
+    mend = (
+        "Load it in Megatron with the parallel sizes of its run and save it with --dist-ckpt-optim-fully-reshardable. "
+        'fs.megatron.load(..., extra="ignore") reads the weights of the model alone, in their own precision.'
+    )
+    return message(function, rule, rows, mend)
 
 
 def _adams_in(node: Any) -> list[AdamState]:
@@ -409,32 +329,46 @@ def save(
     *,
     dtype: torch.dtype | None = None,
     vocab_multiple: int = 128,
-    fused_norms: bool = True,
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
+    settings: Mapping[str, Any] | None = None,
+    samples: int | None = None,
 ) -> Saved:
-    """Writes parameters and AdamW's moments for Megatron. Collective; all ranks see one file system.
+    """Write parameters, AdamW's moments and arguments for Megatron. Collective; all ranks must see one file system.
+
+    In torch_dist, `megatron.core.dist_checkpointing.load` fills the model's `sharded_state_dict`, and with `settings`
+    the one of the distributed optimizer (`fully_reshardable`), whatever the parallel sizes.
 
     Args:
-        path: the directory to be, such as `iter_0000100`; nothing may be there yet.
-        state: of `models.decoder(config)`. Moments are written where its optimizer is AdamW.
+        path: the new directory, such as `iter_0000100`.
+        state: of `models.decoder(config)`. Moments are written if its optimizer is AdamW.
         config: of the decoder, or a recipe that has one.
         format: "torch_dist" stacks the layers, "fsdp_dtensor" numbers them.
-        dtype: of the model's tensors; by default that of the main parameters. Main copy and moments keep theirs.
-        vocab_multiple: rows of the embedding are padded to a multiple of it, with zeros: 128 times the tensor parallel
-            size there.
-        fused_norms: norms have the names that they have with Transformer Engine.
+        dtype: of the model's tensors; by default the dtype of the main parameters. Main parameters and moments keep
+            their dtypes.
+        vocab_multiple: rows of the embedding are padded with zeros to a multiple of it: 128 times the tensor parallel
+            size in Megatron.
+        transformer_impl: Megatron's argument of this name in the run that will load the directory. It decides how norms
+            are named.
+        settings: of AdamW, which Megatron's optimizer takes over: `lr`, `betas`, `eps`, `weight_decay`. Megatron Core
+            0.17 and newer compare `max_lr` and `min_lr` with their own; give these too. Without settings, Megatron
+            loads the model only (`--no-load-optim`).
+        samples: rows that the run has read so far, where Megatron's data loader and learning rate schedule continue,
+            the latter with `--override-opt-param-scheduler`. Without it, Megatron's training script loads the
+            directory with `--finetune` or `--no-load-optim` only.
 
     Raises:
-        CheckpointError: on every rank: something is at the path, or the state is not of this config, or the disk
-            refuses; nothing is left at the path then.
-        ConfigError: a decoder that has no names there.
+        CheckpointError: on every rank: something is at the path, the state does not fit the config, settings are
+            incomplete, or the disk refuses; nothing is left at the path.
+        ConfigError: a decoder that Megatron has no names or arguments for.
 
     Example:
         >>> import tempfile
-        >>> recipe = fs.models.presets.recipe("tiny-llama3")
-        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
-        >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
+        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, recipe)
+        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, config)
         ...     names = list(fs.checkpoint.open_weights(saved.path).leaves)
         >>> "decoder.layers.self_attention.linear_qkv.weight" in names
         True
@@ -445,12 +379,16 @@ def save(
         raise refuse(_SAVE, "a path, then a TrainState", state, mend)
     config = decoder_config(config, _SAVE)
     refuse_others(config, _SAVE)
+    if rows := unsayable(config):
+        mend = "Megatron would compute something else. Write the weights for another program: fs.hf.save."
+        raise ConfigError(message(_SAVE, "cannot describe this decoder by arguments of Megatron.", rows, mend))
+    choice = _Choice(format, dtype, vocab_multiple, transformer_impl, settings, samples)
     planned: list[tuple[Path, list[_Kind], dict[str, list[Piece]]]] = []
 
     def plan() -> str:
-        planned.append(_plan(path, state, config, format, dtype, vocab_multiple, fused_norms=fused_norms))
+        planned.append(_plan(path, state, config, choice))
         target, kinds, pieces = planned[0]
-        facts = str(target), format, len(kinds), dtype, [(leaf, own) for leaf, own in pieces.items()]
+        facts = str(target), choice, len(kinds), config, [(leaf, own) for leaf, own in pieces.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     seen = together(_SAVE, plan)
@@ -459,6 +397,7 @@ def save(
         raise CheckpointError(message(_SAVE, "got different things on different ranks.", rows))
     ((target, kinds, pieces),) = planned
     step, partial = int(state.step), partial_of(target)
+    common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
     outputs: list[PartialOutput] = []  # one on rank 0, none on the others
 
     def begin() -> None:
@@ -469,12 +408,12 @@ def save(
         for output in outputs:
             write_metadata(partial, written)
             if format == "torch_dist":
-                _write_common(partial, step)
+                _write_common(partial, common)
             output.place()
 
     try:
         together(_SAVE, begin)
-        written = together(_SAVE, lambda: _write(partial, kinds, pieces, config.vocab, format, step))
+        written = together(_SAVE, lambda: _write(partial, kinds, pieces, config, common, format))
         together(_SAVE, commit)
     except BaseException:  # also Ctrl-C
         for output in outputs:
@@ -486,21 +425,43 @@ def save(
     return Saved(target, format, len({entry.path for part in written for entry in part.entries}))
 
 
+class _Choice(NamedTuple):
+    """The options of a save."""
+
+    format: str
+    dtype: torch.dtype | None
+    vocab_multiple: int
+    transformer_impl: str
+    settings: Mapping[str, Any] | None
+    samples: int | None
+
+    def wrong(self, state: TrainState) -> list[str]:
+        """Options that cannot be used, one row each."""
+        rows = [] if self.format in _FORMATS else [f"format is {self.format!r}: formats are {', '.join(_FORMATS)}"]
+        rows += [f"vocab_multiple is {self.vocab_multiple}: at least 1"] if self.vocab_multiple < 1 else []
+        if self.transformer_impl not in _IMPLS:
+            rows.append(f"transformer_impl is {self.transformer_impl!r}: choices are {', '.join(_IMPLS)}")
+        if self.samples is not None and self.samples < 0:
+            rows.append(f"samples is {self.samples}: at least 0")
+        if self.settings is not None:
+            missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in self.settings]
+            rows += [f"settings have no {name}" for name in missing]
+            if not _adams_in(state.opt_state):
+                rows.append("settings are of AdamW, and the optimizer of the state is a different one")
+        return rows
+
+    def padded(self, vocab: int) -> int:
+        """Rows of the embedding."""
+        return -(-vocab // self.vocab_multiple) * self.vocab_multiple
+
+
 def _plan(
-    path: StrPath,
-    state: TrainState,
-    config: DecoderConfig,
-    format: str,
-    dtype: torch.dtype | None,
-    vocab_multiple: int,
-    *,
-    fused_norms: bool,
+    path: StrPath, state: TrainState, config: DecoderConfig, choice: _Choice
 ) -> tuple[Path, list[_Kind], dict[str, list[Piece]]]:
-    """Checks everything; the kinds of tensors, and the pieces of every leaf."""
+    """Check everything; return the kinds of tensors, and the pieces of every leaf."""
     real_path(path, _SAVE)
     target = Path(os.path.abspath(path))
-    rows = [f"format is {format!r}: formats are {', '.join(_FORMATS)}"] if format not in _FORMATS else []
-    rows += [f"vocab_multiple is {vocab_multiple}: at least 1"] if vocab_multiple < 1 else []
+    rows = choice.wrong(state)
     rows += [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if rows:
         raise CheckpointError(message(_SAVE, "cannot write.", rows))
@@ -511,29 +472,24 @@ def _plan(
         named = zip(homes, flat, strict=True)
         return {path: shards_at_home(path, x, homes[path], rows) for path, x in named if x is not None}
 
-    core = format == "torch_dist"
+    core = choice.format == "torch_dist"
     params = held(stored_params(state))
-    kinds = [_Kind(str if core else "model.module.{}".format, params, dtype)]
-    if _has_adam(state.opt_state):
+    kinds = [_Kind(str if core else "model.module.{}".format, params, choice.dtype)]
+    if _adams_in(state.opt_state):
         adam = _adam_of(_SAVE, state.opt_state)
         if core:
-            kinds.append(_Kind("optimizer.state.fp32_param.{}".format, params, None))
+            kinds.append(_Kind("optimizer.state.param.{}".format, params, None))
         for tree_name, kind in _MOMENTS.items():
             pattern = f"optimizer.state.{kind}.{{}}" if core else f"optimizer.state.module.module.module.{{}}.{kind}"
             kinds.append(_Kind(pattern.format, held(getattr(adam, tree_name)), None))
-    padded = -(-config.vocab // vocab_multiple) * vocab_multiple
-    dialect = Dialect(format, core, fused_norms, padded)
+    padded = choice.padded(config.vocab)
+    dialect = Dialect(choice.format, core, written_norms(config, choice.format, choice.transformer_impl), padded)
     pieces = megatron_pieces(config, {path: leaf.shape for path, leaf in homes.items()}, dialect)
     rows += _untiled(pieces, padded - config.vocab)
     if rows:
         mend = "Give the state of models.decoder(config)."
         raise CheckpointError(message(_SAVE, f"cannot write {target}.", rows, mend))
     return target, kinds, pieces
-
-
-def _has_adam(opt_state: Any) -> bool:
-    """Whether an optimizer has Adam's moments anywhere."""
-    return bool(_adams_in(opt_state))
 
 
 def _untiled(pieces: Mapping[str, list[Piece]], pad: int) -> list[str]:
@@ -556,7 +512,12 @@ def _untiled(pieces: Mapping[str, list[Piece]], pad: int) -> list[str]:
 
 
 def _write(
-    folder: Path, kinds: list[_Kind], pieces: Mapping[str, list[Piece]], vocab: int, format: str, step: int
+    folder: Path,
+    kinds: list[_Kind],
+    pieces: Mapping[str, list[Piece]],
+    config: DecoderConfig,
+    common: Mapping[str, Any],
+    format: str,
 ) -> Written:
     """Writes the boxes of this rank, and on rank 0 what no rank holds."""
     shapes = {piece.name: piece.shape for own in pieces.values() for piece in own}
@@ -570,13 +531,16 @@ def _write(
                             writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
                             writer.settle()
                 if own_rank() == 0 and path in ("embed.table", "head.unembed"):
-                    _pad(writer, stored, pieces[path][0], vocab, dtype or leaf.local.dtype)
+                    _pad(writer, stored, pieces[path][0], config.vocab, dtype or leaf.local.dtype)
         if own_rank() == 0 and format == "fsdp_dtensor":
             for stored in sorted({kinds[1].stored(name) for name in shapes}) if len(kinds) > 1 else ():
-                count = torch.tensor(float(step))
+                count = torch.tensor(float(common["iteration"]))
                 writer.add(f"{stored.rpartition('.')[0]}.step", (), (), count)
-            writer.add_value("iteration", step)
-            writer.add_value("checkpoint_version", 3.0)
+            for name in ("iteration", "checkpoint_version", "args"):
+                writer.add_value(name, common[name])
+        elif own_rank() == 0:
+            for name in extra_states(config):
+                writer.add_value(name, [None])
         return writer.close()
 
 
@@ -589,15 +553,46 @@ def _pad(writer: Writer, stored: Callable[[str], str], piece: Piece, vocab: int,
         writer.settle()
 
 
-def _write_common(folder: Path, step: int) -> None:
-    """The files that Megatron Core asks for beside the tensors."""
+def _common_state(config: DecoderConfig, step: int, choice: _Choice, *, has_moments: bool) -> dict[str, Any]:
+    """What Megatron keeps beside the tensors."""
+    run = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "transformer_impl": choice.transformer_impl,
+        "padded_vocab_size": choice.padded(config.vocab),
+        "consumed_train_samples": choice.samples or 0,
+        "no_save_rng": True,
+        "no_save_optim": not has_moments or choice.settings is None,
+    }
+    result: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
+    result["args"] = argparse.Namespace(**arguments_of(config), **run)
+    sharding = "fully_reshardable"
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    result["content_metadata"] = {"distrib_optim_sharding_type": sharding, **content}
+    if choice.settings is None:
+        return result
+    group = {**choice.settings, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    group |= {"default_config": True, "step": step}
+    groups = [{**group, "wd_mult": decay} for decay in (1.0, 0.0)]  # matrices, then norms and biases
+    result["optimizer"] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
+    if choice.samples is not None:
+        rate, decay = choice.settings["lr"], choice.settings["weight_decay"]
+        schedule = {"max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
+        schedule |= {"lr_decay_style": "constant", "start_wd": decay, "end_wd": decay}
+        schedule |= {"wd_incr_style": "constant", "wd_incr_steps": 1, "num_steps": choice.samples}
+        result["opt_param_scheduler"] = schedule
+    return result
+
+
+def _write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """Write the files that Megatron Core reads beside the tensors."""
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     said |= {"common_backend": "torch", "common_backend_version": 1}
     with (folder / _CONFIG).open("x", encoding="utf-8") as stream:
         json.dump(said, stream)
         stream.flush()
         os.fsync(stream.fileno())
-    with (folder / _COMMON).open("xb") as stream:
-        torch.save({"iteration": step, "checkpoint_version": 3.0}, stream)
+    with (folder / COMMON).open("xb") as stream:
+        torch.save(dict(common), stream)
         stream.flush()
         os.fsync(stream.fileno())

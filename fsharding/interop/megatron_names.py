@@ -5,7 +5,7 @@ The facts are those of NVIDIA/Megatron-LM: `megatron/core/transformer/transforme
 first dim or numbers them, `attention.py` has queries, keys and values of one query group side by side, `mlp.py` cuts
 the gated projection into two halves, each of which tensor parallelism shards by itself, so that the whole tensor is
 gate, then up; `moe/experts.py` stacks experts. `fsdp_dtensor_checkpoint.py` keeps the halves apart, as `_w` and `_v`,
-and numbers layers and experts. Norms lie in the projection behind them (Transformer Engine) or by themselves.
+and numbers layers and experts. A norm is named after the projection that follows it, or has a name of its own.
 Law: the pieces of all leaves tile every tensor, but for the rows that pad the vocabulary.
 """
 
@@ -20,7 +20,16 @@ from fsharding.errors import ConfigError, message
 from fsharding.interop.hf.naming import Piece, pieces_of
 from fsharding.models.decoder import DecoderConfig
 
-__all__ = ["EMBEDDING", "HEAD", "Dialect", "dialect_of", "megatron_pieces", "refuse_others"]
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "Dialect",
+    "dialect_of",
+    "extra_states",
+    "megatron_pieces",
+    "refuse_others",
+    "written_norms",
+]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -33,13 +42,13 @@ class Dialect:
     Attributes:
         format: "torch_dist" or "fsdp_dtensor".
         stacked: equal layers are one tensor with a first dim of layers, in torch_dist alone.
-        fused_norms: norms lie in the projections behind them, as Transformer Engine has them.
+        norms: names inside a layer of the norms before attention and before the feed-forward part.
         rows: of the embedding, with those that pad it.
     """
 
     format: str
     stacked: bool
-    fused_norms: bool
+    norms: tuple[str, str]
     rows: int
 
 
@@ -52,8 +61,44 @@ def dialect_of(names: Collection[str], format: str, rows: int) -> Dialect:
         rows: of the embedding.
     """
     stacked = any(name.startswith("decoder.layers.self_attention.") for name in names)
-    fused = any(name.endswith(".linear_qkv.layer_norm_weight") for name in names)
-    return Dialect(format, stacked, fused, rows)
+    first, second = (
+        next((one for one in known if any(name.endswith(f".{one}") for name in names)), known[0]) for known in _NORMS
+    )
+    return Dialect(format, stacked, (first, second), rows)
+
+
+def written_norms(config: DecoderConfig, format: str, transformer_impl: str) -> tuple[str, str]:
+    """The names of norms that Megatron asks for when it loads.
+
+    The layers of Megatron Core rename their norms in torch_dist. Transformer Engine fuses a norm with the projection
+    that follows it, but not with a router.
+    """
+    fused, apart = zip(*_NORMS, strict=True)
+    if transformer_impl == "transformer_engine":
+        return fused if config.experts is None else (fused[0], apart[1])
+    return fused if format == "torch_dist" else apart
+
+
+_NORMS = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+)
+"""Names of the norm before attention, and of the one before the feed-forward part."""
+
+
+def extra_states(config: DecoderConfig) -> list[str]:
+    """Paths of the extra states, all empty, that the modules of Megatron Core and Transformer Engine ask for."""
+    layers, experts = config.layers, config.experts
+    modules = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
+    modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
+    modules += ["mlp.linear_fc1", "mlp.linear_fc2"] if experts is None else ["pre_mlp_layernorm"]
+    result = [f"decoder.layers.{name}._extra_state/shard_{i}_{layers}" for name in modules for i in range(layers)]
+    result.append("decoder.final_layernorm._extra_state/shard_0_1")
+    if experts is not None:
+        places = [f"shard_{i}.{j}_{layers}.{experts.count}" for i in range(layers) for j in range(experts.count)]
+        for name in ("linear_fc1", "linear_fc2"):
+            result += [f"decoder.layers.mlp.experts.experts.{name}._extra_state/{place}" for place in places]
+    return result
 
 
 def refuse_others(config: DecoderConfig, function: str) -> None:
@@ -103,7 +148,7 @@ def _leaf(config: DecoderConfig, leaf: str, shape: tuple[int, ...], how: Dialect
     elif leaf in _TURNED:
         yield from pieces_of(Transposed(_TURNED[leaf].replace("decoder.layers.", layer)), shape)
     elif leaf in ("norm1", "norm2"):
-        yield from pieces_of(layer + _norm(leaf, routed=config.experts is not None, fused=how.fused_norms), shape)
+        yield from pieces_of(layer + how.norms[leaf == "norm2"], shape)
     elif leaf in ("wq", "wk", "wv", "wqkv", "q_bias", "k_bias", "v_bias", "qkv_bias"):
         bias = leaf.endswith("_bias")
         name = f"{layer}self_attention.linear_qkv.{'bias' if bias else 'weight'}"
@@ -126,13 +171,6 @@ _TURNED = {
     "wo": "decoder.layers.self_attention.linear_proj.weight",
     "down": "decoder.layers.mlp.linear_fc2.weight",
 }
-
-
-def _norm(leaf: str, *, routed: bool, fused: bool) -> str:
-    """The name of a block's norm; that before a router is never part of a projection."""
-    if leaf == "norm1":
-        return "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
-    return "mlp.linear_fc1.layer_norm_weight" if fused and not routed else "pre_mlp_layernorm.weight"
 
 
 def _heads(config: DecoderConfig, which: str) -> list[_Run]:

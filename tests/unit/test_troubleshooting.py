@@ -138,6 +138,13 @@ def other_data_ranks(at):
     fs.checkpoint.load(at.folder / "two", at.layout, data=data)
 
 
+def megatron_run(at):
+    run = fs.models.decoder(dataclasses.replace(CONFIG, rope_base=500_000.0))
+    state = fs.init_state(run, at.opt, fs.random.key(0), fs.plan_layout(run, at.mesh))
+    saved = fs.megatron.save(at.folder / "iter_0000000", state, dataclasses.replace(CONFIG, rope_base=500_000.0))
+    fs.megatron.load(saved.path, fs.plan_layout(DECODER, at.mesh), CONFIG)
+
+
 def saved_data_set(at):
     (at.folder / "saved").mkdir()
     (at.folder / "saved" / "state.json").write_text("{}")
@@ -283,6 +290,7 @@ MISTAKES = {
     "a `config.json` that is not the layout's model, in `fs.hf.load` or `fs.hf.save`": lambda at: fs.hf.save(
         at.folder / "hf", DECODER.init(fs.random.key(0)), dataclasses.replace(CONFIG, eps=0.1), fs.plan_layout(DECODER, at.mesh)
     ),
+    "a Megatron run with other arguments than the config": megatron_run,
     "`fs.reshard(state, mesh)`": lambda at: fs.reshard(at.state, at.mesh),
     # ------------------------------------------------------------------------------------------------------ pipelines
     '`schedule="1F1B"`': lambda at: fs.pipeline.plan_schedule("1F1B", 2, 4),
