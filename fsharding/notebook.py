@@ -208,7 +208,9 @@ def _pickled(x: Any) -> bytes:
     import cloudpickle  # lazy: an extra
 
     class Pickler(cloudpickle.CloudPickler):
-        dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced_code}, cloudpickle.CloudPickler.dispatch_table)
+        dispatch_table: ClassVar[Any] = ChainMap(
+            {CodeType: _reduced_code}, cast(Any, cloudpickle.CloudPickler.dispatch_table)
+        )
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(x)
@@ -218,7 +220,7 @@ def _pickled(x: Any) -> bytes:
 def _reduced_code(code: CodeType) -> tuple[Any, ...]:
     import cloudpickle  # lazy: an extra
 
-    make, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
+    make, arguments = cast(Any, cloudpickle.CloudPickler.dispatch_table[CodeType](code))
     return _code_of_file, (make, arguments, code.co_filename)
 
 
