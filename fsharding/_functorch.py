@@ -8,26 +8,66 @@ A level is a transform that runs; a wrapper is what a tensor is in at a level, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+from torch.fx.experimental import proxy_tensor
+
+from fsharding.errors import TransformError, message
 
 __all__ = [
+    "apply",
     "batch_dims",
     "in_functorch",
     "in_jvp",
     "innermost",
-    "is_basis_of_jacfwd",
+    "is_called_by_jacfwd",
     "is_foreign",
+    "linearizing",
     "outside_transforms",
+    "recorded",
     "shown",
     "unwrapped",
     "without_own_graph",
 ]
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """Apply an autograd Function under any transform; its tensors may be foreign (see `shown`).
+
+    Raises:
+        TransformError: a transform runs here for which torch has no rule for Functions, or a wrong one.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    if any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack):
+        rule = "cannot run over functions with derivatives of their own, such as fs.gather_unit and fs.ops."
+        mend = "Functionalize what computes on gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
+        raise TransformError(message("torch.func.functionalize", rule, mend=mend))
+    if stack and linearizing() and _is_linearize_inside():
+        rule = "cannot run inside another transform: torch takes its linear map for a constant there."
+        mend = "Use torch.func.jvp, or put torch.func.linearize outside."
+        raise TransformError(message("torch.func.linearize", rule, mend=mend))
+    return function.apply(*(shown(x) if isinstance(x, Tensor) else x for x in args))
+
+
+def _is_linearize_inside() -> bool:
+    """Whether the `torch.func.linearize` that runs here was called by a function that is transformed."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not torch.func.linearize.__code__:
+        frame = frame.f_back
+    frame = frame and frame.f_back
+    while frame is not None and not frame.f_code.co_filename.endswith(_OF_TRANSFORMS):
+        frame = frame.f_back
+    return frame is not None
+
+
+_OF_TRANSFORMS = "_functorch/eager_transforms.py", "_functorch/vmap.py"
 
 
 def batch_dims(x: Tensor) -> list[int]:
@@ -53,6 +93,14 @@ def innermost(x: Any) -> Any:
     return x
 
 
+def is_called_by_jacfwd() -> bool:
+    """Whether `torch.func.jacfwd`, on which `hessian` is built, itself makes the tree that is made here."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("eager_transforms.py"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_qualname == "jacfwd.<locals>.wrapper_fn"
+
+
 def is_foreign(x: Tensor) -> bool:
     """Whether a tensor belongs to a transform that does not run here, though it may around us."""
     stack = torch._C._functorch.get_interpreter_stack() or []
@@ -66,25 +114,26 @@ def is_foreign(x: Tensor) -> bool:
     return False
 
 
+def recorded(x: Tensor, run: Callable[[Tensor], Tensor], call: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run an operation; if `make_fx` traces here, as in `torch.func.linearize`, its graph makes a call instead.
+
+    Without this the graph has what this rank computes while it is traced, and never communicates again.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return run(x)
+    proxy = mode.tracer.unwrap_proxy(x)
+    with proxy_tensor.disable_proxy_modes_tracing():
+        out = run(x)
+    if isinstance(proxy, Tensor):  # It does not depend on an input of the graph.
+        return out
+    result = mode.tracer.create_proxy("call_function", call, (proxy,), {})
+    return proxy_tensor.track_tensor_tree(out, result, constant=None, tracer=mode.tracer)
+
+
 def shown(x: Tensor) -> Tensor:
     """A tensor before it goes to an autograd Function, which torch function modes do not see; a foreign one they do."""
     return x.view_as(x) if is_foreign(x) else x
-
-
-def is_basis_of_jacfwd(tangent: Tensor, count: int) -> bool:
-    """Whether a tangent is the basis that `torch.func.jacfwd` makes of the `count` elements of this rank."""
-    frame: Any = sys._getframe()
-    while frame is not None and not _is_jacfwd(frame.f_code):
-        frame = frame.f_back
-    if frame is None or not count:
-        return False
-    values = innermost(tangent)
-    ones = values[values != 0]
-    return values.numel() >= count * tangent.numel() and ones.numel() == count and bool((ones == 1).all())
-
-
-def _is_jacfwd(code: Any) -> bool:
-    return code.co_name == "push_jvp" and code.co_filename.endswith("eager_transforms.py")
 
 
 def without_own_graph(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -117,8 +166,13 @@ def _in_last_step_of_grad() -> bool:
 
 
 def in_functorch() -> bool:
-    """Whether we run under a torch.func transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether we run under a torch.func transform; `linearize` has no level, but uses forward mode."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def linearizing() -> bool:
+    """Whether `torch.func.linearize` runs here, or forward mode without torch.func."""
+    return forward_ad._current_level >= 0 and not in_jvp()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

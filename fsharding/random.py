@@ -7,12 +7,13 @@ Law: every layout gives bitwise the same values, and no rank holds more than its
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fsharding import _compat, _functorch
 from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
+from fsharding.formats.philox import uniform_as_numpy
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.public import missing_name, public
 from fsharding.sharding import boxes
@@ -31,10 +33,12 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK = 1 << 18
-"""Largest number of elements that are drawn at once."""
+"""Largest number of elements that are drawn at once on the host."""
+
+_BLOCKS_AT_ONCE = 64
+"""Blocks that are drawn at once on a device: what is in between takes 128 MB there."""
 
 _WORD = 0xFFFFFFFF
-_Words = TypeVar("_Words", Tensor, int)
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -64,9 +68,9 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     """
     if isinstance(n, int) and n < 0:
         raise RandomKeyError(message("random.split", f"cannot make {n} keys.", mend="Give a number from 0."))
-    with _compat.with_values():
-        counts = torch.arange(n, dtype=torch.int64)
-        return _threefry(_checked(key, "random.split"), torch.stack((torch.zeros_like(counts), counts), -1))
+    with _where_computed(_checked(key, "random.split")):
+        counts = torch.arange(n, dtype=torch.int64, device=key.device)
+        return _threefry(key, torch.stack((torch.zeros_like(counts), counts), -1))
 
 
 @public("fs.random.fold_in")
@@ -80,19 +84,33 @@ def fold_in(key: Tensor, data: int) -> Tensor:
         (True, False)
     """
     count = (1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD)
-    with _compat.with_values():
-        if _is_readable(_checked(key, "random.fold_in")):
+    with _where_computed(_checked(key, "random.fold_in")):
+        if _is_readable(key):
             # A model derives hundreds of keys, and a hundred operations on tensors of two elements take a while.
             high, low = key.tolist()
             return torch.tensor(_rounds((high, low), count), dtype=torch.int64)
-        return _threefry(key, torch.tensor(count, dtype=torch.int64))
+        return torch.stack(_rounds(key.unbind(-1), count), -1)
 
 
 def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
     """As `fold_in` of a number that is on a device: int64[2] there, and the host does not read it."""
     number = count.to(torch.int64)
-    high = 1 + ((number >> 32) & 0x7FFFFFFF)
-    return _threefry(key.to(number.device, non_blocking=True), torch.stack((high, number & _WORD), -1))
+    if _is_readable(key):
+        with _compat.with_values():
+            words: Sequence[Any] = key.numpy().tolist()
+    else:
+        words = key.to(number.device, non_blocking=True).unbind(-1)
+    return torch.stack(_rounds(words, (1 + ((number >> 32) & 0x7FFFFFFF), number & _WORD)), -1)
+
+
+def key_of_step(key: Tensor, step: Tensor) -> Tensor:
+    """As `fold_in` of a number that may be on a device; of one that the host has, at the price of numbers."""
+    return fold_in(key, int(step)) if _is_readable(step) else fold_in_count(key, step)
+
+
+def _where_computed(key: Tensor) -> AbstractContextManager[Any]:
+    """Keys are values of the host, also where tensors are fake, unless the key itself is."""
+    return nullcontext() if _compat.is_fake(key) else _compat.with_values()
 
 
 def _checked(key: Tensor, function: str) -> Tensor:
@@ -118,7 +136,7 @@ def _threefry(key: Tensor, count: Tensor) -> Tensor:
     return torch.stack(_rounds((k0, k1), (x0, x1)), -1)
 
 
-def _rounds(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[_Words, _Words]:
+def _rounds(key: Sequence[Any], count: Sequence[Any]) -> tuple[Any, Any]:
     """The 20 rounds of Threefry-2x32 on words of 32 bits each: tensors of them, or numbers."""
     (k0, k1), (x0, x1) = key, count
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
@@ -163,7 +181,7 @@ class Draw:
         kind: "normal", "uniform", "bernoulli" or "full".
         low: lower end of "uniform", probability of "bernoulli", value of "full", mean of "normal".
         scale: width of "uniform", standard deviation of "normal".
-        words: the key.
+        words: the key: two numbers, or two 0-d tensors of a device that the host does not read.
 
     Example:
         >>> draw = fs.random.normal(fs.random.key(0), (1000, 8))
@@ -177,7 +195,7 @@ class Draw:
     kind: str
     low: float
     scale: float
-    words: tuple[int, int] = (0, 0)
+    words: tuple[int, int] | tuple[Tensor, Tensor] = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Draw", name, self.__dataclass_fields__, dict.fromkeys(_OF_TENSORS, _VALUES))
@@ -202,7 +220,8 @@ class Draw:
 
         Args:
             box: half-open range for each dim.
-            device: where the result lives; values are drawn on the CPU, so that they are the same everywhere.
+            device: where the result lives. Values are drawn on the CPU, so that they are the same everywhere; under a
+                key of a device, uniform ones are drawn there, bit for bit.
 
         Returns:
             A tensor of the box's shape.
@@ -216,23 +235,41 @@ class Draw:
             raise LayoutError(message("Draw.slice", text, mend="Give a range inside the array for each dim."))
         if self.kind == "full":
             return torch.full(boxes.shape_of(box), self.low, dtype=self.dtype, device=device)
+        if isinstance(self.words[0], Tensor) and self.kind != "normal":
+            return self._on_device()[tuple(slice(*ends) for ends in box)].to(device)
+        words = [word.cpu() if isinstance(word, Tensor) else word for word in self.words]
+        if _compat.makes_fakes():
+            return torch.empty(boxes.shape_of(box), dtype=self.dtype, device=device)
         out = torch.empty(boxes.shape_of(box), dtype=self.dtype)
         for index, block in _blocks(self.shape):
             part = boxes.intersect(block, box)
             if part is not None:
-                values = self._block(index, boxes.volume(block)).view(boxes.shape_of(block))
+                values = self._block(words, index, boxes.volume(block)).view(boxes.shape_of(block))
                 out[boxes.relative(part, box)] = values[boxes.relative(part, block)].to(self.dtype)
         return out.to(device)
 
-    def _block(self, index: int, count: int) -> Tensor:
-        bits = np.random.Philox(
-            key=np.array(self.words, dtype=np.uint64), counter=np.array([0, 0, index, 0], np.uint64)
-        )
+    def _on_device(self) -> Tensor:
+        """The whole array, of equal blocks at once, on the device of the key."""
+        words = cast("tuple[Tensor, Tensor]", self.words)
+        runs: list[Tensor] = []
+        for count, run in itertools.groupby(_blocks(self.shape), lambda block: boxes.volume(block[1])):
+            indices = [index for index, _ in run]
+            for at in range(0, len(indices), _BLOCKS_AT_ONCE):
+                some = indices[at : at + _BLOCKS_AT_ONCE]
+                runs.append(uniform_as_numpy(words, some[0], len(some), count).reshape(-1))
+        return self._scaled(torch.cat(runs)).view(self.shape).to(self.dtype)
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Uniform values in [0, 1) as the kind has them."""
+        return values < self.low if self.kind == "bernoulli" else values.mul_(self.scale).add_(self.low)
+
+    def _block(self, words: Sequence[Tensor | int], index: int, count: int) -> Tensor:
+        key = np.array([int(word) for word in words], dtype=np.uint64)
+        bits = np.random.Philox(key=key, counter=np.array([0, 0, index, 0], np.uint64))
         generator = np.random.Generator(bits)
         if self.kind == "normal":
             return torch.from_numpy(generator.standard_normal(count, dtype=np.float32)).mul_(self.scale).add_(self.low)
-        values = torch.from_numpy(generator.random(count, dtype=np.float32))
-        return values < self.low if self.kind == "bernoulli" else values.mul_(self.scale).add_(self.low)
+        return self._scaled(torch.from_numpy(generator.random(count, dtype=np.float32)))
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
@@ -261,9 +298,10 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
-    with _compat.with_values():
-        high_word, low_word = _checked(key, f"random.{kind}").tolist()
-    if (observe := _observer.get()) is not None:
+    on_host = _checked(key, f"random.{kind}").is_cpu and not _compat.is_fake(key)
+    with _where_computed(key):
+        high_word, low_word = key.tolist() if on_host else key.unbind(-1)
+    if on_host and (observe := _observer.get()) is not None:
         observe((high_word, low_word))
     return Draw(_sizes(shape), dtype, kind, low, scale, (high_word, low_word))
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["philox", "uniform_at"]
+__all__ = ["philox", "uniform_as_numpy", "uniform_at"]
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -84,3 +84,43 @@ def uniform_at(
             flat[at : at + step, column : column + stop - start] = (bits >> 8).to(torch.float32)
         column += stop - start
     return out.mul_(math.ldexp(1.0, -24))
+
+
+# ------------------------------------------------------------------------------------------- the bits of NumPy's Philox
+# int64 wraps around as uint64 does; only a shift to the right has to be masked, and a constant above 2^63 is negative.
+_WIDE_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+_WIDE_WEYL = (0x9E3779B97F4A7C15 - (1 << 64), 0xBB67AE8584CAA73B - (1 << 64))
+
+
+def _product(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 64 bits of a product of two words of 64 bits."""
+    high, low = constant >> 32, constant & _WORD
+    x_high, x_low = (x >> 32) & _WORD, x & _WORD
+    first = x_high * low + (((x_low * low) >> 32) & _WORD)
+    second = x_low * high + (first & _WORD)
+    return x_high * high + ((first >> 32) & _WORD) + ((second >> 32) & _WORD), x * (constant - (1 << 64))
+
+
+def uniform_as_numpy(key: Sequence[Tensor], first: int, blocks: int, count: int) -> Tensor:
+    """What NumPy's `Generator(Philox(key=key, counter=[0, 0, i, 0])).random(count, float32)` gives for several i.
+
+    Args:
+        key: two 0-d int64 tensors on the device.
+        first: the least i.
+        blocks: how many.
+        count: numbers of each.
+
+    Returns:
+        float32[blocks, count] in [0, 1), on the device.
+    """
+    of_block = -(-count // 8)  # eight numbers of 32 bits in four words of 64
+    at = torch.arange(blocks * of_block, device=key[0].device)
+    zero = torch.zeros_like(at)
+    words = [at % of_block + 1, zero, at // of_block + first, zero]
+    k0, k1 = key
+    for _ in range(10):
+        (high0, low0), (high1, low1) = (_product(words[2 * i], m) for i, m in enumerate(_WIDE_MULTIPLIERS))
+        words = [high1 ^ words[1] ^ k0, low1, high0 ^ words[3] ^ k1, low0]
+        k0, k1 = k0 + _WIDE_WEYL[0], k1 + _WIDE_WEYL[1]
+    halves = torch.stack([half for word in words for half in (word & _WORD, (word >> 32) & _WORD)], -1)
+    return (halves >> 8).to(torch.float32).view(blocks, -1)[:, :count].mul(math.ldexp(1.0, -24))

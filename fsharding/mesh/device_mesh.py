@@ -11,8 +11,8 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -587,9 +587,25 @@ def axis_index(axis: str, mesh: Mesh | None = None) -> int:
     return 0 if here is None else coordinate(here).get(axis, 0)
 
 
-@contextmanager
-def set_mesh(mesh: Mesh) -> Generator[None]:
-    """Makes a mesh the one that `fs.ops` collectives use inside the `with` block.
+class _Setting:
+    """Set a mesh from here on; leaving the `with` block restores the one from before."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._before = mesh, _current.get()
+        _current.set(mesh)
+
+    def __enter__(self) -> None:
+        _current.set(self._mesh)
+
+    def __exit__(self, *_: object) -> None:
+        _current.set(self._before)
+
+
+def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
+    """Set the mesh that `fs.ops` collectives use, in this thread, as `jax.set_mesh` does.
+
+    A bare call sets it until the next one. As a context manager it restores the mesh from before at the end of the
+    `with` block. `fs.shard_map` and `fs.value_and_grad` set the mesh of their arguments themselves.
 
     Raises:
         ArgumentError: no mesh.
@@ -601,11 +617,7 @@ def set_mesh(mesh: Mesh) -> Generator[None]:
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("fs.set_mesh", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
-    token = _current.set(mesh)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return _Setting(mesh)
 
 
 @_compat.outside_of_graphs

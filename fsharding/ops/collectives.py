@@ -62,7 +62,10 @@ class _Apply(Function):
 
     @staticmethod
     def forward(x: Tensor, op: Linear) -> Tensor:
-        return op.run(x)
+        def linear(x: Tensor) -> Tensor:
+            return apply_linear(x, op)
+
+        return _functorch.recorded(x, op.run, linear)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
@@ -92,7 +95,7 @@ def apply_linear(x: Tensor, op: Linear) -> Tensor:
     if isinstance(x, DTensor):
         mend = "Give it x.to_local(); or call it inside fs.shard_map, where leaves are local."
         raise TransformError(message("fs.ops", "takes local tensors, got a DTensor.", mend=mend))
-    return cast(Tensor, _Apply.apply(_functorch.shown(x), op))
+    return cast(Tensor, _functorch.apply(_Apply, x, op))
 
 
 @dataclass(frozen=True)

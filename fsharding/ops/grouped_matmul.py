@@ -148,7 +148,7 @@ class _Grouped(Function):
 
 
 def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
-    return cast(Tensor, _Grouped.apply(_functorch.shown(a), _functorch.shown(b), groups))
+    return cast(Tensor, _functorch.apply(_Grouped, a, b, groups))
 
 
 def _rows(x_MK: Tensor, w_XKN: Tensor, counts_X: Tensor) -> Tensor:

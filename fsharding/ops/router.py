@@ -237,7 +237,7 @@ def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
     """
     counts_X = expert_counts(routing, axes=())
     load_X = (counts_X * counts_X.numel() - counts_X.sum()).to(wide(bias_X.dtype)) * _LOAD_UNIT
-    weights_NK = cast(Tensor, _TellLoad.apply(_functorch.shown(routing.weights), _functorch.shown(bias_X), load_X))
+    weights_NK = cast(Tensor, _functorch.apply(_TellLoad, routing.weights, bias_X, load_X))
     return routing._replace(weights=weights_NK)
 
 

@@ -1,8 +1,8 @@
 """Averages of parameters: `ema`, which passes updates through, and `lookahead`, which returns to its average.
 
 In: updates that are to be added, and the parameters that they will be added to. Out: updates, and the average as state.
-The average has the sharding of the main parameters, also after reshards and in files. It is in their dtype, whatever
-that of moments: a narrow dtype would round most changes of an average away.
+The average has the sharding of the main parameters, also after reshards and in files. It is in float32 at least,
+whatever the dtype of parameters and moments: a narrow dtype would round most changes of an average away.
 Law: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
 """
 
@@ -31,6 +31,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.validation import FROM_1, TO_1, check_settings
+from fsharding.precision import wide
 from fsharding.public import check_optimizer, public
 from fsharding.tree import Tree
 
@@ -38,7 +39,7 @@ __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
 
 
 class EmaState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and the average of the parameters.
+    """Number of updates (int64, 0-d, on the CPU), and the average of the parameters, in float32 at least.
 
     Example:
         >>> fs.optim.ema(0.9).init({"w": torch.ones(2)}).average
@@ -50,7 +51,7 @@ class EmaState(NamedTuple):
 
 
 class LookaheadState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), the slow parameters, and the state of the inner optimizer.
+    """Number of updates (int64, 0-d, on the CPU), the slow parameters in float32 at least, and the inner state.
 
     Example:
         >>> state = fs.optim.lookahead(fs.sgd(0.1)).init({"w": torch.ones(2)})
@@ -88,7 +89,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
 
     @public("fs.optim.ema(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> EmaState:
-        return EmaState(torch.zeros((), dtype=torch.int64), like(params, [clone(x) for x in local_leaves(params)]))
+        return EmaState(torch.zeros((), dtype=torch.int64), _wide_copy(params))
 
     @public("fs.optim.ema(...).update")
     def update(
@@ -165,8 +166,7 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
 
     @public("fs.optim.lookahead(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> LookaheadState:
-        slow = like(params, [clone(x) for x in local_leaves(params)])
-        return LookaheadState(torch.zeros((), dtype=torch.int64), slow, fast.init(params, context))
+        return LookaheadState(torch.zeros((), dtype=torch.int64), _wide_copy(params), fast.init(params, context))
 
     @public("fs.optim.lookahead(...).update")
     def update(
@@ -191,8 +191,13 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     return ContextTransformation(init, update)
 
 
+def _wide_copy(params: Tree) -> Tree:
+    """Parameters in float32 at least, in new memory."""
+    return like(params, [clone(x) if x.dtype == wide(x.dtype) else x.to(wide(x.dtype)) for x in local_leaves(params)])
+
+
 def _updated(function: str, updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
-    """Local tensors of the parameters after the update, in the shardings and dtypes of an average; in new memory."""
+    """The parameters after the update as local tensors in the shardings and dtypes of an average; in new memory."""
     local_updates = local_grads(function, updates, average)
     current, targets = local_params(function, params, average), local_leaves(average)
-    return [(p + u).to(x.dtype) for p, u, x in zip(current, local_updates, targets, strict=True)]
+    return [(p.to(x.dtype) + u).to(x.dtype) for p, u, x in zip(current, local_updates, targets, strict=True)]

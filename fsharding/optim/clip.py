@@ -75,6 +75,11 @@ class LeafSquares(NamedTuple):
         """The global norm, float32, 0-d."""
         return self.sums.sum().sqrt().float()
 
+    def not_finite(self) -> list[str]:
+        """The paths of leaves that hold a NaN or an infinity on some rank; the host reads the sums."""
+        bad = torch.isfinite(self.sums).logical_not().tolist()
+        return [path for path, wrong in zip(self.paths, bad, strict=True) if wrong]
+
 
 def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) -> LeafSquares:
     """The squares of `global_norm`; one sum also adds up the step's agreement over axes that no earlier one covered.

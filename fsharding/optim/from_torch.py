@@ -4,7 +4,8 @@ In: the class and its settings. Out: a transformation whose state has a tree for
 for a parameter, sharded as the parameters, and 0-d tensors for its numbers.
 Each update builds the optimizer anew around this rank's shards. Trial steps tell which optimizers couple elements;
 those are refused.
-Law: parameters are those of the torch optimizer, and inputs are unchanged unless donated.
+It computes with parameters in float32 at least, and its update is rounded where all updates are, in `add_updates`.
+Law: float32 parameters are those of the torch optimizer, and inputs are unchanged unless donated.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import as_schedule
 from fsharding.optim.validation import check_dtype, refuse_format
+from fsharding.precision import wide
 from fsharding.public import public
 from fsharding.sharding.named_sharding import local_of
 from fsharding.tree import Tree
@@ -86,8 +88,8 @@ def from_torch(
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
         moments: the dtype in which the state that has the shape of parameters is kept between updates; by default that
-            of the layout's `Precision`, or else what torch takes, which is that of the parameter. An update computes in
-            what torch takes.
+            of the layout's `Precision`, or else what torch takes, which is that of the parameter, float32 at least. An
+            update computes in what torch takes.
         **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
             `fused=True` the last bits may depend on where a leaf is cut.
 
@@ -116,7 +118,7 @@ def from_torch(
     @public("fs.optim.from_torch(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
         kept = own or refuse_format(_NAME, context.moments, "torch's optimizer has tensors of its own")
-        kinds = {x.dtype: kinds_of(x.dtype) for x in tree.leaves(params)}
+        kinds = {x.dtype: kinds_of(wide(x.dtype)) for x in tree.leaves(params)}
         names = [list(dict.fromkeys(name for k in kinds.values() for name in k[part])) for part in (0, 1)]
 
         def slot(name: str) -> Tree:
@@ -144,6 +146,7 @@ def from_torch(
         grads, spec = local_leaves(resharded), tree.flatten(resharded)[1]
         slots = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.slots.items()}
         scalars = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.scalars.items()}
+        main = [p.to(wide(p.dtype)) for p in main]
         params_of_torch = [torch.nn.Parameter(clone(p)) for p in main]
         for p, g in zip(params_of_torch, grads, strict=True):
             p.grad = g.to(p.dtype).contiguous() if context.donate else clone(g.to(p.dtype))

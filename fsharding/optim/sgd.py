@@ -136,6 +136,7 @@ def sgd(
             _compat.foreach_add_(momenta, _compat.foreach_mul(grads, share) if dampening else grads)
             return _compat.foreach_add(grads, _compat.foreach_mul(momenta, momentum)) if nesterov else momenta
 
+        lr = rate_at(rate, state.count)  # A schedule that raises does so before anything is written.
         trace, grads = state.trace, list(grads)
         if momentum and any(map(is_coded, moment_leaves(trace))):
             of_chunks = [new_zeros(g, wide(g.dtype)) for g in grads]
@@ -149,7 +150,7 @@ def sgd(
             momenta = widen(trace, donate=context.donate)
             grads = change(momenta, grads)
             trace = narrow(trace, momenta, donate=context.donate)
-        deltas = _compat.foreach_mul(grads, -rate_at(rate, state.count))
+        deltas = _compat.foreach_mul(grads, -lr)
         return like(resharded, deltas), SgdState(state.count + 1, trace)
 
     return ContextTransformation(init, update)

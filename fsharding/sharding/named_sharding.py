@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as torch_pytree
 
-from fsharding import _compat, tree
+from fsharding import _compat, _functorch, tree
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
@@ -465,7 +465,14 @@ def _unflatten_in_torch(children: Iterable[Any], aux: _Aux) -> Local:
         rows = [f"{typeof(Local(x.value, *aux))} with respect to {typeof(x)}" for x in nodes]
         rule = "cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them."
         raise TransformError(message("torch.func", rule, rows, "Use fs.jacfwd, or fs.hessian in the place of both."))
-    return Local(value, *aux)
+    node = Local(value, *aux)
+    if (node.slices or node.sharding.simplified().spec.all_axes) and _functorch.is_called_by_jacfwd():
+        rule = (
+            "cannot differentiate with respect to sharded leaves: they would change an element of every shard at once."
+        )
+        mend = "Use fs.jacfwd and fs.hessian, which know the full leaves."
+        raise TransformError(message("torch.func.jacfwd and hessian", rule, [str(typeof(Local(value[0], *aux)))], mend))
+    return node
 
 
 # A node of torch's trees, so that torch.func transforms reach its tensor; a leaf of our own: no function that takes

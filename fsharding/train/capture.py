@@ -158,7 +158,7 @@ class CapturedStep:
             batch: this rank's part: the tree, shapes and dtypes of the batch that it was captured with.
 
         Raises:
-            ArgumentError: no state, or one whose parameters were changed in place since it was made.
+            ArgumentError: no state, one with another key, or one whose parameters were changed in place.
             LayoutError: the state is in another layout, or is not what its layout says.
             TreeError: the state of another optimizer.
             BatchError: the batch has other leaves.
@@ -198,6 +198,11 @@ class CapturedStep:
         if rows:
             mend = "Give batches of one kind, padded where they are shorter, or capture the step again."
             raise BatchError(message("captured step", "got another batch than it was captured with.", rows, mend))
+        if state.key.tolist() != self._state.key.tolist():
+            mend = "Capture it again with this state: fs.capture(step, state, batch)."
+            raise ArgumentError(
+                message("captured step", "got a state with another key: the graph has its own.", mend=mend)
+            )
         _copy_state(self._state, state, "captured step")
         _copy(own, given)
         self._stop.fill_(float(preemption.pending()))
@@ -265,8 +270,8 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     A graph is started by one call of the host, whatever the number of kernels in it, so a step whose kernels are short
     no longer waits for Python. Any strategy, precision, and number of microbatches can be captured; the state that is
     given stays as it is. Steps that are captured have to issue the same operations in every call, and the host must
-    read nothing of the device: a loss function with `if x.item()`, with shapes that depend on values, or with a
-    parameter `key`, whose draws come from the host, is refused with the line. Everything else of Python in a loss
+    read nothing of the device: a loss function with `if x.item()`, with shapes that depend on values, or with normal
+    draws under its `key`, which come from the host, is refused with the line. Everything else of Python in a loss
     function is done once, when it is captured.
 
     Args:

@@ -8,6 +8,8 @@ Law: the first state is bitwise the same in every layout.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -41,6 +43,7 @@ from fsharding.tree import Tree
 
 __all__ = [
     "TrainState",
+    "donated_if_written",
     "init_params",
     "init_state",
     "main_of",
@@ -219,6 +222,20 @@ def refuse_changed(function: str, state: TrainState) -> None:
     )
     rule = "got parameters that were changed in place since the state was made."
     raise ArgumentError(message(function, rule, rows, mend))
+
+
+@contextmanager
+def donated_if_written(state: TrainState) -> Generator[None]:
+    """If the block raises after it has written into a state, the state is donated; else it stays as it is."""
+    counts = not torch.is_inference_mode_enabled()  # there, tensors do not count how often they are written
+    leaves = [local_of(x) for x in tree.leaves(state) if isinstance(x, Tensor)] if counts else []
+    before = [_compat.version_of(x) for x in leaves]
+    try:
+        yield
+    except BaseException:
+        if not counts or [_compat.version_of(x) for x in leaves] != before:
+            state.donate()
+        raise
 
 
 def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:

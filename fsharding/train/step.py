@@ -10,7 +10,8 @@ host reads none of them, and the update is masked. Laws: the layout never change
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from fsharding import _compat, tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
+from fsharding.comm.transport import start_sum
 from fsharding.errors import (
     ArgumentError,
     ConfigError,
@@ -54,11 +56,20 @@ from fsharding.public import (
 )
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
+from fsharding.sharding.named_sharding import local_of
 from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.row_hashes import hash_of_all, hash_rows
-from fsharding.train.state import TrainState, main_of, refuse_changed, rounding_key, sealed, spread
+from fsharding.train.state import (
+    TrainState,
+    donated_if_written,
+    main_of,
+    refuse_changed,
+    rounding_key,
+    sealed,
+    spread,
+)
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, verdict_of
 from fsharding.transforms import policies
@@ -357,16 +368,16 @@ class Verdict(NamedTuple):
     code: Tensor
     agreement: StepAgreement
 
-    def refusal(self, number: Tensor, mesh: Mesh) -> Callable[[int], FshardingError]:
+    def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
         """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients.
 
         Args:
             number: of the step.
             mesh: of the step.
+            parameters: the paths of those that were not finite before the step, if ranks know them.
         """
-        return functools.partial(
-            _refusal, number, self.squares, self.loss, self.norm, self.sums.weight, self.agreement.order, mesh
-        )
+        sums = self.squares, self.loss, self.norm, self.sums.weight
+        return functools.partial(_refusal, number, *sums, self.agreement.order, mesh, parameters)
 
 
 class TrainStep:
@@ -459,7 +470,9 @@ class TrainStep:
         result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
         agreement.settle(verdict.loss.device)
         if result in (REFUSED, UNLIKE):
-            raise verdict.refusal(number, mesh)(result)
+            # All ranks are here, so they can tell each other which parameters came in so.
+            bad = _bad_parameters(state) if result == REFUSED else []
+            raise verdict.refusal(number, mesh, bad)(result)
         report = verdict.loss, verdict.norm, verdict.sums.weight
         if result is not None:
             metrics = Metrics(*report, skipped=result == SKIPPED, aux=verdict.sums.aux)
@@ -526,10 +539,10 @@ class TrainStep:
             counts: whether the step counts (bool, 0-d); where it is false the state stays as it was. None counts.
         """
         layout, loss_scale = state.layout, state.loss_scale
-        if self._donate:
-            state = state.donate()
         with _compat.region("optimizer"):
             main, opt_state = self._optimize(state, verdict, counts)
+        if self._donate:
+            state = state.donate()
         with _compat.region("spread"):
             step_after = next_count(state.step, counts)
             rounding = rounding_key(state.key, step_after, layout)
@@ -675,6 +688,10 @@ class TrainStep:
 
     def _optimize(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
         """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
+        with donated_if_written(state) if self._donate else nullcontext():
+            return self._optimized(state, verdict, finite)
+
+    def _optimized(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
         grads, to_mean, norm = verdict.grads, verdict.to_mean, verdict.norm
         main, shardings, donate = main_of(state), state.layout.main, self._donate
         rounding = state.layout.precision.rounding
@@ -800,6 +817,14 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
     return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
 
 
+def _bad_parameters(state: TrainState) -> list[str]:
+    """The paths of parameters that are not finite on some rank. Collective."""
+    named = tree.named_leaves(state.params)
+    bad = [torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]
+    counts = start_sum(torch.stack(bad).float(), everyone(state.layout.mesh), torch.float32).wait()
+    return [path for path, count in zip(named, counts.tolist(), strict=True) if count]
+
+
 def _refusal(
     number: Tensor,
     squares: LeafSquares,
@@ -808,24 +833,28 @@ def _refusal(
     weight: Tensor,
     order: UnitOrder | None,
     mesh: Mesh,
+    parameters: Sequence[str],
     code: int,
 ) -> FshardingError:
     """The error of a step that is refused, or of ranks that did different things in it."""
     if code == UNLIKE:
         assert order is not None
         return unlike_ranks("train step", mesh, everyone(mesh).ranks, order)
-    return NonFiniteError(_not_finite(number, squares, loss, norm, weight))
+    return NonFiniteError(_not_finite(number, squares, loss, norm, weight, parameters))
 
 
-def _not_finite(number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, weight: Tensor) -> str:
-    """Name the step, and its weight if that is the cause, else every leaf whose gradient is not finite on some rank."""
-    if not bool(is_divisor(weight)):
+def _not_finite(
+    number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, weight: Tensor, parameters: Sequence[str]
+) -> str:
+    """Name the step and the cause: parameters that are not finite, its weight, or else every such gradient."""
+    if not parameters and not bool(is_divisor(weight)):
         return _refusal_of_weight(int(number), float(weight))
     rows = [f"step {int(number)}: loss {float(loss)}, gradient norm {float(norm)}"]
-    bad = torch.isfinite(squares.sums).logical_not().tolist()
-    rows += [
-        f"params.{path}: its gradient is not finite" for path, wrong in zip(squares.paths, bad, strict=True) if wrong
-    ]
+    if parameters:
+        rows += [f"params.{path}: it is not finite itself" for path in parameters]
+        mend = "The parameters came in so, and no step mends them: load a checkpoint from before."
+        return message("train step", "refused: parameters are not finite.", rows, mend)
+    rows += [f"params.{path}: its gradient is not finite" for path in squares.not_finite()]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
     return message("train step", "refused: loss or gradients are not finite.", rows, mend)
 

@@ -43,11 +43,11 @@ from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
 from fsharding.comm.streams import streams_for
-from fsharding.errors import ConfigError, listed, message
+from fsharding.errors import ConfigError, TransformError, listed, message
 from fsharding.formats.quantised import Quantised, noting_numbers
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
-from fsharding.sharding.named_sharding import Local, typeof
+from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
@@ -223,6 +223,12 @@ class GatherContext:
         """The index of a shard in the parameter tree; None for a tensor that is not one of its own."""
         known = self._index.get(id(value))
         return known[1] if known is not None and known[0] is value else None
+
+    def grad_sharding(self, value: Tensor) -> NamedSharding | None:
+        """The sharding of the gradient of a leaf of the parameter tree; None for other tensors and frozen leaves."""
+        index = self.index_of(value)
+        target = self._targets[index.leaf] if index is not None and index.row is None else None
+        return None if target is None else target.sharding
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which the loss function sees a leaf."""
@@ -677,8 +683,17 @@ def without_context() -> Generator[None]:
 
 
 def current_context() -> GatherContext | None:
-    """That of the innermost `value_and_grad` whose forward is running; None outside, and under torch.func."""
-    return None if _functorch.in_functorch() else _context.get()
+    """That of the innermost `value_and_grad` whose forward is running; None outside, and under torch.func.
+
+    Raises:
+        TransformError: `torch.func.linearize` runs inside of `value_and_grad`.
+    """
+    context = _context.get()
+    if context is not None and _functorch.linearizing():
+        rule = "cannot run inside fs.value_and_grad: torch takes its linear map for a constant there."
+        mend = "Use torch.func.jvp, or torch.func.linearize inside fs.shard_map."
+        raise TransformError(message("torch.func.linearize", rule, mend=mend))
+    return None if _functorch.in_functorch() else context
 
 
 def prefetch_depth() -> int:

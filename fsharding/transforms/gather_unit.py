@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
@@ -213,7 +212,6 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
         others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
         row = collectives.vary(row, others, mesh=plan.mesh) if others else row
-        row = cast(Tensor, _Own.apply(row, sum(values[i].numel() for i in g.leaves))) if g.axes else row
         rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
         for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
             result[i] = _joined(rows, slot)
@@ -246,36 +244,6 @@ def _joined(rows: Tensor, slot: Slot) -> Tensor:
     return torch.cat(pieces, slot.dim)
 
 
-class _Own(Function):
-    """The identity of elements that a rank alone holds, `count` of them and padding."""
-
-    @staticmethod
-    def forward(row: Tensor, count: int) -> Tensor:
-        return row.view_as(row)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-        ctx.count = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        if _functorch.is_basis_of_jacfwd(tangents[0], ctx.count):
-            rule = (
-                "cannot be differentiated by torch.func.jacfwd or hessian: they move an element of every rank at once."
-            )
-            mend = "Use fs.jacfwd and fs.hessian, which know the whole leaves."
-            raise TransformError(message("fs.gather_unit", rule, mend=mend))
-        return tangents[0].view_as(tangents[0])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, None], row: Tensor, count: int) -> tuple[Tensor, int | None]:
-        return cast(Tensor, _Own.apply(row, count)), in_dims[0]
-
-
 def _data_axes(node: Local) -> tuple[str, ...]:
     """Those of a leaf, which all leaves of a bucket share, in the order of `AXES`."""
     return tuple(sorted(node.sharding.data_axes, key=AXES.index))
@@ -306,16 +274,20 @@ def select_unit(stack: Tree, index: int) -> Tree:
 
 
 def refuse_cut_layers(function: str, stack: Tree) -> None:
-    """Checks that every rank has all the units of a stack.
+    """Checks that every rank has all the units of a stack, and their gradients.
 
     Raises:
-        SpecError: dim 0 of a leaf is cut; all such leaves are listed.
+        SpecError: dim 0 of a leaf or of its gradient is cut; all such leaves are listed.
     """
     rows: list[str] = []
+    context = current_context()
     for path, leaf in tree.named_leaves(stack).items():
         sharding = typeof(leaf).sharding
+        of_grad = context.grad_sharding(leaf.value) if context is not None and isinstance(leaf, Local) else None
         if sharding is not None and sharding.axes(0):
             rows.append(f"{path} is {typeof(leaf)}")
+        elif of_grad is not None and of_grad.axes(0):
+            rows.append(f"{path} is {typeof(leaf)}, and its gradient {typeof(replace(leaf, sharding=of_grad))}")
     if rows:
         mend = 'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
         raise SpecError(message(function, "needs stacks whose layers are on every rank.", rows, mend))

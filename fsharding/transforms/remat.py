@@ -99,6 +99,8 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         def flat(*values: Any) -> Any:
             return fn(*closed(values))
 
+        if _functorch.linearizing():  # Its graph keeps what it needs.
+            return fn(*args)
         if _functorch.in_functorch():
             return _functional(flat, leaves, captured)
         if policy.activations == "dots":
@@ -199,7 +201,7 @@ class _Lifting(TorchFunctionMode):
 
 def _again(call: _Call, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A view, where a function of torch sees it: some remat around this one may have closed over the tensor.
-    return cast("tuple[Tensor, ...]", _Again.apply(call, *map(_functorch.shown, values)))
+    return cast("tuple[Tensor, ...]", _functorch.apply(_Again, call, *values))
 
 
 class _Again(Function):

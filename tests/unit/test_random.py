@@ -1,12 +1,14 @@
 """Random numbers: known vectors of Threefry, moments of the draws, refused keys. Laws: tests/property/sharding/test_values.py."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsharding as fs
-from fsharding import random
+from fsharding import _compat, random
 from fsharding.errors import LayoutError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
 from tests import helpers
@@ -111,3 +113,33 @@ def test_a_box_is_inside_the_array():
             f"Draw.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
             "Give a range inside the array for each dim."
         )
+
+
+@pytest.mark.parametrize(
+    "shape", [(3,), (), (0, 4), (17, 1), (700, 1100), (3, random.BLOCK + 5), (2, 3, random.BLOCK // 2 + 1)], ids=str
+)
+def test_uniform_draws_of_a_device_have_the_bits_of_the_host(shape):
+    """A key that the host does not read: here two words in tensors, as a step gives them whose count is on a device."""
+    key = random.fold_in(random.key(7), 3)
+    draws = random.uniform(key, shape, low=-1.0, high=2.0), random.bernoulli(key, shape, 0.7)
+    for draw in (*draws, random.uniform(key, shape, dtype=torch.bfloat16)):
+        on_device = replace(draw, words=tuple(key.unbind(-1)))
+        assert_bitwise_equal(on_device.tensor(), draw.tensor())
+        box = tuple((size // 3, size) for size in shape)
+        assert_bitwise_equal(on_device.slice(box), draw.slice(box))
+
+
+@pytest.mark.parametrize("number", [0, 5, (1 << 40) + 5])
+def test_a_key_of_a_count_on_a_device_is_that_of_the_number(number):
+    key = random.key(11)
+    assert_bitwise_equal(random.fold_in_count(key, torch.tensor(number)), random.fold_in(key, number))
+    assert_bitwise_equal(random.key_of_step(key, torch.tensor(number)), random.fold_in(key, number))
+
+
+def test_keys_and_draws_of_fake_tensors_have_shapes():
+    with FakeTensorMode():
+        key = random.fold_in_count(random.key(3), torch.zeros((), dtype=torch.int64))
+        assert _compat.is_fake(key) and random.split(random.fold_in(key, 2), 3).shape == (3, 2)
+        for draw in (random.normal(key, (4, 2)), random.bernoulli(key, (4, 2), 0.5)):
+            assert draw.tensor().shape == (4, 2) and draw.slice(((1, 3), (0, 2))).dtype == draw.dtype
+        assert random.dropout(torch.ones(4), 0.5, key).shape == (4,)

@@ -102,6 +102,11 @@ def draws(params, batch, key):
     return squares(params, {"x": fs.random.dropout(batch["x"], 0.5, key)})
 
 
+def normals(params, batch, key):
+    noise = fs.random.normal(key, batch["x"].shape).tensor(device=batch["x"].device)
+    return squares(params, {"x": batch["x"] + noise})
+
+
 CALLS = [0]
 
 
@@ -138,9 +143,9 @@ def test_a_step_whose_host_reads_is_refused_with_the_line(loss, name, text):
     assert step(state, BATCH)[1].loss > 0
 
 
-def test_random_keys_are_the_hosts():
+def test_random_keys_of_the_cpu_are_the_hosts():
     error = refusal(fs.testing.assert_capturable, *reversed(alone(draws)), BATCH, kind=TransformError)
-    assert error.startswith(f"{READS}\n  _local_scalar_dense at loss_function.py:")
+    assert error.startswith(f"{READS}\n  _local_scalar_dense at random.py:")
 
 
 def test_numbers_of_the_host_are_refused():
@@ -281,6 +286,17 @@ def on_fake_cuda():
             fs.testing.assert_capturable(step, state, {"tokens": tokens, "targets": tokens})
             print("yes")
         of_host = torch.full((), 2.0)
+        batch = {"x": torch.ones(2, 4, device="cuda")}
+        keyed = fs.Precision(params=torch.bfloat16, compute=torch.float32, rounding="keyed")
+        for loss, precision in ((draws, fs.FP32), (squares, keyed), (normals, fs.FP32)):
+            layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0), precision=precision)
+            state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
+            step = fs.make_train_step(loss, fs.adamw(1e-2))
+            try:
+                fs.testing.assert_capturable(step, state, batch)
+                print("yes")
+            except TransformError as error:
+                print(str(error).replace("\n", " | "))
         layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0))
         state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
         step = fs.make_train_step(lambda params, batch: squares(params, batch) * of_host, fs.adamw(1e-2))
@@ -292,9 +308,10 @@ def test_no_step_takes_tensors_of_the_host_to_the_device():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert lines[:4] == ["yes"] * 4
+    assert lines[:6] == ["yes"] * 6
+    assert lines[6] == READS, "normal values are drawn on the host"
     assert (
-        lines[4]
+        lines[7]
         == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
     )
-    assert lines[5].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
+    assert lines[8].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")

@@ -1,5 +1,7 @@
 """Small programs under transforms with any cuts, against the same on one process: every pair, and random ones.
 
+Transforms are of depth two: one of a number that another one's result is made into.
+
 A program is data: a list of layers, how each leaf is cut, a transform. Programs are made here, in batches, and sent to
 ranks that wait; each rank computes the whole of it as well, and compares what it holds.
 """
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, jacrev, jvp, linearize, vjp, vmap
 from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
@@ -128,19 +130,59 @@ TRANSFORMS = {
     "grad(dot(grad))": lambda f, p, v: grad(lambda p: fs.tree.vdot(grad(f)(p), v))(p),
     "grad(jvp)": lambda f, p, v: grad(lambda p: jvp(f, (p,), (v,))[1])(p),
     "vmap(jvp(grad))": lambda f, p, v: vmap(lambda t: jvp(grad(f), (p,), (t,))[1])(stacked(v, p)),
+    "linearize": lambda f, p, v: linearized(f, p, v),
+    "linearize(grad)": lambda f, p, v: linearized(grad(f), p, v),
     "jacfwd": lambda f, p, v: fs.jacfwd(lambda q: f({**p, "0": q}), chunk_size=7)(p["0"]),
     "hessian": lambda f, p, v: fs.hessian(lambda q: f({**p, "0": q}))(p["0"]),
 }
 
 
+def linearized(f, p, v):
+    out, push = linearize(f, p)
+    return out, push(v)
+
+
+ONE = {
+    "grad": grad,
+    "grad_and_value": grad_and_value,
+    **dict.fromkeys(("vjp", "jvp", "vmap", "jacrev", "linearize", "jacfwd", "hessian")),
+}
+FORWARD = {"jvp", "jacfwd", "hessian"}
+
+
+def pair(outer, inner):
+    """One transform of a number that is made of all that another one gives."""
+
+    def one(name, f, v):
+        return ONE[name](f) if ONE[name] else lambda p: TRANSFORMS[name](f, p, v)
+
+    def run(f, p, v):
+        def number(q):
+            out = one(inner, f, v)(q)
+            return fs.tree.vdot(out, out)
+
+        return one(outer, number, v)(p)
+
+    return run
+
+
+def is_possible(outer, inner):
+    """torch has no linearize inside another transform, and no forward mode inside linearize."""
+    return inner != "linearize" and not (outer == "linearize" and inner in FORWARD)
+
+
+PAIRS = {f"{a} of {b}": pair(a, b) for a, b in itertools.product(ONE, ONE) if is_possible(a, b)}
+
+
 @st.composite
 def programs(draw):
-    transform = draw(st.sampled_from(list(TRANSFORMS)))
+    transform = draw(st.sampled_from([*TRANSFORMS, *PAIRS]))
+    columns = sum(transform.count(name) for name in ("jacfwd", "hessian"))  # products for each element
     layers = tuple(draw(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3)))
     return Program(
         axes=tuple(draw(st.sampled_from(MESHES)).items()),
         layers=layers,
-        width=draw(st.integers(1, 3 if transform == "hessian" else 5)),
+        width=draw(st.integers(1, (5, 3, 2)[columns])),
         depth=draw(st.integers(1, 2)),
         cuts=tuple(draw(st.lists(st.integers(-1, 2), min_size=4, max_size=4))),
         policy=draw(st.sampled_from(list(fs.policies.POLICIES))),
@@ -187,7 +229,7 @@ def sharded(program, whole, mesh):
 
 
 def check(program):
-    run = TRANSFORMS[program.transform]
+    run = {**TRANSFORMS, **PAIRS}[program.transform]
     (p, x), (v, _) = values(program, 1), values(program, 2)
     with fs.set_mesh(AbstractMesh(("dp",), (1,))):
         want = run(lambda p: loss(program, p, x), p, v)
@@ -220,11 +262,12 @@ def test_any_program_under_any_transform_with_any_cuts():
         new = [p for p in dict.fromkeys(batch) if p not in seen]
         seen.update(new)
         for ranks in {ranks_of(p) for p in new}:
-            run_ranks(check_all, ranks, [p for p in new if ranks_of(p) == ranks])
+            run_ranks(check_all, ranks, [p for p in new if ranks_of(p) == ranks], timeout=180)
 
     pairs = list(sweep())
-    for first in range(0, len(pairs), BATCH):
-        run(pairs[first : first + BATCH])
+    batches = -(-len(pairs) // BATCH)
+    for first in range(batches):
+        run(pairs[first::batches])
 
     @settings(max_examples=400 if FULL else EXAMPLES)
     @given(st.lists(programs(), min_size=BATCH, max_size=BATCH, unique=True))
@@ -233,5 +276,6 @@ def test_any_program_under_any_transform_with_any_cuts():
 
     law()
     assert len(seen) >= (2000 if FULL else 200)
-    assert {(p.transform, name) for p in seen for name in p.layers} == {*itertools.product(TRANSFORMS, LAYERS)}
+    assert {(p.transform, name) for p in seen for name in p.layers} >= {*itertools.product(TRANSFORMS, LAYERS)}
+    assert len({p.transform for p in seen} & {*PAIRS}) >= (len(PAIRS) if FULL else 30)
     assert {p.axes for p in seen} == {tuple(axes.items()) for axes in MESHES}

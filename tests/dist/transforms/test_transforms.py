@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import TransformError
+from fsharding.errors import SpecError, TransformError
 from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.mesh.device_mesh import data_position
 from fsharding.models.moe import Experts
@@ -317,6 +317,10 @@ def refusals():
         lambda: grad(fs.shard_map(f))(params),
         lambda: fs.shard_map(torch.func.hessian(f))(params),
         lambda: fs.shard_map(torch.func.jacfwd(f))(params),
+        lambda: fs.shard_map(lambda p: torch.func.jacfwd(lambda w: f({**p, "w": w}))(p["w"]))(params),
+        lambda: fs.shard_map(grad(lambda p: torch.func.linearize(f, p)[0]))(params),
+        lambda: fs.value_and_grad(lambda p: torch.func.linearize(lambda s: f(p) * s, torch.ones(()))[0])(params),
+        lambda: torch.func.functionalize(lambda x: ops.psum(x, "dp", mesh=mesh))(torch.ones(2)),
         lambda: fs.shard_map(jacrev(grad(f)))(params),
         lambda: fs.shard_map(vmap(f))(params),
         lambda: fs.shard_map(lambda p: fs.value_and_grad(f)(p))(params),
@@ -338,8 +342,12 @@ LEAF = "float32[4@dp, 2]"
 
 
 def test_what_has_no_meaning_is_refused():
-    both = "Use fs.jacfwd and fs.hessian, which know the whole leaves."
-    moved = f"fs.gather_unit cannot be differentiated by torch.func.jacfwd or hessian: they move an element of every rank at once.\n{both}"
+    both = "Use fs.jacfwd and fs.hessian, which know the full leaves."
+    moved = (
+        "torch.func.jacfwd and hessian cannot differentiate with respect to sharded leaves: they would change an element "
+        f"of every shard at once.\n  {LEAF}\n{both}"
+    )
+    constant = "torch takes its linear map for a constant there."
     for texts in run_ranks(refusals, 2):
         assert texts == [
             f"fs.gather_unit got DTensors out of a torch.func transform.\n  w is {LEAF}\n"
@@ -348,6 +356,14 @@ def test_what_has_no_meaning_is_refused():
             "Transform the function inside: fs.shard_map(torch.func.grad(f)).",
             moved,
             moved,
+            moved,
+            f"torch.func.linearize cannot run inside another transform: {constant}\n"
+            "Use torch.func.jvp, or put torch.func.linearize outside.",
+            f"torch.func.linearize cannot run inside fs.value_and_grad: {constant}\n"
+            "Use torch.func.jvp, or torch.func.linearize inside fs.shard_map.",
+            "torch.func.functionalize cannot run over functions with derivatives of their own, such as fs.gather_unit and "
+            "fs.ops.\nFunctionalize what computes on gathered tensors: "
+            "torch.func.functionalize(f)(fs.gather_unit(params)).",
             "torch.func cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them.\n"
             f"  {LEAF} with respect to {LEAF}\nUse fs.jacfwd, or fs.hessian in the place of both.",
             f"fs.gather_unit got nodes that do not hold what they say.\n  w is {LEAF}, [2, 2] here, and holds [2]\n"
@@ -364,3 +380,43 @@ def test_what_has_no_meaning_is_refused():
             "fs.jacfwd needs floating point leaves in flight.\n  n is int64[]\n"
             "Call it inside fs.shard_map, with a tree of the leaves to differentiate.",
         ]
+
+
+def unnamed_stacks(strategy):
+    """Trains over a stack whose dim 0 has no name; the text of the refusal."""
+    stack = {"b": torch.zeros(4, 4), "w": torch.eye(4).repeat(4, 1, 1)}
+    layout = fs.plan_layout(stack, fs.make_mesh(dp=2, device="cpu"), strategy=strategy)
+    state = fs.init_state(lambda key: stack, fs.sgd(0.1), fs.random.key(0), layout)
+    step = fs.make_train_step(
+        lambda p, x: fs.scan_units(lambda u, x: torch.tanh(x @ u["w"] + u["b"]), p, x).sum(), fs.sgd(0.1)
+    )
+    try:
+        return float(step(state, torch.ones(2, 4))[1].loss)
+    except SpecError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("level", "leaves"),
+    [
+        (1, ("float32[4, 4], and its gradient float32[4@dp, 4]", "float32[4, 4, 4], and its gradient float32[4@dp, 4, 4]")),
+        (2, ("float32[4, 4], and its gradient float32[4@dp, 4]", "float32[4, 4, 4], and its gradient float32[4@dp, 4, 4]")),
+        (3, ("float32[4@dp, 4]", "float32[4@dp, 4, 4]")),
+    ],
+)  # fmt: skip
+def test_stacks_without_names_say_what_to_type(level, leaves):
+    text = (
+        "fs.scan_units needs stacks whose layers are on every rank.\n"
+        f"  b is {leaves[0]}\n  w is {leaves[1]}\n"
+        'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
+    )
+    assert run_ranks(unnamed_stacks, 2, fs.zero(level)) == [text, text]
+
+
+def test_stacks_without_names_train_where_gradients_are_whole():
+    x = torch.ones(2, 4)
+    for _ in range(4):
+        x = torch.tanh(x)
+    assert_trees_close(
+        torch.tensor(run_ranks(unnamed_stacks, 2, fs.zero(0))), x.sum().repeat(2), rtol=1e-6, atol=0, what="losses"
+    )

@@ -1,5 +1,6 @@
 """Meshes: sizes, coordinates, groups, and the texts for what cannot be one."""
 
+import contextvars
 import functools
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
-from fsharding.errors import ConfigError, MeshError
+from fsharding.errors import ArgumentError, ConfigError, MeshError
 from fsharding.mesh import device_mesh, rendezvous
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
 from tests import helpers
@@ -80,6 +81,31 @@ def test_the_mesh_in_use_is_that_of_the_innermost_block():
     assert refusal(lambda: device_mesh.current_mesh("ops.psum")) == (
         "ops.psum was called without a mesh.\nPass mesh=, or call it inside fs.set_mesh(mesh)."
     )
+
+
+def test_a_mesh_is_set_by_the_call_alone():
+    first, second = AbstractMesh(("dp",), (2,)), AbstractMesh(("tp",), (2,))
+
+    def program():
+        fs.set_mesh(first)
+        seen = [device_mesh.mesh_here()]
+        block = fs.set_mesh(second)
+        seen.append(device_mesh.mesh_here())
+        for _ in range(2):  # A context manager may be entered again.
+            with block:
+                seen.append(device_mesh.mesh_here())
+            seen.append(device_mesh.mesh_here())
+        return seen
+
+    assert contextvars.copy_context().run(program) == [first, second, second, first, second, first]
+    assert device_mesh.mesh_here() is None
+
+
+@pytest.mark.parametrize("given", ["nonsense", None, {"dp": 2}])
+def test_what_is_no_mesh_is_not_set(given):
+    text = helpers.refusal(lambda: fs.set_mesh(given), kind=ArgumentError)
+    assert text.startswith("fs.set_mesh takes a mesh, got ") and text.endswith("Make one: mesh = fs.make_mesh(dp=-1).")
+    assert device_mesh.mesh_here() is None
 
 
 refusal = functools.partial(helpers.refusal, kind=MeshError)

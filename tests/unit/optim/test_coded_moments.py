@@ -10,7 +10,7 @@ from fsharding.errors import CheckpointError, ConfigError
 from fsharding.formats import codec
 from fsharding.optim.chunked_update import decoded, leaves_of
 from fsharding.precision import Precision
-from fsharding.testing import assert_bitwise_equal
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import normal_tree, refusal
 
 SHAPES = {"blocks": {"w": (3, 48, 40)}, "odd": (70, 61), "bias": (5000,), "small": (8, 16)}
@@ -173,17 +173,69 @@ def test_the_mean_of_rounding_by_key_is_exact():
     assert (float(up), float(down)) == (1.0 + 2**-7, 1.0)
 
 
-@pytest.mark.parametrize("opt", [fs.sgd(2.0**-10), fs.adamw(2.0**-10, eps=0.0)], ids=["sgd", "adamw"])
-def test_an_update_below_half_a_step_is_not_lost(opt):
+SMALL = 2.0**-10  # a quarter of what moves a bfloat16 of 1 to its neighbor
+
+
+BELOW_HALF_A_STEP = {
+    "sgd": (lambda: fs.sgd(SMALL), 1.0),
+    "momentum": (lambda: fs.sgd(SMALL / 8, momentum=0.875), 1 - 0.875 * (1 - 0.875**16) / (16 * 0.125)),
+    "adamw": (lambda: fs.adamw(SMALL, eps=0.0), 1.0),
+    "lion": (lambda: optim.lion(SMALL), 1.0),
+    "adafactor": (lambda: optim.adafactor(SMALL), 1.0),
+    "chain": (lambda: optim.chain(optim.clip_by_global_norm(1e9), fs.sgd(SMALL), optim.ema(0.5)), 1.0),
+    "labels": (lambda: optim.multi_transform({"a": fs.sgd(SMALL)}, {"w": "a"}), 1.0),
+    "lookahead": (lambda: optim.lookahead(fs.sgd(SMALL), every=2, share=0.5), 0.5),
+    "lookahead of adamw": (lambda: optim.lookahead(fs.adamw(SMALL, eps=0.0), every=4, share=0.25), 0.25),
+    "torch's sgd": (lambda: optim.from_torch(torch.optim.SGD, lr=SMALL), 1.0),
+    "torch's adam": (lambda: optim.from_torch(torch.optim.Adam, lr=SMALL, eps=0.0), 1.0),
+    "torch's rprop": (lambda: optim.from_torch(torch.optim.Rprop, lr=SMALL, etas=(0.5, 1.0 + 1e-9)), 1.0),
+    "pair": (
+        lambda: optim.GradientTransformation(
+            lambda params: None, lambda g, state, params=None: (fs.tree.map(lambda x: -SMALL * x, g), state)
+        ),
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "moves"), BELOW_HALF_A_STEP.values(), ids=BELOW_HALF_A_STEP)
+def test_an_update_below_half_a_step_is_not_lost(make, moves):
+    """Gradients of -1 add `moves * SMALL` a step to weights of 1."""
+    opt = make()
     grads = {"w": torch.full((64, 64), -1.0)}
     ends = []
     for rounding in ("nearest", "keyed"):
         params = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
-        state = opt.init(params)
+        state = opt.start(params)
         for step in range(16):
             params, state = optim.apply_gradients(
                 opt, grads, state, params, key=fs.random.key(3), step=torch.tensor(step), rounding=rounding
             )
         assert params["w"].dtype == torch.bfloat16
         ends.append(float(params["w"].float().mean()))
-    assert ends[0] == 1.0 and abs(ends[1] - (1.0 + 16 * 2.0**-10)) < 1e-3
+    assert ends[0] == 1.0 and abs(ends[1] - (1.0 + 16 * moves * SMALL)) < 1e-3
+
+
+def test_averages_of_bfloat16_parameters_move():
+    """An average of weights of 2 that began at 1 is 2 - decay^n after n updates."""
+    opt = optim.ema(0.999)
+    state = opt.init({"w": torch.ones(8, dtype=torch.bfloat16)})
+    params, none = {"w": torch.full((8,), 2.0, dtype=torch.bfloat16)}, {"w": torch.zeros(8)}
+    for _ in range(100):
+        _, state = opt.update(none, state, params)
+    assert_trees_close(optim.ema_of(state), {"w": torch.full((8,), 2 - 0.999**100)}, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_an_optimizer_of_torch_computes_in_float32(kind):
+    """An update of bfloat16 parameters is what torch gives for their values in float32, rounded once."""
+    values = normal_tree(SHAPES, 0)
+    narrow = fs.tree.map(lambda x: x.bfloat16(), values)
+    opt, leaves = optim.from_torch(kind, lr=0.02), [x.float().requires_grad_() for x in fs.tree.leaves(narrow)]
+    for x, grad in zip(leaves, fs.tree.leaves(normal_tree(SHAPES, 1)), strict=True):
+        x.grad = grad
+    kind(leaves, lr=0.02).step()
+    found, _ = optim.apply_gradients(opt, normal_tree(SHAPES, 1), opt.init(narrow), narrow)
+    want = [x.detach().bfloat16() for x in leaves]
+    assert_trees_close([x.float() for x in fs.tree.leaves(found)], [x.float() for x in want], rtol=2**-8, atol=0)
+    assert sum((a != b).sum() for a, b in zip(fs.tree.leaves(found), want, strict=True)) <= 3  # p + (new - p) is no new

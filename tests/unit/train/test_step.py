@@ -8,7 +8,8 @@ from torch._dynamo.utils import counters
 
 import fsharding as fs
 from fsharding.bench.rounds import allocated
-from fsharding.testing import assert_trees_close
+from fsharding.errors import DonatedError, NonFiniteError
+from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import full, token_batch
 
 SIZES = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
@@ -66,3 +67,58 @@ def test_a_step_leaves_nothing_behind():
     kept, peak = allocated(lambda: held.append(losses(held.pop(), step, steps=2)[1]))
     assert kept < 1 << 16
     assert 0 < peak < 64 << 20
+
+
+def stepping(opt, **how):
+    """A state of one leaf, with momentum, and a step that donates it."""
+    weights = {"w": torch.ones(4)}
+    layout = fs.plan_layout(weights, fs.make_mesh(device="cpu"))
+    state = fs.init_state(lambda key: weights, opt, fs.random.key(0), layout)
+    return state, fs.make_train_step(lambda p, x: (fs.gather_unit(p)["w"] * x).sum(), opt, donate=True, **how)
+
+
+def raising(count):
+    if count == 1:
+        raise RuntimeError("no rate")
+    return 0.5
+
+
+@pytest.mark.parametrize("check", ["now", "next"])
+@pytest.mark.parametrize(
+    "make", [lambda rate: fs.sgd(rate, momentum=0.5), fs.adamw, fs.optim.lion], ids=["sgd", "adamw", "lion"]
+)
+def test_a_schedule_that_raises_leaves_a_donated_state_as_it_was(make, check):
+    state, step = stepping(make(raising), check=check)
+    state, _ = step(state, torch.ones(4))
+    before = fs.tree.map(torch.clone, state)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no rate"):
+            step(state, torch.ones(4))
+    assert_bitwise_equal(state, before)
+
+
+def test_a_state_that_a_failed_optimizer_has_written_is_donated():
+    state, step = stepping(fs.optim.chain(fs.sgd(0.1, momentum=0.5), fs.sgd(raising)))
+    state, _ = step(state, torch.ones(4))
+    with pytest.raises(RuntimeError, match="no rate"):
+        step(state, torch.ones(4))
+    with pytest.raises(DonatedError):
+        step(state, torch.ones(4))
+
+
+def test_parameters_that_are_not_finite_are_named_alone():
+    """Of twelve leaves whose gradients are not finite, since one weight is not."""
+    weights = {f"w{i:02}": torch.ones(2) for i in range(12)}
+    layout = fs.plan_layout(weights, fs.make_mesh(device="cpu"))
+    weights["w07"][1] = torch.nan
+    opt = fs.sgd(0.1)
+    state = fs.init_state(lambda key: weights, opt, fs.random.key(0), layout)
+    step = fs.make_train_step(lambda p, x: torch.stack(fs.tree.leaves(fs.gather_unit(p))).prod() * x.sum(), opt)
+    with pytest.raises(NonFiniteError) as caught:
+        step(state, torch.ones(1))
+    assert str(caught.value) == (
+        "train step refused: parameters are not finite.\n"
+        "  step 0: loss nan, gradient norm nan\n"
+        "  params.w07: it is not finite itself\n"
+        "The parameters came in so, and no step mends them: load a checkpoint from before."
+    )

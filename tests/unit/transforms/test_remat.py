@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
+from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import _functorch, ops
@@ -149,13 +150,52 @@ def test_which_transform_runs():
     assert seen == [False, False, True, False, True]
 
 
-def test_the_basis_of_jacfwd():
+class Node:
+    def __init__(self, value):
+        self.value = value
+
+
+def make_node(children, _):
+    JACFWD_MAKES.append(_functorch.is_called_by_jacfwd())
+    return Node(*children)
+
+
+JACFWD_MAKES: list[bool] = []
+torch_pytree.register_pytree_node(Node, lambda node: ([node.value], None), make_node)
+
+
+@pytest.mark.parametrize("name", ["jacfwd", "hessian", "jacrev", "grad", "jvp"])
+def test_trees_that_jacfwd_makes_are_noticed(name):
+    JACFWD_MAKES.clear()
+    args = [lambda node: node.value.sin().sum(), *([(Node(W),), (Node(W),)] if name == "jvp" else [])]
+    made = getattr(torch.func, name)(*args)
+    _ = made if name == "jvp" else made(Node(W))
+    assert any(JACFWD_MAKES) == (name in ("jacfwd", "hessian"))
+    assert JACFWD_MAKES and not all(JACFWD_MAKES)
+
+
+def test_linearize_is_noticed():
     seen = []
 
-    class Tangent(torch.autograd.Function):
+    def f(x):
+        seen.append((_functorch.linearizing(), _functorch.in_functorch()))
+        return x.sum()
+
+    f(W), torch.func.linearize(f, W), jvp(f, (W,), (W,)), vmap(f)(W)
+    assert seen == [(False, False), (False, False), (True, True), (False, True), (False, True)]
+
+
+def test_a_linear_map_calls_what_was_recorded_while_it_was_traced():
+    calls = []
+
+    class Double(torch.autograd.Function):
         @staticmethod
         def forward(x):
-            return x.view_as(x)
+            def run(x):
+                calls.append(x)
+                return torch.from_numpy(2 * x.numpy())
+
+            return _functorch.recorded(x, run, run)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -163,19 +203,13 @@ def test_the_basis_of_jacfwd():
 
         @staticmethod
         def jvp(ctx, t):
-            seen.append(_functorch.is_basis_of_jacfwd(t, t.numel()))
-            return t.view_as(t)
+            return Double.apply(t)
 
-        @staticmethod
-        def vmap(info, in_dims, x):
-            return Tangent.apply(x), in_dims[0]
-
-    x = torch.linspace(1, 2, 3)
-    torch.func.jacfwd(Tangent.apply)(x)
-    torch.func.jacfwd(lambda a: Tangent.apply(a * x))(torch.ones(2, 1))
-    jvp(Tangent.apply, (x,), (x,))
-    vmap(lambda t: jvp(Tangent.apply, (x,), (t,))[1])(torch.eye(3))
-    assert seen == [True, False, False, False]
+    push = torch.func.linearize(lambda x: Double.apply(x) * x, W)[1]
+    calls.clear()
+    for tangent in (W, W + 1):
+        torch.testing.assert_close(push(tangent), 4 * W * tangent)
+    assert len(calls) >= 2
 
 
 def test_only_grad_itself_needs_no_graph_of_its_backward():
