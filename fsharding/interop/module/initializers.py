@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fsharding import random
+from fsharding import _compat, random
 from fsharding.errors import ConfigError, message
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
@@ -33,8 +33,8 @@ Reset: TypeAlias = Callable[[nn.Module], object]
 
 
 def seed_of(key: Tensor) -> int:
-    """A seed for torch's generators from a key."""
-    high, low = key.tolist()
+    """A seed for torch's generators from a key; 0 for one without a value, as under `FakeTensorMode`."""
+    high, low = (0, 0) if _compat.is_fake(key) else key.tolist()
     return (high << 32) | low
 
 
