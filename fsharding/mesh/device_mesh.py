@@ -556,7 +556,8 @@ def everyone(mesh: Mesh) -> Group:
         return axis_group(mesh, shape.names)
     ranks = tuple(range(shape.size))
     group = find_group(ranks, _timeout(mesh)) or dist.group.WORLD
-    return Group(ranks, own_rank(), group if shape.size > 1 else None, transport=_transport(mesh))
+    members = range(shape.size)
+    return Group(ranks, own_rank(), group if shape.size > 1 else None, members, transport=_transport(mesh))
 
 
 @cache_on_mesh(256)

@@ -76,7 +76,8 @@ class _Groups:
             and len(ranks) == world_size()
             and all(kept.group is not self.world for kept in self.by_key.values())
         ):
-            self.world.set_timeout(timeout)
+            if dist.get_backend(self.world) != "fake":  # Its ranks wait for nobody, and it has no timeout.
+                self.world.set_timeout(timeout)
             return _Kept(self.world)
         return _Kept(_compat.new_group(ranks, timeout))
 

@@ -245,7 +245,7 @@ def poisoned():
 def test_no_cast_hides_what_is_not_finite():
     for texts in run_ranks(poisoned, 2):
         for text in texts:
-            assert "params.blocks.wq: its gradient is not finite" in text
+            assert "params.blocks.wq: it is not finite itself" in text
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

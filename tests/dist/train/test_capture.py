@@ -296,7 +296,7 @@ def on_fake_cuda():
                 fs.testing.assert_capturable(step, state, batch)
                 print("yes")
             except TransformError as error:
-                print(str(error).replace("\n", " | "))
+                print(str(error).splitlines()[0])
         layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0))
         state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
         step = fs.make_train_step(lambda params, batch: squares(params, batch) * of_host, fs.adamw(1e-2))

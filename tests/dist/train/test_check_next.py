@@ -108,8 +108,12 @@ def refused(strategy, name, donate, axes=DP):
     ),
 )  # fmt: skip
 def test_a_refused_step_leaves_the_state_and_raises_at_the_next_call(strategy, name, donate):
+    """In the step itself ranks can ask each other for the parameters that came in so; afterwards they know gradients."""
     for now, later in run_ranks(refused, 2, strategy, name, donate):
-        assert now == later and now.startswith("train step refused: loss or gradients are not finite.\n  step 1: loss")
+        first, step, *rows, _ = now.splitlines()
+        assert first == "train step refused: parameters are not finite." and step.startswith("  step 1: loss nan")
+        assert rows == ["  params.head.norm: it is not finite itself"]
+        assert later.startswith(f"train step refused: loss or gradients are not finite.\n{step}\n  params.")
 
 
 def toy(check="next", **how):

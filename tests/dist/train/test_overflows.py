@@ -98,9 +98,6 @@ def test_a_nan_on_one_rank_is_refused_on_all(axes, config, how):
     for rank in (0, ranks - 1):
         (text,) = {*run_ranks(refused, ranks, axes, config, how, rank)}
         first, *rows, last = text.splitlines()
-        assert first == "train step refused: loss or gradients are not finite."
-        assert rows[0] == "  step 0: loss nan, gradient norm nan"
-        # Of more than ten leaves the first ten are named.
-        assert all(row.startswith("  params.") and row.endswith(": its gradient is not finite") for row in rows[1:10])
-        assert "  params.embed.table: its gradient is not finite" in rows or rows[-1].startswith("  and ")
-        assert last.startswith("The state is as before.")
+        assert first == "train step refused: parameters are not finite."
+        assert rows == ["  step 0: loss nan, gradient norm nan", "  params.blocks.wo: it is not finite itself"]
+        assert last.startswith("The parameters came in so")

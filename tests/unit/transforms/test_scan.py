@@ -84,7 +84,8 @@ def test_leaves_of_different_lengths_are_no_stack():
         "  b: 3\n"
         "  s: 0-d\n"
         "  w: 2\n"
-        "Pass unlike units as a list, and shared leaves apart from the stack."
+        "Pass unlike units as a list, and shared leaves apart from the stack. One unit alone needs no scan: "
+        "x = block(fs.gather_unit(unit), x)."
     )
 
 
