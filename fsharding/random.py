@@ -298,12 +298,21 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
-    on_host = _checked(key, f"random.{kind}").is_cpu and not _compat.is_fake(key)
-    with _where_computed(key):
-        high_word, low_word = key.tolist() if on_host else key.unbind(-1)
-    if on_host and (observe := _observer.get()) is not None:
-        observe((high_word, low_word))
-    return Draw(_sizes(shape), dtype, kind, low, scale, (high_word, low_word))
+    words = _words_of(_checked(key, f"random.{kind}"))
+    return Draw(_sizes(shape), dtype, kind, low, scale, words)
+
+
+def _words_of(key: Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    """The words of a key that is drawn with: numbers where the host has them, which an observer is shown."""
+    if not key.is_cpu or _compat.is_fake(key):
+        with _where_computed(key):
+            high_word, low_word = key.unbind(-1)
+        return high_word, low_word
+    with _compat.with_values():
+        high, low = key.tolist()
+    if (observe := _observer.get()) is not None:
+        observe((high, low))
+    return high, low
 
 
 _observer: ContextVar[Callable[[tuple[int, int]], None] | None] = ContextVar("fsharding_draws", default=None)
