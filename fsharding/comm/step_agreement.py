@@ -12,6 +12,7 @@ Laws: each rank's bit is read once a step, so ranks that stepped together agree;
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, coordi
 from fsharding.mesh.failures import among, is_fake_world, order_here
 from fsharding.mesh.unit_order import Comparison, UnitOrder, UnlikeRanks
 
-__all__ = ["SAME_ROWS", "StepAgreement", "comparison_of", "numbers_of"]
+__all__ = ["SAME_ROWS", "StepAgreement", "comparison_of", "numbers_of_all"]
 
 SAME_ROWS = ("pp", "tp")
 """Axes along which ranks read the same rows."""
@@ -145,17 +146,25 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
     group = everyone(mesh) if abstract(mesh).axis_size("pp") == 1 else axis_group(mesh, data_axes(mesh))
     if group.process_group is None or is_fake_world():
         return None
-    return Comparison(group.ranks, functools.partial(numbers_of, group, getattr(mesh, "device_type", "cpu")))
+    return Comparison(group.ranks, functools.partial(_numbers_of, group, getattr(mesh, "device_type", "cpu")))
 
 
-def numbers_of(group: Group, device: str, own: int) -> list[int]:
-    """The numbers of all ranks of a group, in its order. Collective.
+def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
+    """Gather a number of every rank of a mesh, by global rank. Collective; fake ranks have the number of this one.
 
     Args:
-        group: of several ranks.
-        device: the type of device on which the group sends, if it cannot send from the host.
+        mesh: with or without devices.
         own: of this rank, within 64 bits.
     """
+    group = everyone(mesh)
+    if group.process_group is None or is_fake_world():
+        return dict.fromkeys(group.ranks, own)
+    numbers = _numbers_of(group, getattr(mesh, "device_type", "cpu"), own)
+    return dict(zip(group.ranks, numbers, strict=True))
+
+
+def _numbers_of(group: Group, device: str, own: int) -> list[int]:
+    """Gather a number of every rank of a group, in its order. Collective."""
     assert group.process_group is not None
     with among(group.ranks):
         return gather_numbers(own, group.size, group.process_group, device)
@@ -183,16 +192,12 @@ class _Coding(NamedTuple):
 def _coding(mesh: Mesh, axes: tuple[str, ...]) -> _Coding:
     shape, own = abstract(mesh), coordinate(mesh)
     sizes = {axis: shape.axis_size(axis) for axis in axes}
-    ranks = 1
-    for size in sizes.values():
-        ranks *= size
+    ranks = math.prod(sizes.values())
     # Each rank adds less than 2 (m - 1) hashes to the magnitude of a sum, of each of two hashes.
     bits = max(_EXACT - 2 - 2 * ranks.bit_length(), 8)
 
     def factor(shared: Sequence[str]) -> int:
-        members = 1
-        for axis in shared:
-            members *= sizes[axis]
+        members = math.prod(sizes[axis] for axis in shared)
         return members - 1 if not any(own.get(axis, 0) for axis in shared) else -1
 
     # Stages of a pipeline gather other units.

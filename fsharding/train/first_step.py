@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
-from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, comparison_of, numbers_of
+from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, comparison_of, numbers_of_all
 from fsharding.errors import BatchError, RankError, message
 from fsharding.mesh.consistency import compare, facts_of, refuse_differences
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone, world_size
@@ -108,8 +108,8 @@ class FirstStep:
             agreement.order.compare(comparison)
 
     def _numbers(self, own: int) -> list[int]:
-        """The numbers of all ranks of the mesh."""
-        return numbers_of(self._all, getattr(self._mesh, "device_type", "cpu"), own)
+        """Gather a number of all ranks of the mesh, in the order of their group."""
+        return [*numbers_of_all(self._mesh, own).values()]
 
     def _compare_rows(self, batch: Tree) -> None:
         shape = abstract(self._mesh)

@@ -75,13 +75,14 @@ def uneven(batch: Tree, parts: int) -> list[str]:
     """Describe the leaves of a batch that cannot be split into equal parts, one row each."""
     _register_containers(batch)
     return [
-        f"{path or 'the batch'} is {kind_text(x)}{_unusable(x)}"
+        f"{path or 'the batch'} is {kind_text(x)}{why}"
         for path, x in tree.named_leaves(batch).items()
-        if _unusable(x) or x.ndim == 0 or x.shape[0] % parts
+        if (why := _unusable(x)) or x.ndim == 0 or x.shape[0] % parts
     ]
 
 
 def _unusable(x: Any) -> str:
+    """Give the reason, of those in `_UNUSABLE`; "" for a tensor with values."""
     yields, no_tensor, meta = _UNUSABLE
     if not isinstance(x, Tensor):
         return yields if yields_batches(x) else no_tensor

@@ -19,13 +19,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, random
+from fsharding.comm.step_agreement import numbers_of_all
 from fsharding.errors import TransformError, message
-from fsharding.mesh.consistency import gather_numbers
-from fsharding.mesh.device_mesh import Mesh, everyone, world_size
-from fsharding.mesh.failures import meet
+from fsharding.mesh.device_mesh import Mesh
 from fsharding.transforms.gather_context import GatherContext
 from fsharding.transforms.loss_checks import line_of_user
 
@@ -94,7 +92,7 @@ class FirstCall:
         if self._mesh is None:
             wrong = [] if depends else [0]
         else:
-            wrong = [rank for rank, answer in enumerate(_of_all_ranks(depends, self._mesh)) if not answer]
+            wrong = [rank for rank, answer in numbers_of_all(self._mesh, int(depends)).items() if not answer]
         if not wrong:
             return
         mend = (
@@ -202,21 +200,11 @@ def _is_pair(x: Any) -> bool:
 
 
 def _generators() -> list[Tensor]:
-    """The states of torch's default generators: the CPU's, and the current device's where one has been used."""
+    """Read the states of torch's default generators: the CPU's, and the device's where one has been used."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
-
-
-def _of_all_ranks(depends: bool, mesh: Mesh) -> list[int]:
-    """The answer of every rank of a mesh: 1 where the loss depends on the parameters. Collective."""
-    ranks = everyone(mesh)
-    if ranks.process_group is None or not isinstance(mesh, DeviceMesh):
-        return [int(depends)]
-    if ranks.size == world_size():
-        return meet(int(depends))
-    return gather_numbers(int(depends), ranks.size, ranks.process_group, mesh.device_type)
 
 
 def _reaches(root: Node | None, context: GatherContext, leaves: Iterable[Tensor]) -> bool:

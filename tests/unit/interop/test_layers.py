@@ -110,7 +110,7 @@ PATCHES = (
 TOKENS = torch.tensor([[0, 3], [4, 4]])
 
 
-def compared(pair, units=()):
+def assert_computes_as_written(pair, units=()):
     net = fs.functionalize(pair, units)
     params = fs.shard(net.init(fs.random.key(0)), fs.plan_layout(net, fs.make_mesh(device="cpu")))
     value, grads = fs.value_and_grad(lambda params: net(params, TOKENS).square().sum())(params)
@@ -125,20 +125,20 @@ def compared(pair, units=()):
 def test_a_function_assigned_to_a_layer_computes_with_the_parameters_of_the_call(patch):
     pair = Pair()
     patch(pair)
-    compared(pair)
+    assert_computes_as_written(pair)
 
 
 @pytest.mark.parametrize("patch", [method, closure_over_the_old_forward, default, partial])
 def test_a_function_assigned_to_a_unit_computes_with_the_parameters_of_the_call(patch):
     pair = Pair()
     patch(pair)
-    compared(pair, ("table", "up", "down"))
+    assert_computes_as_written(pair, ("table", "up", "down"))
 
 
 @pytest.mark.parametrize("pair", [Pair(Doubled, Negated), Pair(Called), Pair(Renamed)], ids=["own", "call", "plain"])
 def test_a_subclass_computes_as_written(pair):
-    compared(pair)
-    compared(pair, ("table", "up", "down"))
+    assert_computes_as_written(pair)
+    assert_computes_as_written(pair, ("table", "up", "down"))
 
 
 def test_a_function_that_holds_a_parameter_itself_is_refused():
@@ -146,7 +146,7 @@ def test_a_function_that_holds_a_parameter_itself_is_refused():
     bias = pair.down.bias
     pair.up.forward = lambda x: F.linear(x, pair.up.weight) - bias.sum()
     with pytest.raises(TransformError, match=r"(?s)used where their unit is called.*\n  down\.bias\n"):
-        compared(pair)
+        assert_computes_as_written(pair)
 
 
 shared = Pair()
