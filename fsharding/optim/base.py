@@ -374,8 +374,9 @@ def local_grads(function: str, grads: Tree, moments: Tree) -> list[Tensor]:
         moments: tree of moments.
 
     Raises:
-        TreeError: the two differ in paths or shapes; all such leaves are listed.
+        TreeError: there is no gradient, or the two differ in paths or shapes; all such leaves are listed.
     """
+    refuse_no_gradients(function, grads, moments)
     refuse_other_shapes(function, grads, moments, ("gradients", "moments"))
     return local_leaves(redistribute(grads, shardings_of(moments)))
 
@@ -538,8 +539,6 @@ def refuse_other_shapes(function: str, first: Tree, second: Tree, labels: tuple[
         TreeError: they differ; all such leaves are listed.
     """
     flat, spec = tree.flatten(first)
-    if labels[0] == "gradients":
-        refuse_no_gradients(function, first, second)
     others = tree.flatten_up_to(spec, second, function, labels)
     if all(map(_alike, flat, others)):
         return

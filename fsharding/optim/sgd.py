@@ -26,6 +26,7 @@ from fsharding.optim.base import (
     local_params,
     narrow,
     new_zeros,
+    refuse_no_gradients,
     refuse_other_shapes,
     shardings_of,
     widen,
@@ -116,6 +117,7 @@ def sgd(
         params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
         held = None if state.trace is None else carriers(state.trace)
         sharded = next(x for x in (held, params, updates) if x is not None)
+        refuse_no_gradients(_NAME, updates, sharded)
         refuse_other_shapes(
             _NAME, updates, sharded, ("gradients", "parameters" if state.trace is None else "the trace")
         )
