@@ -7,7 +7,7 @@ Arguments of precision, kernels, parallelism and data are not compared: they rou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsharding.models.decoder import DecoderConfig
@@ -48,9 +48,14 @@ def contradictions(args: Mapping[str, Any], config: DecoderConfig, *, training: 
             continue
         there = list(said[name]) if type(said[name]) is tuple else said[name]
         several = there if name == "moe_router_load_balancing_type" and isinstance(there, list) else [there]
-        if not all(value in accepted for value in several):
+        if not all(_is_among(value, accepted) for value in several):
             rows.append(f"{name} is {said[name]!r} there, {accepted[0]!r} in the config")
     return rows
+
+
+def _is_among(value: Any, accepted: Sequence[Any]) -> bool:
+    """Whether a value is accepted; a flag is not taken for the number that it equals in Python."""
+    return any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in accepted)
 
 
 def arguments_of(config: DecoderConfig) -> dict[str, Any]:

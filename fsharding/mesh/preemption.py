@@ -26,7 +26,7 @@ from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.rendezvous import under_launcher
 from fsharding.public import public, refuse
 
-__all__ = ["SIGNALS", "Watch", "agree", "announce", "parse_deadline", "pending", "requested", "watch"]
+__all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""

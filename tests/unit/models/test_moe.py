@@ -80,8 +80,8 @@ def routed_model():
 
     def init(key):
         draws = fs.random.normal(key, (1, 4, DIM))
-        expert = fs.random.normal(fs.random.fold_in(key, 1), (1, 4, 5, DIM))
-        blocks = {"router": draws, "bias": fs.random.zeros((1, 4)), **dict.fromkeys(("gate", "up", "down"), expert)}
+        experts = {name: fs.random.normal(fs.random.fold_in(key, 1), (1, 4, 5, DIM)) for name in ("gate", "up", "down")}
+        blocks = {"router": draws, "bias": fs.random.zeros((1, 4)), **experts}
         return {"embed": {"scale": fs.random.ones((1,))}, "blocks": blocks, "head": {"w": fs.random.ones((DIM,))}}
 
     names = {
