@@ -388,7 +388,7 @@ def _names_stack(path: str, name: str) -> bool:
 
 @functools.lru_cache(64)
 def _idle_patterns(precision: Precision, leaves: tuple[PatternLeaf, ...]) -> tuple[str, ...]:
-    """Patterns that match no leaf, and why; those of `KEEP` are for every model."""
+    """Patterns that match no leaf, and why; `KEEP` holds patterns for every model, so it may match nothing."""
     parts = dict.fromkeys(part for leaf in leaves for part in (leaf.path, *leaf.path.split(".")))
     rows: list[str] = []
     for pattern in precision.keep:

@@ -4,8 +4,8 @@ In: the bit of `fs.preemption`, the hash of the units that were gathered and red
 many ranks want to stop, and whether all ranks have done the same, which every rank learns from the same sum.
 
 Of m ranks that have to share a hash h the first adds (m - 1) h and each other one -h, times a power of two above the
-number of ranks, so the sum over the mesh is the number of bits, unless ranks differ. All of it are integers that a
-float64 has exactly, so no order of axes and no number of sums changes the result.
+number of ranks, so the sum over the mesh is the number of bits, unless ranks differ. All terms are integers that
+float64 represents exactly, so neither the order of axes nor the number of sums changes the result.
 Laws: each rank's bit is read once a step, so ranks that stepped together agree; no byte is sent for a hash alone.
 """
 
@@ -46,7 +46,7 @@ class StepAgreement:
 
     Args:
         mesh: of the step.
-        bit: whether this rank wants to stop, float64, 0-d; by default that of now.
+        bit: whether this rank wants to stop, float64, 0-d; read when the term is made if None.
         axes: over which it is summed; by default all of the mesh.
         rows: the hash of the rows that this rank reads, int64, 0-d, which ranks along `SAME_ROWS` share; None where
             it is not compared.
@@ -178,7 +178,7 @@ class _Coding(NamedTuple):
         unit: what hashes are multiplied with: a power of two above the number of ranks.
         mask: of the bits of a hash that are summed.
         units: the factor of the hash of units on this rank.
-        rows: that of the hash of rows.
+        rows: the factor of the hash of rows.
     """
 
     axes: tuple[str, ...]

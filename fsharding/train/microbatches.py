@@ -66,7 +66,7 @@ _UNUSABLE = {
     ", which is no tensor": (
         "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
     ),
-    " on the meta device, without values": "Make them on a device, such as that of the mesh.",
+    " on the meta device, without values": "Make them on a device, such as the device of the mesh.",
 }
 """What makes a leaf unusable whatever its shape, as the end of its row, and the edit. Other ranks may read the row."""
 

@@ -1,7 +1,7 @@
 """`compare_units`: ranks compare each unit before they gather or reduce it, in calls where nothing else would say so.
 
 In: a mesh. Out: a block inside of which all gathers and reductions of units are compared.
-Law: ranks at different units raise before bytes of one are taken for those of the other.
+Law: ranks at different units raise before the bytes of one unit are taken for the other.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBack
 _MEAN = 1
 """The value of `reduction="mean"` in the nodes of torch's losses."""
 _MOST_ALIKE = 8
-"""A loop may make its loss function anew in each step: of one code, only the first few functions are checked."""
+"""A loop may define its loss function again in each step, so only this many functions of one code are checked."""
 
 
 class FirstCall:
@@ -106,7 +106,7 @@ class FirstCall:
             row = f"it does on this rank, but not on rank {', '.join(map(str, wrong[:8]))}"
             mend = "Where a batch has no token that counts, return (losses * mask).sum() instead of a constant."
         elif total.requires_grad:
-            row = "it was computed from other tensors that require grad, such as those of an nn.Module"
+            row = "it was computed from other tensors that require grad, such as the parameters of an nn.Module"
         else:
             row = "it does not require grad: it was detached, computed under torch.no_grad, or from other parameters"
         if self._mesh is None:

@@ -260,7 +260,7 @@ def loss_and_grads(
         prefetch: as in `value_and_grad`.
         grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
             soon as nobody holds the gradient that was in it. By default they are in fresh memory.
-        agreement: gives what goes with the sum of loss and weight; by default that of this call alone.
+        agreement: gives what goes with the sum of loss and weight; by default the agreement of this call alone.
         key: as in `value_and_grad`.
         microbatch: the number of this call among those with this key.
         first: is shown the loss before its backward.
