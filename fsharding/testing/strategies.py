@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsharding import tree
 from fsharding.errors import ConfigError, message
 
 try:
@@ -327,21 +328,26 @@ def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact
 
 @st.composite
 def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
-    """Runs on any mesh; shrinks to one step of one leaf on one rank.
+    """Runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank.
 
     Args:
         draw: given by Hypothesis.
         max_ranks: most ranks.
     """
-    tree = draw(_trees((torch.float32, torch.int64), fused=False))
+    leaves = draw(_trees((torch.float32, torch.int64), fused=False).filter(_trains))
     return TrainCase(
-        tree,
-        _home(draw, tree, draw(_meshes(max_ranks)), (FP32,), stages=False),
+        leaves,
+        _home(draw, leaves, draw(_meshes(max_ranks)), (FP32,), stages=False),
         rows=draw(_pick((1, 2, 4, 8))),
         microbatches=draw(_upto(2)) + 1,
         steps=draw(_upto(2)) + 1,
         donate=draw(_flag),
     )
+
+
+def _trains(leaves: Tree) -> bool:
+    """Whether a leaf has a gradient: a train step refuses a tree without one."""
+    return any(leaf.dtype.is_floating_point and not leaf.frozen for leaf in tree.leaves(leaves))
 
 
 _SEVERAL = ((), (2,), (3,), (4,), *((2, 2),) * 3, (6,), (3, 2), (2, 3), (8,), (4, 2), (2, 4), *((2, 2, 2),) * 3)

@@ -767,6 +767,8 @@ def _settings(
     """Facts on which the ranks of a step must agree, beside its layout."""
     # A loss function may close over values that differ between ranks, so only its name is compared.
     of_loss = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
+    # The functions close over what they compute with; the config beside them also names files, as saved on one rank.
+    of_loss = {name: text for name, text in of_loss.items() if not name.startswith("model.config")}
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
     facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
     return {**facts, **of_loss, **facts_of("optimizer", opt.update)}

@@ -400,13 +400,14 @@ def _misnamed(
 
 
 def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
-    """Patterns that fit some path, but none first; one row each."""
+    """Patterns that fit some path, but none first; one row each. A "*" is for leaves that no other fits, if any."""
     earlier: list[str] = []
     rows: list[str] = []
     for pattern in patterns:
         fits = [path for path in paths if fnmatchcase(path, pattern)]
         hides = [next((p for p in earlier if fnmatchcase(path, p)), None) for path in fits]
-        rows += [f"{pattern!r} stands after {hides[0]!r}, which fits {fits[0]}"] if fits and None not in hides else []
+        if fits and None not in hides and pattern != "*":
+            rows.append(f"{pattern!r} stands after {hides[0]!r}, which fits {fits[0]}")
         earlier.append(pattern)
     return rows
 

@@ -505,11 +505,12 @@ def hidden_leaves():
     mesh = mesh_of({"tp": 2})
     shapes = {"qkv": torch.ones(4, 8), "w": torch.ones(4, 8)}
     names = {"qkv": (None, fs.Fused("rows", (4, 2, 2))), "w": (None, "rows")}
-    layout = fs.plan_layout(shapes, mesh, RULES, names=names)
+    rules = fs.AxisRules(rows="tp")
+    layout = fs.plan_layout(shapes, mesh, rules, names=names)
     params, texts = fs.shard(shapes, layout), []
     noise = optim.add_noise(0.1, fs.random.key(0))
     state = noise.init(params)
-    other = fs.plan_layout(shapes, mesh, RULES, names={**names, "qkv": (None, fs.Fused("rows", (1, 7)))})
+    other = fs.plan_layout(shapes, mesh, rules, names={**names, "qkv": (None, fs.Fused("rows", (1, 7)))})
     for call in (
         lambda: optim.adafactor().init(params),
         lambda: optim.muon(0.1).init(params),
