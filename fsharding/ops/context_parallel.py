@@ -12,6 +12,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharding import tree
 from fsharding.errors import BatchError, SpecError, message
@@ -21,6 +22,9 @@ from fsharding.sharding.leaf_plan import kind_text
 from fsharding.tree import Tree
 
 __all__ = ["cut_leaves", "cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
+
+_parts = WeakTensorKeyDictionary()
+"""Maps each result of `cut_leaves` that is alive to its mesh axis. A second cut would drop tokens silently."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -116,7 +120,8 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
         A tree of contiguous tensors, each with this rank's part of `dim`, in the order of `positions`.
 
     Raises:
-        BatchError: a length is no multiple of twice the size of the axis, or a leaf has no such dim.
+        BatchError: a length is no multiple of twice the size of the axis, or a leaf has no such dim, or is a result of
+            this function or of `fs.local_batch`.
 
     Example:
         >>> batch = {"tokens": torch.tensor([[5, 3, 9, 4]]), "targets": torch.tensor([[3, 9, 4, 1]])}
@@ -137,6 +142,9 @@ def cut_leaves(function: str, x: Tree, dim: int, axis: str, mesh: Mesh | None) -
         if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:
             wrong.append(f"{what}: no dim {dim} to cut")
             ways.add("Leave out what has no tokens, or say where they are with dim=.")
+        elif not torch.compiler.is_compiling() and _parts.get(leaf) == axis:
+            wrong.append(f"{what}: it has only this rank's tokens already")
+            ways.add("Cut a batch once: with fs.local_batch alone, or rows of your own with fs.ops.cut_sequence.")
         elif why := _uncut(leaf.shape[dim], size):
             wrong.append(f"{what}: dim {dim} has {leaf.shape[dim]} tokens")
             ways.add(why)
@@ -148,7 +156,10 @@ def cut_leaves(function: str, x: Tree, dim: int, axis: str, mesh: Mesh | None) -
 
     def part(leaf: Tensor) -> Tensor:
         chunks = leaf.chunk(2 * size, dim) if leaf.shape[dim] else (leaf,) * 2 * size
-        return torch.cat([chunks[number] for number in zigzag(size)[index]], dim)
+        own = torch.cat([chunks[number] for number in zigzag(size)[index]], dim)
+        if not torch.compiler.is_compiling():
+            _parts[own] = axis
+        return own
 
     return tree.map(part, x)
 

@@ -56,9 +56,8 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
         mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
         raise uncut("fs.local_batch", rows, "a global batch", f"{count} parts, one for each data rank", mend)
     device = getattr(mesh, "device_type", None)
-    own = tree.map(lambda x: x.chunk(count)[index], batch)
-    own = own if abstract(mesh).axis_size("cp") == 1 else cut_leaves("fs.local_batch", own, 1, "cp", mesh)
-    return tree.map(lambda x: x.to(device, non_blocking=True), own)
+    own = tree.map(lambda x: x.chunk(count)[index].to(device, non_blocking=True), batch)
+    return own if abstract(mesh).axis_size("cp") == 1 else cut_leaves("fs.local_batch", own, 1, "cp", mesh)
 
 
 _UNUSABLE = {

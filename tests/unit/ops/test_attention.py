@@ -1,6 +1,8 @@
 """How a sequence is cut, what a ring computes in which step, and attention on one rank. No process group."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +152,19 @@ def test_lengths_that_cannot_be_cut():
     assert refusal(ops.positions, 8, axis="cpp", kind=MeshError) == (
         "ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
     )
+
+
+@pytest.mark.parametrize("cut_first", [ops.cut_sequence, fs.local_batch])
+def test_a_second_cut_is_refused(cut_first: Callable[..., Any]):
+    batch = cut_first({"tokens": torch.arange(16).view(2, 8), "targets": torch.arange(16).view(2, 8)}, mesh=TWO)
+    assert refusal(ops.cut_sequence, batch, mesh=TWO, kind=BatchError) == (
+        "ops.cut_sequence cannot cut 2 of 2 leaves over cp: 2.\n"
+        "  targets is int64[2, 4]: it has only this rank's tokens already\n"
+        "  tokens is int64[2, 4]: it has only this rank's tokens already\n"
+        "Cut a batch once: with fs.local_batch alone, or rows of your own with fs.ops.cut_sequence."
+    )
+    made_of_it = {name: x + 0 for name, x in batch.items()}
+    assert ops.cut_sequence(made_of_it, mesh=TWO)["tokens"].shape == (2, 2)  # Only the results themselves are known.
 
 
 def test_positions_that_do_not_fit():
