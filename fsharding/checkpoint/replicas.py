@@ -8,7 +8,7 @@ such checksums differ. Law: one flipped bit of a part that several ranks hold is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from fsharding.mesh.failures import called_by_all
 from fsharding.public import public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import local_of
-from fsharding.train.state import TrainState
+from fsharding.train.state import TrainState, constants_of
 from fsharding.train.state_check import check_state
 
 __all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "checksums", "differences", "shared_boxes"]
@@ -38,7 +38,7 @@ SharedBox: TypeAlias = tuple[str, Box, Tensor]
 
 @public("fs.check_replicas")
 @called_by_all("fs.check_replicas")
-def check_replicas(state: TrainState) -> None:
+def check_replicas(state: TrainState, model: Any = None) -> None:
     """Compares what several ranks hold of a state, bit by bit. Collective.
 
     Under zero(0) all data ranks hold all of it, with a `replica` axis each part is on several ranks, and counts, steps
@@ -48,6 +48,8 @@ def check_replicas(state: TrainState) -> None:
 
     Args:
         state: the state.
+        model: a functionalized module, or a `Model`, whose constants (buffers and other tensors that are no parameters)
+            are compared as well.
 
     Raises:
         ReplicaError: on every rank: parts that differ; each is named, with the ranks that differ from most.
@@ -66,7 +68,8 @@ def check_replicas(state: TrainState) -> None:
 
     def look() -> dict[Holders, int]:
         check_state(_FUNCTION, state)
-        planned.append(shared_boxes(_everything(state), abstract(state.layout.mesh).members))
+        constants = {f"buffers.{name}": staged(tuple(x.shape), None, x) for name, x in constants_of(model).items()}
+        planned.append(shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members))
         return checksums(planned[0])
 
     sums_of_ranks = together(_FUNCTION, look)

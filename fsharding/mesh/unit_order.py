@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from fsharding.errors import message
 from fsharding.mesh import call_stacks
 
-__all__ = ["DIGEST_BITS", "Comparison", "Difference", "UnitOrder", "UnlikeRanks", "differences"]
+__all__ = ["DIGEST_BITS", "SAME_CONSTANTS", "Comparison", "Difference", "UnitOrder", "UnlikeRanks", "differences"]
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -26,6 +26,8 @@ _MASK, _MULTIPLIER = (1 << DIGEST_BITS) - 1, 0x9E3779B97F4A7C15
 _KEPT = 1024
 """Notes that are kept for the text of an error; the hash is of all of them."""
 _END = "ends"
+SAME_CONSTANTS = "computes with"
+"""The kind of a note about buffers and tensor attributes of a module."""
 
 Site = tuple[str, int]
 """File and line of the user's call."""
@@ -161,6 +163,10 @@ _ORDER = (
     "Gather the same units in the same order on every rank: choose branches and dropped layers by a key that all ranks"
     " share, such as the step's, and gather a unit on the ranks that don't need it, too."
 )
+_CONSTANTS = (
+    "Build the module from one seed or file on every rank, or send the buffers of one rank to all before"
+    " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
+)
 _ROWS = (
     "Ranks along tp and pp read the same rows: take them with fs.local_batch(batch, mesh), or by"
     " fs.data_position(mesh)."
@@ -187,7 +193,8 @@ def differences(
         if rows := _at_first_difference({rank: reports[rank] for rank in ranks}):
             odd, others = rows[0][0], [rank for ranks, _ in rows[1:] for rank in ranks]
             rule = f"does different things on {who(odd)} than on {who(sorted(others))}."
-            text = message(function, rule, [f"{who(ranks)}: {text}" for ranks, text in rows], _ORDER)
+            mend = _CONSTANTS if all(text.startswith(SAME_CONSTANTS) for _, text in rows) else _ORDER
+            text = message(function, rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)
             return Difference(text, tuple(odd))
     for ranks in _sharing(reports, coordinates, apart=("replica", "dp", "ep", "cp")):
         facts = {rank: reports[rank]["facts"] for rank in ranks}

@@ -57,6 +57,8 @@ class Model(NamedTuple):
             against its sign, apart from optimizer, norm and clipping.
         decode: how `generate` computes one token after the other; None for a model that cannot.
         config: what it was made of, such as a `DecoderConfig`; `fs.hf` compares it with a `config.json`.
+        constants: `constants() -> tensors by name` that its functions compute with and that are no parameters, such as
+            the buffers of a module; `init_state` compares them between ranks.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
@@ -76,6 +78,7 @@ class Model(NamedTuple):
     balanced: tuple[tuple[str, float], ...] = ()
     decode: Decode | None = None
     config: Any = None
+    constants: Callable[[], Mapping[str, Tensor]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Model", name, self._fields, _ELSEWHERE)

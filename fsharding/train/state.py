@@ -8,7 +8,7 @@ Law: the first state is bitwise the same in every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -43,6 +43,7 @@ from fsharding.tree import Tree
 
 __all__ = [
     "TrainState",
+    "constants_of",
     "donated_if_written",
     "init_params",
     "init_state",
@@ -309,8 +310,8 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
-        ConfigError: on every rank: ranks have different keys, or different first values; or one random draw stands at
-            several leaves. All such leaves are listed.
+        ConfigError: on every rank: ranks have different keys, different first values, or different buffers of a module;
+            or one random draw stands at several leaves. All such leaves are listed.
 
     Example:
         >>> def init(key):
@@ -333,7 +334,7 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         init_key, run_key = random.split(key).unbind(0)
         draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
         _refuse_shared_draws(draws)
-        _refuse_other_draws(draws, run_key, layout)
+        _refuse_other_draws(draws, constants_of(model), run_key, layout)
         run_key = run_key.clone()
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
@@ -366,11 +367,18 @@ def _refuse_shared_draws(draws: Tree) -> None:
         raise ConfigError(message("fs.init_state", "got one lazy draw at several leaves.", rows, mend))
 
 
-def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
-    """Refuses ranks that would start from other values, each taking its slices of tensors of its own."""
+def constants_of(model: Any) -> Mapping[str, Tensor]:
+    """The tensors that a model computes with beside its parameters."""
+    constants = getattr(model, "constants", None)
+    return {} if constants is None else constants()
+
+
+def _refuse_other_draws(draws: Tree, constants: Mapping[str, Tensor], key: Tensor, layout: Layout) -> None:
+    """Refuse ranks that would start from other values, or compute with other buffers."""
     if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
         return
     named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
+    named |= {f"buffers.{name}": x for name, x in constants.items() if not (x.is_meta or _compat.is_fake(x))}
     facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in named.items()}
     ranks, device = everyone(layout.mesh), layout.mesh.device_type
     ask = meet if ranks.size == world_size() else None
@@ -378,7 +386,8 @@ def _refuse_other_draws(draws: Tree, key: Tensor, layout: Layout) -> None:
         answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     mend = (
         "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed"
-        " says there; or give every rank the same key and tensors."
+        " says there; or give every rank the same key and tensors. Send buffers of a module from one rank to all before"
+        " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
     )
     refuse_differences("fs.init_state", answers, "got other first values on different ranks.", mend)
 

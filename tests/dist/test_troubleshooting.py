@@ -43,6 +43,13 @@ def other_draws(mesh):
     fs.make_train_step(loss_fn, opt)(state, torch.ones(4, 4))
 
 
+def other_buffers(mesh):
+    module = torch.nn.Linear(4, 4)
+    module.register_buffer("table", torch.randn(4, generator=torch.Generator().manual_seed(dist.get_rank())))
+    net = fs.functionalize(module, ())
+    fs.init_state(net, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(net, mesh))
+
+
 def other_shapes(mesh):
     state, opt = started(mesh)
     fs.make_train_step(loss_fn, opt)(state, torch.ones(4, 4 + dist.get_rank()))
@@ -101,6 +108,7 @@ MISTAKES = {
     "ranks that make other meshes": other_meshes,
     "ranks with other settings": other_microbatches,
     "parameters drawn by `torch.randn`": other_draws,
+    "a module whose buffers each rank draws for itself": other_buffers,
     "`leaf.full_tensor()` of a leaf that is fused over `tp`, or owned by a pipeline stage": full_tensor_of_a_part,
     "units in another order on one rank": other_order,
     "other rows on ranks along `tp`": other_rows,

@@ -107,6 +107,18 @@ class PureModule:
         """
         return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._reset))
 
+    def constants(self) -> dict[str, Tensor]:
+        """The buffers and other tensors of the module that are no parameters, by name.
+
+        `init_state` and every collective call compare them between ranks, since no rank sends its own to another.
+
+        Example:
+            >>> net = fs.functionalize(torch.nn.BatchNorm1d(4).eval(), ())
+            >>> sorted(net.constants())
+            ['num_batches_tracked', 'running_mean', 'running_var']
+        """
+        return self._engine.constants()
+
     def check(self, mesh: Mesh, rules: AxisRules) -> None:
         """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
 

@@ -190,6 +190,7 @@ def model_from(
         axes=("cp", "tp") if parts.cp else ("tp",),
         check=lambda mesh, rules: check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over),
         config=config_of_module(module),
+        constants=engine.constants,
     )
 
 

@@ -173,6 +173,10 @@ class Watch:
         self._values: list[Tensor] | None = None
         self._is_new = True
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffers and tensor attributes by name."""
+        return {held.name: held.value for held in self._held.values()}
+
     def begin(self) -> None:
         """Remembers what there is."""
         for held in self._held.values():

@@ -8,6 +8,7 @@ Law: a forward that changes tensors of the module, or draws without a key, is re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -29,7 +30,10 @@ from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import Anatomy, ModuleUnit
 from fsharding.interop.module.tensor_parallel import Bare, Entrances, install
 from fsharding.mesh.abstract_mesh import DATA_AXES
+from fsharding.mesh.consistency import checksum
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
+from fsharding.mesh.failures import order_here
+from fsharding.mesh.unit_order import SAME_CONSTANTS
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import prefetch_depth
@@ -120,11 +124,16 @@ class Engine:
         self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
         running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
         self._watch, self._home = Watch(running), None
+        self._checksums: dict[str, int] | None = None
         self.drops = [
             f"{name} is {m}"
             for name, m in self.module.named_modules()
             if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
         ]
+
+    def constants(self) -> dict[str, Tensor]:
+        """The buffers and tensor attributes of the modules that run, by name. All ranks have to have the same."""
+        return self._watch.tensors()
 
     def persistent(self) -> dict[str, Tensor]:
         """The buffers that a state dict has, by every name."""
@@ -151,6 +160,7 @@ class Engine:
             raise TransformError(message(*_keyless(self.drops)))
         first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
         device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
+        self._note_constants()
         self._move(device)
         self._watch.begin()
         state, done = random_state(device), False
@@ -187,6 +197,18 @@ class Engine:
         self.bodies[member] = body
         inner.forward = forward
 
+    def _note_constants(self) -> None:
+        """Adds the constants to what the ranks of a collective call compare; their checksums are computed once."""
+        order = order_here()
+        if order is None or _compat.makes_fakes():
+            return
+        if self._checksums is None:
+            self._checksums = {name: checksum(x) for name, x in self.constants().items() if not x.is_meta}
+        if self._checksums:
+            order.note(
+                SAME_CONSTANTS, (*self._checksums.items(),), functools.partial(_checksums_text, self._checksums), None
+            )
+
     def _move(self, device: torch.device) -> None:
         """Constants to the device of the weights."""
         if device == self._home:
@@ -195,6 +217,10 @@ class Engine:
         self._watch.move(device)
         for absent in self._absent:
             absent.home = device
+
+
+def _checksums_text(checksums: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} of checksum {number:016x}" for name, number in checksums.items())
 
 
 class Run:
