@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from fsharding.checkpoint.manifest import LARGEST, MANIFEST, Manifest, SavedFile, parse
+from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
 from fsharding.errors import CheckpointError, message
 from fsharding.untrusted import read_json, read_plain
@@ -163,12 +163,13 @@ class Partial(PartialOutput):
             files: that the manifest names; all have to be there.
 
         Raises:
-            CheckpointError: files that other ranks wrote are not there.
+            CheckpointError: files that other ranks wrote are not there, or the manifest is larger than what is read.
         """
         sizes = {name: os.stat(self.folder / name).st_size for name in os.listdir(self.folder)}
         rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
         if rows:
             raise not_shared(self.target, rows)
+        check_readable(text, sum(file.bytes for file in files.values()))
         with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -417,12 +418,20 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
         )
     else:
         try:
-            text = read_plain(folder / MANIFEST, LARGEST)
+            most_bytes, most_values = limits(_bytes_beside(folder))
+            text = read_plain(folder / MANIFEST, most_bytes)
         except ValueError as error:
             what = f"its {MANIFEST} {str(error).removeprefix('it ')}"
         else:
-            return parse(text, function, str(folder), newer=newer)
+            return parse(text, function, str(folder), newer=newer, values=most_values)
     raise CheckpointError(message(function, f"finds no checkpoint at {folder}: {what}.", mend=mend))
+
+
+def _bytes_beside(folder: Path) -> int:
+    """Return the bytes of the plain files beside the manifest."""
+    with os.scandir(folder) as entries:
+        files = [x for x in entries if x.name != MANIFEST and x.is_file(follow_symlinks=False)]
+    return sum(x.stat(follow_symlinks=False).st_size for x in files)
 
 
 def _something_else(folder: Path) -> tuple[str, str] | None:

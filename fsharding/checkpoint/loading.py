@@ -22,7 +22,7 @@ from fsharding import _compat, tree
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf, text_of
+from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
@@ -220,12 +220,12 @@ def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
         manifest = directory.read_manifest(function, folder)
         seen.append((folder, manifest))
         rows = damage(folder, _share(manifest), hashed=False)
-        return str(folder), hashlib.sha256(text_of(manifest).encode()).hexdigest(), rows
+        return str(folder), hashlib.sha256(repr(manifest).encode()).hexdigest(), rows
 
     result = together(function, read)
     if len({(folder, digest) for folder, digest, _ in result}) > 1:
         rows = [
-            f"rank {r}: {folder}, its manifest has the sha256 {digest[:12]}..."
+            f"rank {r}: {folder}, its manifest has the digest {digest[:12]}..."
             for r, (folder, digest, _) in enumerate(result)
         ]
         raise CheckpointError(message(function, "found different checkpoints on different ranks.", rows))

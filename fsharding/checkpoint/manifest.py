@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding.errors import CheckpointError, listed, message
-from fsharding.untrusted import parse_json
+from fsharding.untrusted import parse_json, values_of
 
 __all__ = [
     "BLOCK",
     "FORMAT",
-    "LARGEST",
     "MANIFEST",
     "VERSION",
     "Manifest",
     "SavedFile",
     "SavedLeaf",
+    "check_readable",
     "dtype_name",
     "is_plain_name",
     "is_shape",
+    "limits",
     "parse",
     "text_of",
 ]
@@ -39,10 +40,7 @@ VERSION = 1
 BLOCK = 4 << 20
 MANIFEST = "manifest.json"
 
-LARGEST = 1 << 29
-"""Bytes of a manifest that is read; one in a hundred thousand is the share of the checksums in a checkpoint."""
-
-_VALUES = 10_000_000
+_MOST_BYTES, _MOST_VALUES = 1 << 29, 10_000_000
 _LARGEST_BLOCK = 64 << 20
 _MOST_DIMS = 64
 
@@ -141,6 +139,41 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def limits(others: int) -> tuple[int, int]:
+    """Return how many bytes and values of a manifest are read.
+
+    Parsing takes seconds for a million values, so the limits grow with the checkpoint: one checksum, of 68 bytes, is
+    written for every 4 MiB.
+
+    Args:
+        others: bytes of the other files of the checkpoint, together.
+    """
+    return min((64 << 20) + others // 16384, _MOST_BYTES), min(1_000_000 + others // (2 << 20), _MOST_VALUES)
+
+
+def check_readable(text: str, others: int) -> None:
+    """Refuse a manifest that is larger than what is read.
+
+    Args:
+        text: of the manifest.
+        others: bytes of the other files of the checkpoint, together.
+
+    Raises:
+        CheckpointError: it has more bytes or values than `limits` allows.
+    """
+    data = text.encode()
+    sizes = (("bytes", len(data)), ("values", values_of(data) if len(data) <= _MOST_BYTES else 0))
+    over = [
+        f"it has {size:,} {what}; at most {most:,} are read beside {others:,} bytes of tensors"
+        for (what, size), most in zip(sizes, limits(others), strict=True)
+        if size > most
+    ]
+    if over:
+        rule = f"cannot write a {MANIFEST} that no load would read."
+        mend = "Write what is large in `extra`, or in the position of `data`, to a file of your own."
+        raise CheckpointError(message("fs.checkpoint.save", rule, over, f"{mend} Many small leaves can be stacked."))
+
+
 def text_of(manifest: Manifest) -> str:
     """The text of `manifest.json`.
 
@@ -163,7 +196,7 @@ def text_of(manifest: Manifest) -> str:
         data["data"] = manifest.data
     try:
         # As `parse` will read it.
-        data = parse_json(json.dumps(data, allow_nan=False).encode(), values=_VALUES)
+        data = parse_json(json.dumps(data, allow_nan=False).encode(), values=_MOST_VALUES)
     except (TypeError, ValueError, RecursionError) as error:
         mend = "Give it dicts, lists, strings, finite numbers, booleans and None only."
         text = message("fs.checkpoint.save", "cannot write `extra` as JSON.", [str(error)], mend)
@@ -184,7 +217,7 @@ def _seal(data: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def parse(text: bytes, function: str, where: str, *, newer: bool = False) -> Manifest:
+def parse(text: bytes, function: str, where: str, *, newer: bool = False, values: int = _MOST_VALUES) -> Manifest:
     """Reads a manifest.
 
     Args:
@@ -192,12 +225,13 @@ def parse(text: bytes, function: str, where: str, *, newer: bool = False) -> Man
         function: the public function, for the error.
         where: the checkpoint, for the error.
         newer: accept a version that is too new to load, if what we know is in it.
+        values: how many values it may hold; see `limits`.
 
     Raises:
         CheckpointError: another format, a newer version, or a damaged text.
     """
     try:
-        data = parse_json(text, values=_VALUES)
+        data = parse_json(text, values=values)
     except ValueError as error:
         raise _damaged(function, where, f"it is not JSON: {error}") from error
     result = data.get("format") if isinstance(data, dict) else None

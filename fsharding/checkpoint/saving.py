@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 from fsharding.checkpoint.background import PendingSave, own_group, settle, start
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
-from fsharding.checkpoint.manifest import Manifest, text_of
+from fsharding.checkpoint.manifest import Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.save_plan import shares
@@ -267,7 +268,15 @@ def plan_save(
         rule = f"cannot write positions of data of {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         mend = "Give data whose state_dict says where it is, not what it has read."
         raise CheckpointError(message(_FUNCTION, rule, mend=mend))
-    return dataclasses.replace(job, manifest=dataclasses.replace(job.manifest, step=int(step), data=positions))
+    manifest = dataclasses.replace(job.manifest, step=int(step), data=positions)
+    if positions is not None:
+        check_readable(text_of(manifest), _bytes_of({path: shards_of(x) for path, x in named.items()}))
+    return dataclasses.replace(job, manifest=manifest)
+
+
+def _bytes_of(leaves: Mapping[str, Shards]) -> int:
+    """Return the bytes of all leaves, which the files of the checkpoint have at least."""
+    return sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values())
 
 
 def _check(
@@ -281,7 +290,7 @@ def _check(
     leaves = {path: shards_of(x) for path, x in named.items()}
     _check_extra(extra)
     manifest = _manifest(state, leaves, extra)
-    text_of(manifest)
+    check_readable(text_of(manifest), _bytes_of(leaves))
     kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
     facts = {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest()}
     if is_member(state.layout.mesh):

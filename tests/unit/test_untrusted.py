@@ -125,6 +125,7 @@ def test_limits_are_exact_and_strings_do_not_count():
     deep = b"[" * 200 + b"]" * 200
     assert parse_json(deep) is not None
     assert parse_json(b'["' + b"[{," * 10**6 + b'"]', values=3) == ["[{," * 10**6]
+    assert parse_json(rb'{"\\": "\\\"[[,", "a": 1}', values=3) == {"\\": '\\"[[,', "a": 1}
     assert parse_json(b"[1, 2, 3]", values=4) == [1, 2, 3]
     assert "about 4 values" in refusal(parse_json, b"[1, 2, 3]", values=3)
     assert parse_json(b'["\\\\ud800", "\\u00e9"]') == ["\\ud800", "é"]

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import manifest
+from fsharding.checkpoint import directory, manifest
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
 from fsharding.cli import main as cli
 from fsharding.cli.config import batches_seen, check
@@ -771,10 +771,68 @@ def test_an_extra_of_100_mb_is_not_saved(saved):
     assert unchanged(saved.parent) == ["0"] and ck.metadata(saved).extra is None
 
 
-def test_an_extra_of_100_mb_in_a_manifest_is_read_in_proportion(saved):
-    reseal(saved, extra="x" * (100 << 20))
-    with soon(20.0, 700 << 20):
+def sealed(folder, extra):
+    """Writes any `extra` into a manifest, with the checksum of all of it."""
+    data = {**json.loads((folder / "manifest.json").read_text()), "extra": extra}
+    del data["sha256"]
+    (folder / "manifest.json").write_text(json.dumps({**data, "sha256": manifest._seal(data)}))
+
+
+@pytest.mark.parametrize("call", [ck.metadata, lambda path: ck.load(path, planned())])
+def test_a_manifest_of_300_mb_is_refused_by_its_size(saved, call):
+    sparse(saved / "manifest.json", 300 << 20)
+    with soon():
+        text = refusal(call, saved, kind=CheckpointError)
+    others = sum(file.stat().st_size for file in saved.iterdir() if file.name != "manifest.json")
+    assert f"manifest.json has 314,572,800 bytes; at most {(64 << 20) + others // 16384:,} are read" in text
+    assert ck.latest(saved.parent) is None and ck.inspect(saved).damaged
+
+
+def test_a_manifest_of_5_million_keys_is_refused_by_their_number(saved):
+    (saved / "manifest.json").write_text("{" + ",".join(f'"{i}":0' for i in range(5 * 10**6)) + "}")
+    assert (saved / "manifest.json").stat().st_size < 64 << 20
+    with soon(5.0, 500 << 20):
+        text = refusal(ck.load, saved, planned(), kind=CheckpointError)
+    assert "it holds about 5,000,001 values; at most 1,000,000 are read" in text
+
+
+def test_the_largest_manifest_is_read_in_proportion(saved):
+    sealed(saved, "x" * (60 << 20))
+    with soon(20.0, 500 << 20):
         assert ck.metadata(saved).step == 0
+    sealed(saved, dict.fromkeys(map(str, range(990_000)), 0))
+    with soon(40.0, 700 << 20):
+        assert ck.metadata(saved).step == 0
+
+
+def test_limits_of_a_manifest_grow_with_the_checkpoint():
+    """A checkpoint of 8 TB has 2 million checksums of 68 bytes, and 500,000 leaves can have 5 values each."""
+    for tensors, leaves in ((0, 10**5), (8 << 40, 5 * 10**5)):
+        most_bytes, most_values = manifest.limits(tensors)
+        checksums = tensors // manifest.BLOCK
+        assert most_values > checksums + 5 * leaves and most_bytes > 68 * checksums + 100 * leaves
+    assert manifest.limits(1 << 60) == (1 << 29, 10_000_000)
+
+
+@pytest.mark.parametrize("save", [ck.save, lambda *args, **options: ck.save_async(*args, **options).wait()])
+def test_a_manifest_that_no_load_would_read_is_not_written(saved, save):
+    before = (saved / "manifest.json").read_bytes()
+    text = refusal(save, saved, a_state(), extra=[1] * 1_500_000, kind=CheckpointError)
+    assert text.startswith("fs.checkpoint.save cannot write a manifest.json that no load would read.\n  it has 1,5")
+    assert " values; at most 1,000,000 are read beside " in text
+    assert unchanged(saved.parent) == ["0"] and (saved / "manifest.json").read_bytes() == before
+
+
+def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_path):
+    partial = directory.Partial(tmp_path / "a")
+    try:
+        for text in ("[" + "1," * 10**6 + "1]", "x" * (65 << 20)):
+            with pytest.raises(CheckpointError, match="that no load would read"):
+                partial.commit(text, {})
+        assert not list(partial.folder.iterdir()) and not (tmp_path / "a").exists()
+    finally:
+        partial.discard()
+        partial.close()
 
 
 def test_metadata_of_holes_are_read_once(saved):
