@@ -155,10 +155,12 @@ class GatherContext:
         defers: whether a backward may leave products of weight gradients for later: `deferring`.
         formats: of leaves that travel in low precision.
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
+        cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
         depth: the same.
+        cast: the same.
         reducer: of the gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -182,9 +184,10 @@ class GatherContext:
         defers: bool = False,
         formats: WeightFormats | None = None,
         depth: int = 1,
+        cast: torch.dtype | None = None,
     ) -> None:
         self.paths, self._targets, self._compute, self._formats = paths, targets, compute, formats
-        self.depth = depth
+        self.depth, self.cast = depth, cast
         self._row_targets = [
             target.row() if target is not None and leaf is not None and leaf.shape else None
             for target, leaf in zip(targets, leaves, strict=True)

@@ -419,6 +419,7 @@ class Tape:
             defers=defers,
             formats=formats,
             depth=prefetch,
+            cast=precision.activation_dtype or precision.params,
         )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:

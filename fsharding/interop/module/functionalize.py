@@ -74,6 +74,7 @@ class PureModule:
         files: Mapping[str, Name],
         reset: Reset | None,
         policy: Policy,
+        cast_inputs: bool = True,
     ) -> None:
         """Made by `functionalize`."""
         self.anatomy = anatomy
@@ -81,7 +82,7 @@ class PureModule:
         self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         self.config = config_of_module(module)
-        self._module, self._reset, self._policy = module, reset, policy
+        self._module, self._reset, self._policy, self._cast_inputs = module, reset, policy, cast_inputs
         self.roles, self._heads = layer_roles(module, roles), dict(heads)
         self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles.roles))
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
@@ -144,7 +145,8 @@ class PureModule:
                 outside of it; all are listed.
             TreeError: the parameters are another module's.
         """
-        return Run(self._engine, self._policy, self._leaves(params), random_key).forward(args, kwargs)
+        leaves, cast = self._leaves(params), self._cast_inputs
+        return Run(self._engine, self._policy, leaves, random_key, cast_inputs=cast).forward(args, kwargs)
 
     @property
     def running(self) -> nn.Module:
@@ -205,6 +207,7 @@ def functionalize(
     roles: Roles | None = None,
     reset: Reset | None = None,
     policy: Policy = policies.save_except_gathered,
+    cast_inputs: bool = True,
 ) -> PureModule:
     """Makes a pure function of its parameters out of a module, which is not changed.
 
@@ -227,6 +230,9 @@ def functionalize(
         reset: fills the parameters and buffers of a submodule that are on the meta device, in place; it gets one
             submodule at a time, without its children. By default its own `reset_parameters`, or the family's.
         policy: what blocks of stacks keep for backward.
+        cast_inputs: cast floating inputs of the module and of its units to the compute dtype of the precision, as
+            `cast_forward_inputs` of FSDP2's `MixedPrecisionPolicy` does. False leaves inputs as they are, for modules
+            that cast by themselves, such as one that embeds float32 times.
 
     Returns:
         A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
@@ -250,7 +256,9 @@ def functionalize(
         >>> value.shape
         torch.Size([])
     """
-    return made(PureModule, module, units, names=names, roles=roles, reset=reset, policy=policy)
+    return made(
+        PureModule, module, units, names=names, roles=roles, reset=reset, policy=policy, cast_inputs=cast_inputs
+    )
 
 
 def made(
@@ -262,6 +270,7 @@ def made(
     roles: Roles | None = None,
     reset: Reset | None = None,
     policy: Policy = policies.save_except_gathered,
+    cast_inputs: bool = True,
 ) -> P:
     """`functionalize`, whose result is of a class that adds to `PureModule`."""
     check_module(FUNCTION, module)
@@ -280,7 +289,16 @@ def made(
     anatomy = plan(module, units, names)
     heads = family.heads_of(module) if family is not None else {}
     files = family.files if family is not None else {}
-    return kind(module, anatomy, roles=roles or {}, heads=heads, files=files, reset=reset, policy=policy)
+    return kind(
+        module,
+        anatomy,
+        roles=roles or {},
+        heads=heads,
+        files=files,
+        reset=reset,
+        policy=policy,
+        cast_inputs=cast_inputs,
+    )
 
 
 def _statistics(module: nn.Module) -> list[FshardingError]:

@@ -36,7 +36,7 @@ from fsharding.mesh.failures import order_here
 from fsharding.mesh.unit_order import SAME_CONSTANTS
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import prefetch_depth
+from fsharding.transforms.gather_context import current_context, prefetch_depth
 from fsharding.transforms.gather_unit import UnitsAhead, gather_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.remat import remat
@@ -55,7 +55,13 @@ class _Absent(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == cls.device.__get__:
             return getattr(args[0], "home", torch.device("cpu"))
+        run = _running.get()
+        if func == _DTYPE.__get__ and run is not None:
+            return run.dtype_of(args[0].path)
         name = getattr(func, "__name__", "")
+        if name in _TYPED and run is not None and not (name in _OF_OTHERS and isinstance(args[0], _Absent)):
+            args, kwargs = tree.map(lambda x: run.like(x) if isinstance(x, _Absent) else x, (args, kwargs or {}))
+            return func(*args, **kwargs)
         if name in ("__get__", "detach", "requires_grad_", "size", "dim", "numel", "is_floating_point", "__repr__"):
             return super().__torch_function__(func, types, args, kwargs or {})
         rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
@@ -64,6 +70,12 @@ class _Absent(Tensor):
         text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
         mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
         raise _Elsewhere(message(FUNCTION, text, rows, mend))
+
+
+_DTYPE: Any = Tensor.dtype
+_OF_OTHERS = ("to", "type_as")
+_TYPED = (*_OF_OTHERS, "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+"""Functions that take only the dtype and the device of a weight, in `x.to(weight)` or `weight.new_zeros(3)`."""
 
 
 class _Elsewhere(FshardingError, RuntimeError):
@@ -122,6 +134,8 @@ class Engine:
             setattr(self.module.get_submodule(owner), last, value)
         self.entrances: Entrances = install(self.module, roles)
         self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
+        self.stored = [leaf.dtype for leaf in anatomy.leaves]
+        self.leaf_of = {weight.name: weight.leaf for unit in anatomy.units for weight in unit.weights}
         running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
         self._watch, self._home = Watch(running), None
         self._checksums: dict[str, int] | None = None
@@ -226,8 +240,11 @@ def _checksums_text(checksums: Mapping[str, int]) -> str:
 class Run:
     """One call of a module: its leaves, what has been gathered, and what it draws with."""
 
-    def __init__(self, engine: Engine, policy: Policy, leaves: list[Any], key: Tensor | None) -> None:
+    def __init__(
+        self, engine: Engine, policy: Policy, leaves: list[Any], key: Tensor | None, *, cast_inputs: bool = True
+    ) -> None:
         self._engine, self._policy, self._leaves = engine, policy, leaves
+        self._inputs = _compute_dtype(engine.stored, leaves) if cast_inputs else None
         self._rows: dict[int, Any] = {}
         self._trees: dict[int, dict[str, Any]] = {}
         self._together: dict[int, dict[str, Tensor]] = {}
@@ -247,6 +264,7 @@ class Run:
             token = _running.set(self)
             try:
                 root = self._gather(0)
+                args, kwargs = _cast(args, kwargs, self._inputs)
                 with self._engine.entrances.drawing(self._seed(), device), computing(self._mesh):
                     return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
             finally:
@@ -255,6 +273,7 @@ class Run:
     def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
         """Runs a member of a unit with its weights."""
         unit, body = self._engine.units[number], self._engine.bodies[member]
+        args, kwargs = _cast(args, kwargs, self._inputs)
         if len(unit.members) > 1:
             if number not in self._together:
                 self._together[number] = self._gather(number)
@@ -273,6 +292,15 @@ class Run:
         result = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
         spec, others = rest
         return tree.unflatten(spec, [next(result) if x is None else x for x in others])
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which a weight will be gathered."""
+        dtype, context = _dtype(self._leaves[self._engine.leaf_of[name]]), current_context()
+        return dtype if context is None or not dtype.is_floating_point else context.compute_dtype(dtype)
+
+    def like(self, absent: _Absent) -> Tensor:
+        """A tensor of no memory with the dtype, device and shape of a weight."""
+        return torch.zeros((), dtype=self.dtype_of(absent.path), device=absent.device).expand(absent.shape)
 
     def _gather(self, number: int) -> dict[str, Tensor]:
         """The weights of a unit by name, dequantised: a module takes tensors. The gather of the next unit starts."""
@@ -302,6 +330,35 @@ class Run:
             return None
         self._entered += 1
         return (self._first_seed + self._entered * _ODD) % 2**64
+
+
+def _dtype(leaf: Any) -> torch.dtype:
+    return (leaf.value if isinstance(leaf, Local) else leaf).dtype
+
+
+def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torch.dtype | None:
+    """The dtype to which floating inputs are cast; None if parameters have the dtypes that they have in the module.
+
+    It is the dtype of the running precision. Without one, a call whose parameters all have one dtype that differs from
+    the dtypes in the module gets copies that a precision has cast.
+    """
+    context = current_context()
+    if context is not None and context.cast is not None:
+        return context.cast
+    given = [(_dtype(x), was) for x, was in zip(leaves, stored, strict=True) if was.is_floating_point]
+    found = {dtype for dtype, was in given if dtype != was}
+    return found.pop() if len(found) == 1 else None
+
+
+def _cast(args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
+    """Inputs with their floating tensors in a dtype; the very same ones if there is nothing to cast."""
+
+    def differs(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
+
+    if dtype is None or not any(map(differs, tree.leaves((args, kwargs)))):
+        return args, kwargs
+    return tree.map(lambda x: x.to(dtype) if differs(x) else x, (args, kwargs))
 
 
 @contextmanager

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsharding as fs
 from fsharding.mesh.device_mesh import data_position
@@ -327,3 +329,56 @@ def test_other_families_of_hugging_face(tmp_path):
         str(tmp_path),
         timeout=110.0,
     )
+
+
+class Mixed(nn.Module):
+    """A unit that gets a float32 buffer of the root as an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 8), nn.ModuleList(Scaled() for _ in range(2))
+        self.register_buffer("scale", torch.linspace(0.1, 2.0, 8))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale=self.scale)
+        return x
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x, *, scale):
+        return x + torch.tanh(self.up(x)) * scale
+
+
+def train_as_fsdp2():
+    torch.manual_seed(0)
+    module, mesh = Mixed(), fs.make_mesh(dp=2)
+    inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    net = fs.functionalize(module, "layers.*")
+    layout = fs.plan_layout(net, mesh, strategy=fs.zero(3), precision=fs.BF16)
+    state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
+    mine = inputs.chunk(2)[data_position(mesh)[0]]
+    (loss, _), grads = fs.value_and_grad(
+        lambda params: (net(params, mine).float().square().sum(), 1), precision=fs.BF16, mean=False
+    )(state.params)
+    ours = loss.item(), net.state_dict(fs.unshard(grads))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    for part in (*module.layers, module):
+        fully_shard(part, mesh=mesh["dp"], mp_policy=policy)
+    total = module(mine).float().square().sum()
+    total.backward()
+    sums = {name: 2 * p.grad.full_tensor() for name, p in module.named_parameters()}  # FSDP2 averages
+    dist.all_reduce(total)
+    return ours, (total.item(), sums)
+
+
+def test_inputs_are_cast_where_fsdp2_casts_them():
+    for (loss, grads), (want, sums) in run_ranks(train_as_fsdp2, 2, timeout=60.0):
+        assert loss == want
+        for name, expected in sums.items():
+            assert_trees_close(grads[name], expected, rtol=1e-6, atol=1e-7, what=name)
