@@ -77,7 +77,7 @@ class BatchError(FshardingError, ValueError):
 
 
 class RandomKeyError(FshardingError, ValueError):
-    """A random key of the wrong shape or dtype."""
+    """A random key of the wrong shape or dtype, or a seed that is out of range."""
 
 
 class DataError(FshardingError, ValueError):

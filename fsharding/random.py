@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.public import missing_name, public
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.leaf_plan import kind_text, type_text
 
 __all__ = [
     "BLOCK", "Draw", "bernoulli", "dropout", "fold_in", "for_rank", "full", "key", "normal", "ones",
@@ -44,12 +46,19 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 @public("fs.random.key")
 def key(seed: int) -> Tensor:
-    """A key from a seed: int64[2], the high and the low 32 bits.
+    """Make a key from a seed: int64[2], the high and the low 32 bits.
+
+    Args:
+        seed: an integer with 0 <= seed < 2**64; NumPy integers are accepted.
+
+    Raises:
+        RandomKeyError: the seed isn't an integer, or is out of range. Two seeds never make one key.
 
     Example:
         >>> fs.random.key(42)
         tensor([ 0, 42])
     """
+    seed = _integer("random.key", "seed", seed, 64)
     with _compat.with_values():  # a key is a value of the host, also where tensors are fake
         return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
@@ -59,23 +68,31 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more.
 
     Raises:
-        RandomKeyError: no key, or a negative number of them.
+        RandomKeyError: `key` isn't a key, or `n` isn't an integer with 0 <= n < 2**32.
 
     Example:
         >>> w_key, b_key = fs.random.split(fs.random.key(0))
         >>> torch.equal(fs.random.normal(w_key, (4,)).tensor(), fs.random.normal(b_key, (4,)).tensor())
         False
     """
-    if isinstance(n, int) and n < 0:
-        raise RandomKeyError(message("random.split", f"cannot make {n} keys.", mend="Give a number from 0."))
+    n = _integer("random.split", "n", n, 32)
     with _where_computed(_checked(key, "random.split")):
         counts = torch.arange(n, dtype=torch.int64, device=key.device)
         return _threefry(key, torch.stack((torch.zeros_like(counts), counts), -1))
 
 
 @public("fs.random.fold_in")
-def fold_in(key: Tensor, data: int) -> Tensor:
-    """A key from a key and a number, such as a step or a layer: int64[2].
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """Make a key from a key and a number, such as a step or a layer: int64[2].
+
+    Args:
+        key: int64[2].
+        data: an integer with 0 <= data < 2**63, or a 0-d tensor of an integer dtype. The value of a tensor on a device
+            or inside a transform is not read, so its range is not checked; its 63 low bits count.
+
+    Raises:
+        RandomKeyError: `key` isn't a key; or `data` isn't an integer, or is out of range. Two numbers in the range
+            never give one key, nor a key that `split` gives.
 
     Example:
         >>> key = fs.random.key(0)
@@ -83,7 +100,13 @@ def fold_in(key: Tensor, data: int) -> Tensor:
         >>> torch.equal(masks[0], masks[1]), torch.equal(masks[0], masks[2])
         (True, False)
     """
-    count = (1 + ((data >> 32) & 0x7FFFFFFF), data & _WORD)
+    if isinstance(data, Tensor) and not _is_readable(data):
+        if data.dtype.is_floating_point or data.dtype.is_complex or data.dtype == torch.bool or data.ndim:
+            raise _no_integer("random.fold_in", "data", type_text(tuple(data.shape), data.dtype), 63)
+        return fold_in_count(_checked(key, "random.fold_in"), data)
+    number = _integer("random.fold_in", "data", data, 63)
+    # The first word is at least 1, and 0 in `split`, whose keys are others.
+    count = (1 + (number >> 32), number & _WORD)
     with _where_computed(_checked(key, "random.fold_in")):
         if _is_readable(key):
             # A model derives hundreds of keys, and a hundred operations on tensors of two elements take a while.
@@ -103,9 +126,20 @@ def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
     return torch.stack(_rounds(words, (1 + ((number >> 32) & 0x7FFFFFFF), number & _WORD)), -1)
 
 
-def key_of_step(key: Tensor, step: Tensor) -> Tensor:
-    """As `fold_in` of a number that may be on a device; of one that the host has, at the price of numbers."""
-    return fold_in(key, int(step)) if _is_readable(step) else fold_in_count(key, step)
+def _integer(function: str, name: str, x: Any, bits: int) -> int:
+    """An integer from 0 to 2**bits - 1. Others are refused: masked, they would give the key of another number."""
+    is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool
+    try:
+        number = -1 if is_bool else operator.index(x)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number < 1 << bits:
+        raise _no_integer(function, name, repr(x), bits)
+    return number
+
+
+def _no_integer(function: str, name: str, got: str, bits: int) -> RandomKeyError:
+    return RandomKeyError(message(function, f"got {name}={got}.", mend=f"Give an integer from 0 to 2**{bits} - 1."))
 
 
 def _where_computed(key: Tensor) -> AbstractContextManager[Any]:
@@ -115,10 +149,7 @@ def _where_computed(key: Tensor) -> AbstractContextManager[Any]:
 
 def _checked(key: Tensor, function: str) -> Tensor:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (2,):
-        is_tensor = isinstance(key, Tensor)
-        what = (
-            f"{str(key.dtype).removeprefix('torch.')}{list(key.shape)}" if is_tensor else f"{type(key).__name__} {key}"
-        )
+        what = kind_text(key) if isinstance(key, Tensor) else f"{type(key).__name__} {key}"
         text = f"needs a key int64[2], got {what}."
         raise RandomKeyError(message(function, text, mend="Make keys with random.key, random.split or random.fold_in."))
     return key

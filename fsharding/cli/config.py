@@ -94,6 +94,7 @@ def check(config: TrainConfig, world: int) -> None:
     ]
     wrong += [f"--log-every {config.log_every}: at least 0"] if not config.log_every >= 0 else []
     wrong += [f"--preempt-status {config.preempt_status}: 0 to 255"] if not 0 <= config.preempt_status <= 255 else []
+    wrong += [f"--seed {config.seed}: 0 to 2**64 - 1"] if not 0 <= config.seed < 2**64 else []
     wrong += [f"--lr {config.lr}: finite"] if config.lr == math.inf else []
     wrong += [f"--peak-tflops {config.peak_tflops}: finite"] if config.peak_tflops == math.inf else []
     if config.trace is not None and config.trace > config.steps:

@@ -62,6 +62,7 @@ def check_generate(config: GenerateConfig, world: int) -> None:
     wrong += [] if 0 <= config.temperature < float("inf") else [f"--temperature {config.temperature}: at least 0"]
     wrong += [] if config.top_p is None or 0 < config.top_p <= 1 else [f"--top-p {config.top_p}: above 0, at most 1"]
     wrong += [] if config.eos is None or config.eos >= 0 else [f"--eos {config.eos}: the id of a token"]
+    wrong += [] if 0 <= config.seed < 2**64 else [f"--seed {config.seed}: 0 to 2**64 - 1"]
     wrong += [] if config.timeout > 0 else [f"--timeout {config.timeout}: above 0"]
     if wrong:
         raise ConfigError(message(_FUNCTION, "got numbers out of range.", wrong))

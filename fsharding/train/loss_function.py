@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from fsharding.precision import scaled_loss
-from fsharding.random import key_of_step
+from fsharding.random import fold_in
 from fsharding.train.state import TrainState
 from fsharding.tree import Tree
 
@@ -48,7 +48,7 @@ class LossFunction(NamedTuple):
 
     def key(self, state: TrainState) -> Tensor | None:
         """The random key of a step; None for a function that takes none."""
-        return key_of_step(state.key, state.step) if self.takes_key else None
+        return fold_in(state.key, state.step) if self.takes_key else None
 
     def scaled(self, scale: Tensor | None, key: Tensor | None) -> Callable[[Tree, Tree], Any]:
         """The function of parameters and batch whose loss is `scale` times the loss, or with None the loss itself."""

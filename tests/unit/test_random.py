@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,7 +34,7 @@ def test_threefry_gives_the_known_vectors(key, count, out):
     assert list(random._rounds(tuple(words(key)), tuple(words(count)))) == words(out)
 
 
-@pytest.mark.parametrize("data", [0, 1, 2**32 - 1, 2**32 + 5, 2**63 - 1, -1])
+@pytest.mark.parametrize("data", [0, 1, 2**32 - 1, 2**32 + 5, 2**63 - 1])
 def test_keys_in_a_transform_are_those_outside(data):
     """The host reads a key where it can; a transform sees tensors."""
     keys = random.split(random.key(7), 3)
@@ -103,6 +104,53 @@ def test_a_seed_is_no_key():
     assert refusal(lambda: fs.random.normal(7, (2,))) == f"random.normal needs a key int64[2], got int 7.\n{MEND}"
 
 
+SEEDS = [-1, 2**64, -(2**64), 1.0, True, np.True_, np.int64(-1), np.float32(3), "7", None, torch.tensor(True)]
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=repr)
+def test_seeds_out_of_range_would_share_a_key(seed):
+    text = refusal(lambda: random.key(seed))
+    assert text == f"random.key got seed={seed!r}.\nGive an integer from 0 to 2**64 - 1."
+
+
+@pytest.mark.parametrize("data", [-1, 2**63, 2**64, 1.0, True, torch.tensor(-1), torch.tensor(False)], ids=repr)
+def test_numbers_out_of_range_would_share_a_key(data):
+    text = refusal(lambda: random.fold_in(random.key(0), data))
+    assert text == f"random.fold_in got data={data!r}.\nGive an integer from 0 to 2**63 - 1."
+
+
+@pytest.mark.parametrize("n", [-1, 2**32, 1.5, True], ids=repr)
+def test_numbers_of_keys_out_of_range(n):
+    text = refusal(lambda: random.split(random.key(0), n))
+    assert text == f"random.split got n={n!r}.\nGive an integer from 0 to 2**32 - 1."
+
+
+def test_a_number_of_a_transform_is_an_integer():
+    """Its value is not read, its dtype is."""
+    for data, kind in ((torch.zeros(3), "float32[]"), (torch.zeros(3, 2, dtype=torch.int64), "int64[2]")):
+        text = refusal(lambda x=data: torch.func.vmap(lambda i: random.fold_in(random.key(0), i))(x))
+        assert text == f"random.fold_in got data={kind}.\nGive an integer from 0 to 2**63 - 1."
+
+
+def test_integers_of_numpy_and_torch_are_numbers():
+    key = random.key(7)
+    for kind in (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, torch.tensor):
+        assert_bitwise_equal(random.key(kind(7)), key)
+        assert_bitwise_equal(random.fold_in(key, kind(7)), random.fold_in(key, 7))
+    many = torch.func.vmap(lambda i: random.fold_in(key, i))(torch.arange(4))
+    assert_bitwise_equal(many, torch.stack([random.fold_in(key, i) for i in range(4)]))
+
+
+def test_keys_of_distinct_numbers_are_distinct():
+    """At both ends of the range and around each word; `split` gives others."""
+    numbers = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**62, 2**63 - 2, 2**63 - 1]
+    key = random.key(3)
+    keys = [random.fold_in(key, n) for n in numbers] + [*random.split(key, 64)]
+    assert len({tuple(k.tolist()) for k in keys}) == len(keys)
+    seeds = [*numbers, 2**63, 2**64 - 1]
+    assert len({tuple(random.key(n).tolist()) for n in seeds}) == len(seeds)
+
+
 def test_a_box_is_inside_the_array():
     draw = fs.random.normal(fs.random.key(0), (3, 4))
     assert draw.slice(((1, 3), (4, 4))).shape == (2, 0)
@@ -133,7 +181,7 @@ def test_uniform_draws_of_a_device_have_the_bits_of_the_host(shape):
 def test_a_key_of_a_count_on_a_device_is_that_of_the_number(number):
     key = random.key(11)
     assert_bitwise_equal(random.fold_in_count(key, torch.tensor(number)), random.fold_in(key, number))
-    assert_bitwise_equal(random.key_of_step(key, torch.tensor(number)), random.fold_in(key, number))
+    assert_bitwise_equal(random.fold_in(key, torch.tensor(number)), random.fold_in(key, number))
 
 
 def test_keys_and_draws_of_fake_tensors_have_shapes():

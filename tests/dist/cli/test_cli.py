@@ -206,6 +206,8 @@ BAD = {
     "mesh product": (["--ranks", "2", "--mesh", "dp=3"], "3 ranks, but there are 2", "dp=-1"),
     "batch": (["--ranks", "2", "--batch", "7"], "cannot divide --batch 7 by 2 data ranks", "such as --batch 8"),
     "microbatches": (["--batch", "8", "--microbatches", "3"], "times 3 microbatches", "such as --batch 9"),
+    "negative seed": (["--seed", "-1"], "--seed -1: 0 to 2**64 - 1", ""),
+    "wide seed": (["--seed", str(2**64)], f"--seed {2**64}: 0 to 2**64 - 1", ""),
     "no steps": (["--steps", "0"], "--steps 0: at least 1", ""),
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt", ""),
     "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "can be written"),

@@ -159,6 +159,7 @@ WRONG = {
     "no such path": (["nothing"], "finds nothing at 1 of its paths.", "  nothing\nCorrect them"),
     "no tokens": (["run", "--tokens", "0"], "fsharding generate got numbers out of range", "--tokens 0: at least 1"),
     "numbers": (["run", "--top-k", "0", "--top-p", "2", "--temperature", "-1"], "--top-k 0: at least 1", "--top-p 2.0:"),
+    "wide seed": (["run", "--seed", str(2**64)], "got numbers out of range", f"--seed {2**64}: 0 to 2**64 - 1"),
     "dtype": (["run", "--dtype", "float23"], "knows no --dtype 'float23'", "Did you mean 'float32'?"),
     "no model": (["bare"], "cannot tell which model", "Give --preset NAME or --model config.json"),
     "another model": (["noted", "--preset", "tiny"], "finds other parameters in", "params.blocks.down is [2, 48, 32]"),
