@@ -8,6 +8,7 @@ No text is without bounds, and none carries what a terminal would act on: names 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -20,6 +21,7 @@ __all__ = [
     "DataError",
     "DonatedError",
     "DtypeError",
+    "FrozenError",
     "FshardingError",
     "LayoutError",
     "MeshError",
@@ -130,6 +132,10 @@ class MissingKeyError(FshardingError, KeyError):
 
 class MissingNameError(FshardingError, AttributeError):
     """A name of torch, JAX or optax that this library does not have; the text says what does the same here."""
+
+
+class FrozenError(FshardingError, dataclasses.FrozenInstanceError):
+    """An attribute of a value is assigned or deleted. Values don't change; the text says how to make another one."""
 
 
 class ShapeError(FshardingError, RuntimeError):

@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.errors import ArgumentError, ConfigError, RankError, message
 from fsharding.mesh.failures import is_network_error, own_rank
+from fsharding.public import Immutable
 from fsharding.testing.failures import Failure, RankFailure, worded
 from fsharding.testing.ranks import RankPool
 
@@ -279,7 +280,7 @@ class CallFailure(RankFailure):
         return f"{type(self).__name__}: {self}".splitlines()
 
 
-class ObjectRef:
+class ObjectRef(Immutable, instead="pool.all(lambda x: setattr(x, {name!r}, ...), ref)"):
     """An object on each rank. As an argument of a call, or a global name of its function, it is the rank's own object.
 
     The ranks release the object when nothing in the notebook refers to the `ObjectRef` any more.

@@ -18,7 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from fsharding import _compat, tree
 from fsharding.errors import (
     ArgumentError,
+    FrozenError,
     FshardingError,
     MissingNameError,
     TransformError,
@@ -38,6 +39,7 @@ from fsharding.precision import Precision
 
 __all__ = [
     "YIELDS",
+    "Immutable",
     "check_function",
     "check_optimizer",
     "check_path",
@@ -344,6 +346,35 @@ def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping
     hint = elsewhere.get(name) or did_you_mean(name, known).strip()
     mend = hint or f"Its names are {listed(known)}."
     return MissingNameError(message(owner, f"has no {name!r}.", mend=mend))
+
+
+class Immutable:
+    """A base class whose public attributes can't be assigned or deleted; constructors write to `vars(self)`.
+
+    Args:
+        instead: the code that makes another value; `{name}` is the attribute.
+    """
+
+    _instead: ClassVar[str]
+
+    def __init_subclass__(cls, *, instead: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if instead is not None:
+            cls._instead = instead
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise self._frozen(name, "assign")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not name.startswith("_"):
+            raise self._frozen(name, "delete")
+        super().__delattr__(name)
+
+    def _frozen(self, name: str, verb: str) -> FrozenError:
+        mend = f"Write {self._instead.format(name=name)}."
+        return FrozenError(message(type(self).__name__, f"is a value: cannot {verb} its {name!r}.", mend=mend))
 
 
 def refuse_module(function: str, x: Any) -> None:

@@ -126,9 +126,11 @@ class TeModule(PureModule):
 
     def begin(self, recipe: Any, layers: tuple[_Layer, ...], package: ModuleType) -> None:
         """Says what it runs under; `functionalize` does."""
-        self.recipe, self.layers, self._te, self._looked = recipe, layers, package, False
+        vars(self).update(recipe=recipe, layers=layers)
+        self._te, self._looked = package, False
         if layers:
-            self.names = {**self.names, STATE: tree.map(lambda x: (None,) * x.ndim, self._first("meta"))}
+            names = {**self.names, STATE: tree.map(lambda x: (None,) * x.ndim, self._first("meta"))}
+            vars(self).update(names=names)
 
     def _first(self, device: str = "cpu") -> Tree:
         """The state of a module that has never been called."""

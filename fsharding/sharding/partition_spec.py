@@ -12,7 +12,7 @@ from typing import Never, TypeAlias, cast
 
 from fsharding.errors import SpecError, did_you_mean, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
-from fsharding.public import refuse
+from fsharding.public import Immutable, refuse
 
 __all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]
 
@@ -122,7 +122,7 @@ def rule_name(name: DimName) -> str | None:
     return name.name if isinstance(name, Fused) else name
 
 
-class AxisRules(Mapping[str, tuple[str, ...]]):
+class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules.replace({name}=...)"):
     """Which axes cut each named dim of a model: `AxisRules(layers="pp", embed=("dp", "ep", "cp"), heads="tp")`.
 
     A name that should never be cut gets None. Data axes (`dp`, `ep`, `cp`) say where a leaf is cut when the strategy

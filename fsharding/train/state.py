@@ -30,7 +30,7 @@ from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import Precision, ScaleState
-from fsharding.public import check_function, check_optimizer, is_optimizer, missing_name, public, refuse
+from fsharding.public import Immutable, check_function, check_optimizer, is_optimizer, missing_name, public, refuse
 from fsharding.random import Draw
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -59,9 +59,12 @@ __all__ = [
 ]
 
 
-@dataclass(repr=False)
-class TrainState:
+@dataclass(init=False, repr=False)
+class TrainState(Immutable, instead="state = state.replace({name}=...)"):
     """Everything that a run carries from step to step: a pytree whose layout is static data.
+
+    Attributes can't be assigned (`FrozenError`); `replace` makes a state with other values. A copied or unpickled state
+    works like any other.
 
     Attributes:
         step: number of updates so far (int64, 0-d, on the CPU).
@@ -87,6 +90,24 @@ class TrainState:
     loss_scale: ScaleState | None
     key: Tensor
     layout: Layout
+
+    def __init__(
+        self,
+        step: Tensor,
+        params: Tree,
+        main: Tree,
+        opt_state: Tree,
+        loss_scale: ScaleState | None,
+        key: Tensor,
+        layout: Layout,
+    ) -> None:
+        vars(self).update(
+            step=step, params=params, main=main, opt_state=opt_state, loss_scale=loss_scale, key=key, layout=layout
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles contain: no seal, since tensors made from them count their changes from zero."""
+        return {name: x for name, x in vars(self).items() if name != _SEAL}
 
     def __getattr__(self, name: str) -> Any:
         if name in _FIELDS:
@@ -129,9 +150,7 @@ class TrainState:
     def donate(self) -> TrainState:
         """Hands everything over to a new state; this one raises `DonatedError` from now on."""
         taken = self.replace()
-        for name in _FIELDS:
-            delattr(self, name)
-        vars(self).pop(_SEAL, None)
+        vars(self).clear()
         return taken
 
 
@@ -177,9 +196,6 @@ class _Seal:
     def __init__(self, params: Tree) -> None:
         self.params, self.leaves = params, tree.leaves(params)
         self.versions = _compat.versions_of(self.leaves)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a state has leaves of its own, whose counts begin again."""
 
 
 _SEAL = "_seal"

@@ -2,29 +2,12 @@
 
 import doctest
 import inspect
-import operator
-from typing import Any, get_origin
 
 import pytest
 import torch
 
 import fsharding as fs
-
-NAMESPACES = [
-    "checkpoint", "data", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
-    "pipeline", "policies", "preemption", "random", "te", "testing", "tree",
-]  # fmt: skip
-
-
-def public_callables(prefix, module):
-    """(how users call it, the object) of each callable in `__all__`; aliases of types are left out."""
-    named = {f"{prefix}.{name}": getattr(module, name) for name in module.__all__}
-    return [(name, x) for name, x in named.items() if callable(x) and get_origin(x) is None and x is not Any]
-
-
-CALLABLES = public_callables("fs", fs)
-for namespace in NAMESPACES:
-    CALLABLES += public_callables(f"fs.{namespace}", operator.attrgetter(namespace)(fs))
+from tests.public import CALLABLES
 
 
 @pytest.mark.parametrize(("name", "public"), CALLABLES, ids=[name for name, _ in CALLABLES])

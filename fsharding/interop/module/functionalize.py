@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from fsharding import tree
 from fsharding.checkpoint.name_map import ModuleNames, Rows
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
-from fsharding.interop.hf.comparison import config_of_module
+from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
-from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
+from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.probe import unfit_roles
 from fsharding.interop.module.problems import FUNCTION, check_module
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.mesh.device_mesh import Mesh
-from fsharding.public import public, refuse
+from fsharding.public import Immutable, public, refuse
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
@@ -37,7 +37,7 @@ from fsharding.tree import Tree
 __all__ = ["PureModule", "functionalize", "made"]
 
 
-class PureModule:
+class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with other arguments"):
     """A module as a function of its parameters. It holds no parameters; `init` reads them from the module it is of.
 
     Attributes:
@@ -64,6 +64,14 @@ class PureModule:
         torch.Size([])
     """
 
+    anatomy: Anatomy
+    names: Tree
+    frozen: tuple[str, ...]
+    roles: LayerRoles
+    sources: ModuleNames
+    files: ModuleNames
+    config: ModuleConfig | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -77,21 +85,26 @@ class PureModule:
         cast_inputs: bool = True,
     ) -> None:
         """Made by `functionalize`."""
-        self.anatomy = anatomy
-        self.names = nested({leaf.path: leaf.names for leaf in anatomy.leaves})
-        self.frozen = tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable)
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
-        self.config = config_of_module(module)
         self._module, self._reset, self._policy, self._cast_inputs = module, reset, policy, cast_inputs
-        self.roles, self._heads = layer_roles(module, roles), dict(heads)
-        self._tried = functools.cache(functools.partial(unfit_roles, module, self.roles.roles))
+        self._heads = dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
-        self._engine = Engine(module, anatomy, self.roles.roles, real_buffers(module, reset))
+        by_path = layer_roles(module, roles)
+        self._tried = functools.cache(functools.partial(unfit_roles, module, by_path.roles))
+        self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, reset))
         self._engine.open()
-        self.sources = ModuleNames(sources, self._engine.persistent(), _aliases(module))
+        in_module = ModuleNames(sources, self._engine.persistent(), _aliases(module))
         named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
-        self.files = ModuleNames(named, self.sources.constants, self.sources.aliases)
+        vars(self).update(
+            anatomy=anatomy,
+            names=nested({leaf.path: leaf.names for leaf in anatomy.leaves}),
+            frozen=tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable),
+            roles=by_path,
+            sources=in_module,
+            files=ModuleNames(named, in_module.constants, in_module.aliases),
+            config=config_of_module(module),
+        )
 
     def init(self, key: Tensor) -> Tree:
         """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.

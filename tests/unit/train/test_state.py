@@ -1,11 +1,15 @@
 """States by example: what does not fit a layout is refused before anything is made of it."""
 
+import copy
 import functools
+import pickle
 
+import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import LayoutError, TreeError
+from fsharding.errors import ArgumentError, LayoutError, TreeError
+from fsharding.testing import assert_bitwise_equal
 from tests import helpers
 
 OPT, KEY = fs.adamw(1e-2), fs.random.key(0)
@@ -58,3 +62,27 @@ def test_parameters_of_another_size_are_refused():
     assert "  a: bfloat16[3, 4] given, float32[3, 4] in the layout\n" in refusal(
         lambda: fs.state_from(halves, OPT, KEY, layout)
     )
+
+
+def squares(params, batch):
+    return fs.gather_unit(params)["w"].sub(batch).square().sum()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "deepcopy", "pickle"]
+)
+def test_copies_and_pickles_step_as_the_state_they_are_made_from(make, precision, donate):
+    """Torch counts the changes of a copy from zero, while a donated state's have been changed by every step."""
+    state, step = fs.setup({"w": torch.zeros(4)}, squares, OPT, KEY, fs.zero(1), precision=precision, donate=donate)
+    for _ in range(2):
+        state, _ = step(state, torch.ones(1, 4))
+    copied, expected = make(state), step(copy.deepcopy(state), torch.ones(1, 4))[0]
+    assert_bitwise_equal(copied, state)
+    after, _ = step(copied, torch.ones(1, 4))
+    assert_bitwise_equal(after, expected)
+    with torch.no_grad():
+        after.params["w"].zero_()
+    with pytest.raises(ArgumentError, match=r"changed in place"):
+        step(after, torch.ones(1, 4))

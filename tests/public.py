@@ -1,0 +1,25 @@
+"""What users call: every callable in `__all__` of the package and its namespaces, by the name that they type."""
+
+import inspect
+import operator
+from typing import Any, get_origin
+
+import fsharding as fs
+
+NAMESPACES = [
+    "checkpoint", "data", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
+    "pipeline", "policies", "preemption", "random", "te", "testing", "tree",
+]  # fmt: skip
+
+
+def _callables(prefix, module):
+    named = {f"{prefix}.{name}": getattr(module, name) for name in module.__all__}
+    return [(name, x) for name, x in named.items() if callable(x) and get_origin(x) is None and x is not Any]
+
+
+CALLABLES = _callables("fs", fs)
+for namespace in NAMESPACES:
+    CALLABLES += _callables(f"fs.{namespace}", operator.attrgetter(namespace)(fs))
+"""Pairs (name, object); aliases of types are left out."""
+
+CLASSES = {x for _, x in CALLABLES if inspect.isclass(x)}
