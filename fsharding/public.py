@@ -108,6 +108,8 @@ def _explanation(
     except TypeError as unfit:
         if _holds_parameters(signature, args):
             return str(without_parameters(name))
+        if "too many positional" in str(unfit) and (call := _call_of(_hints(function).get("return"))):
+            mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
         return message(name, f"cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
@@ -137,8 +139,15 @@ def _explanation(
 def _short(signature: inspect.Signature) -> str:
     """The parameters that have to be given."""
     parameters = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self")
-    needed = [p.name for p in parameters if p.default is p.empty]
+    needed = [f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters if p.default is p.empty]
     return f"({', '.join(needed)})"
+
+
+def _call_of(result: Any) -> str:
+    """The arguments of a function by its type; "" for results that are not functions."""
+    if isinstance(result, type) and "__call__" in vars(result):
+        return _short(inspect.signature(vars(result)["__call__"]))
+    return "(...)" if typing.get_origin(result) is collections.abc.Callable else ""
 
 
 _ALIASES = {

@@ -37,7 +37,9 @@ def contradictions(args: Mapping[str, Any], config: DecoderConfig, *, training: 
     wanted |= _FUNCTIONS
     said = dict(args)
     if said.get("group_query_attention") is False and said.get("num_attention_heads") is not None:
-        said["num_query_groups"] = said["num_attention_heads"]  # the default of num_query_groups is ignored then
+        # Megatron ignores num_query_groups then, and every head has a key of its own.
+        said["num_query_groups"] = said["num_attention_heads"]
+        del said["group_query_attention"]
     if not said.get("use_rope_scaling"):
         said.pop("rope_scaling_factor", None)
     if said.get("gated_linear_unit") is None:

@@ -8,6 +8,8 @@ Law: a train step whose loss depends on no parameter, on any rank, is refused by
 from __future__ import annotations
 
 import functools
+import pickle
+import random as python_random
 import traceback
 import warnings
 import weakref
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -66,8 +69,9 @@ class FirstCall:
             before = _generators()
             with random.observing_draws(self._note_draw):
                 result = fn(*args, **kwargs)
-            if any(not torch.equal(x, y) for x, y in zip(before, _generators(), strict=True)):
-                self._warn_of_generator()
+            after = _generators()
+            if changed := [name for name, state in before.items() if state != after[name]]:
+                self._warn_of_generators(changed)
             loss = result[0] if has_aux and _is_pair(result) else result
             if _is_pair(loss):
                 self._look_at_weight(*loss)
@@ -129,10 +133,10 @@ class FirstCall:
         )
         self._warn("key", rule, dict.fromkeys(filter(None, (self._lines[words], line))), mend)
 
-    def _warn_of_generator(self) -> None:
+    def _warn_of_generators(self, names: Sequence[str]) -> None:
         rule = (
-            "has a loss function that draws from torch's global generator, so its numbers change with the layout, when"
-            " a run is resumed, and with torch.manual_seed."
+            f"has a loss function that draws from the global generator of {' and '.join(names)}, so its numbers change"
+            " with the layout and when a run is resumed."
         )
         mend = (
             "Draw by key: give the loss function a parameter key, then call fs.random.dropout(x, p, key), or"
@@ -199,11 +203,15 @@ def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(cast("tuple[Any, ...]", x)) == 2
 
 
-def _generators() -> list[Tensor]:
-    """Read the states of torch's default generators: the CPU's, and the device's where one has been used."""
-    states = [torch.get_rng_state()]
+def _generators() -> dict[str, bytes]:
+    """Read the states of the global generators; CUDA's only if CUDA has been used."""
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": pickle.dumps(python_random.getstate()),
+        "numpy": pickle.dumps(np.random.get_state()),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
+        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return states
 
 

@@ -255,6 +255,11 @@ class GatherContext:
             for index, leaf in zip(unit.index, unit.leaves, strict=True)
         ]
 
+    def row_of_stack(self) -> str:
+        """The path of a row of a stack that was gathered, such as "params.w[1]"; "" if there is none."""
+        rows = (index for unit in reversed(self._units) for index in unit.index if index.row is not None)
+        return next(map(self.path_of, rows), "")
+
     # --------------------------------------------------------------------------------------------------------- forward
     def gather(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy

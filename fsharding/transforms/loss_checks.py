@@ -270,6 +270,11 @@ def _of_shapes(
         rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
     text = traced[1].rstrip(".") if traced else str(error).strip().partition("\n")[0]
     mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
+    if row := context.row_of_stack():
+        mend += (
+            f" fs.scan_units takes dim 0 of leaves for layers, so {row} is one layer; without layers, call"
+            " block(fs.gather_unit(unit), x)."
+        )
     rows = [*_line_of(error), *rows, *context.gathered_leaves()]
     return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
 

@@ -167,7 +167,7 @@ def value_and_grad(
         their own memory, so that they must not be used again.
 
     The first call of `fn` warns of a loss that depends on no parameter, whose gradients are all 0; of a mean returned
-    with a weight above 1, which is divided twice; of random numbers from torch's global generator; and of two draws
+    with a weight above 1, which is divided twice; of random numbers from a global generator; and of two draws
     with one key.
 
     Raises:

@@ -344,6 +344,16 @@ MISTAKES = {
         "Give the batch the shapes that the weights take, or the weights those of the batch.",
         lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
     ),
+    "a scan over one unit": (
+        ShapeError,
+        f"fs.value_and_grad has a loss function that failed: {words_of_torch(torch.matmul, (6, 4), (8,))}\n"
+        "  ...\n  b.x is float32[6, 4]\n  b.y is float32[6, 3]\n"
+        "  params.head.weight[0] is float32[8]\n"
+        "Give the batch the shapes that the weights take, or the weights those of the batch. fs.scan_units takes dim 0"
+        " of leaves for layers, so params.head.weight[0] is one layer; without layers, call"
+        " block(fs.gather_unit(unit), x).",
+        in_loss(lambda p, b: fs.scan_units(lambda unit, x: x @ unit["weight"], p["head"], b["x"]).sum()),
+    ),
     "microbatches that do not divide": (
         BatchError,
         "train step cannot cut this rank's batch into 4 microbatches.\n  x is float32[6, 4]\n  y is float32[6, 3]\n"
@@ -854,6 +864,18 @@ MISTAKES = {
         ArgumentError,
         "train step cannot be called so: too many positional arguments.\nCall it as step(state, batch).",
         lambda at: at.step(at.state.params, at.state.opt_state, at.batch),
+    ),
+    "an evaluation in one call": (
+        ArgumentError,
+        "fs.evaluate cannot be called so: too many positional arguments.\n"
+        "It returns a function, which takes the rest: fs.evaluate(model)(params, batch).",
+        lambda at: fs.evaluate(loss_fn, at.state, at.batch),
+    ),
+    "a value and gradients in one call": (
+        ArgumentError,
+        "fs.value_and_grad cannot be called so: too many positional arguments.\n"
+        "It returns a function, which takes the rest: fs.value_and_grad(fn)(params, *args).",
+        lambda at: fs.value_and_grad(loss_fn, at.state.params, at.batch),
     ),
     "a plain tensor in a state": (
         LayoutError,

@@ -209,7 +209,7 @@ MISTAKES = {
     "`return loss.item()`": in_loss(lambda p, b: loss_fn(p, b)[0].item()),
     "`return losses.mean(), n`": in_loss(lambda p, b: ((b["y"] @ fs.gather_unit(p["head"])["weight"]).mean(), 6)),
     "a step whose loss is detached, or of other weights": in_step(lambda p, b: loss_fn(p, b)[0].detach()),
-    "`F.dropout` in a loss": in_step(lambda p, b: F.dropout(b["y"] @ fs.gather_unit(p["head"])["weight"]).sum()),
+    "`F.dropout`, `random.random()` or `np.random` in a loss": in_step(lambda p, b: F.dropout(b["y"] @ fs.gather_unit(p["head"])["weight"]).sum()),
     "one key for two draws": in_step(drawn_twice),
     "`loss.backward()`": lambda at: at.grads[0][0].backward(),
     "`torch.func.grad(f)(state.params)`": lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(

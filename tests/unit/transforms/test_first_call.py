@@ -1,7 +1,9 @@
 """The first call of a loss function: losses that train nothing are refused, habits that make runs differ are warned of."""
 
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -128,10 +130,20 @@ def draws(params, x):
     return (torch.rand(3, 4) * x @ weights(params)).sum()
 
 
+def draws_in_python(params, x):
+    return (random.random() * x @ weights(params)).sum()
+
+
+def draws_in_numpy(params, x):
+    return (np.random.rand() * x @ weights(params)).sum()
+
+
 @pytest.mark.parametrize("run", [run_step, run_by_hand])
-@pytest.mark.parametrize("loss", [drops, draws])
-def test_numbers_of_the_global_generator_are_warned_of_once(run, loss):
-    with pytest.warns(UserWarning, match="draws from torch's global generator") as seen:
+@pytest.mark.parametrize(
+    ("loss", "owner"), [(drops, "torch"), (draws, "torch"), (draws_in_python, "random"), (draws_in_numpy, "numpy")]
+)
+def test_numbers_of_a_global_generator_are_warned_of_once(run, loss, owner):
+    with pytest.warns(UserWarning, match=f"draws from the global generator of {owner}, so") as seen:
         run(loss)
     assert len(seen) == 1
 
