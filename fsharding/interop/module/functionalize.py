@@ -19,6 +19,7 @@ from fsharding.checkpoint.name_map import ModuleNames, Rows
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
+from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
 from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
@@ -139,7 +140,9 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         Raises:
             ConfigError: a model axis over which some layer does not compute; all are listed. A module with
                 `dummy_inputs`, as models of Hugging Face have them, is tried with the shapes that `tp` leaves a rank.
+                Experts over `ep`: the module's forward takes all of them.
         """
+        check_experts(self.anatomy, mesh, rules, self.config)
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:

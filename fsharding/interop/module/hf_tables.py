@@ -1,8 +1,8 @@
 """Tables of model families as Hugging Face writes them: units, names of dims, roles of layers, and their parts.
 
 In: a module with a `config.model_type`. Out: its `Family`, or None. Nothing here imports transformers.
-Names of dims are those of `DEFAULT_RULES`. Experts have no name that cuts them: every rank gathers them whole, and a
-mesh with `ep` uses it for data alone. Law: every parameter of the family's causal language model has names.
+Names of dims are those of `DEFAULT_RULES`. Experts have no name that shards them: a module's forward takes all of them,
+so `plan_layout` refuses a mesh with `ep`. Law: every parameter of the family's causal language model has names.
 """
 
 from __future__ import annotations

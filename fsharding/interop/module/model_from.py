@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fsharding import ops, tree
 from fsharding.errors import ConfigError, TransformError, message
 from fsharding.interop.hf.comparison import config_of_module
+from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, real_buffers
 from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
@@ -32,9 +33,10 @@ from fsharding.interop.module.problems import check_module
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import Bare, check_axes
-from fsharding.mesh.device_mesh import axis_size
+from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
+from fsharding.sharding.partition_spec import AxisRules
 from fsharding.tree import Tree
 
 __all__ = ["model_from"]
@@ -180,6 +182,12 @@ def model_from(
     tried = functools.cache(functools.partial(unfit_roles, module, found.roles))
     over = ("pp", "cp") if parts.cp else ("pp",)
     blocks = {run.name: block(run) for run in plan.runs}
+    config = config_of_module(module)
+
+    def check(mesh: Mesh, rules: AxisRules) -> None:
+        check_experts(plan.anatomy, mesh, rules, config)
+        check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over)
+
     return Model(
         init=init,
         embed=_part(engine, functools.partial(parts.embed, engine.module), plan.embed),
@@ -188,8 +196,8 @@ def model_from(
         names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
         axes=("cp", "tp") if parts.cp else ("tp",),
-        check=lambda mesh, rules: check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over),
-        config=config_of_module(module),
+        check=check,
+        config=config,
         constants=engine.constants,
     )
 
