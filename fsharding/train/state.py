@@ -389,6 +389,16 @@ def constants_of(model: Any) -> Mapping[str, Tensor]:
     return {} if constants is None else constants()
 
 
+_SAME_DRAWS = (
+    "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed says"
+    " there; or give every rank the same key and tensors."
+)
+_SAME_BUFFERS = (
+    "Build the module from one seed or file on every rank, or send the buffers of one rank to all before"
+    " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
+)
+
+
 def _refuse_other_draws(draws: Tree, constants: Mapping[str, Tensor], key: Tensor, layout: Layout) -> None:
     """Refuse ranks that would start from other values, or compute with other buffers."""
     if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
@@ -400,11 +410,8 @@ def _refuse_other_draws(draws: Tree, constants: Mapping[str, Tensor], key: Tenso
     ask = meet if ranks.size == world_size() else None
     with naming_lost("fs.init_state", layout.mesh):
         answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
-    mend = (
-        "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed"
-        " says there; or give every rank the same key and tensors. Send buffers of a module from one rank to all before"
-        " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
-    )
+    different = {name for own in answers.values() for name in own if len({it.get(name) for it in answers.values()}) > 1}
+    mend = _SAME_BUFFERS if all(name.startswith("buffers.") for name in different) else _SAME_DRAWS
     refuse_differences("fs.init_state", answers, "got other first values on different ranks.", mend)
 
 
