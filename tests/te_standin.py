@@ -238,8 +238,8 @@ class LayerNormMLP(_Base):
 
 
 class DotProductAttention(_Base):
-    def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def forward(self, q, k, v, dropout=0.0):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout if self.training else 0.0, is_causal=True)
 
 
 class GroupedLinear(_Base):
@@ -247,8 +247,19 @@ class GroupedLinear(_Base):
 
 
 class TransformerLayer(nn.Module):
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int):
+    """Its defaults are the package's: dropout of 0.1 after attention's weights and before each residual sum."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        *,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+    ):
         super().__init__()
+        self.hidden_dropout, self.attention_dropout = hidden_dropout, attention_dropout
         self.qkv = LayerNormLinear(hidden_size, 3 * hidden_size)
         self.core_attention = DotProductAttention()
         self.proj = Linear(hidden_size, hidden_size)
@@ -257,8 +268,9 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden_states, is_first_microbatch=None):
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.qkv(hidden_states).chunk(3, -1))
-        x = hidden_states + self.proj(self.core_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.layernorm_mlp(x)
+        x = self.proj(self.core_attention(q, k, v, self.attention_dropout).transpose(1, 2).flatten(2))
+        x = hidden_states + F.dropout(x, self.hidden_dropout, self.training)
+        return x + F.dropout(self.layernorm_mlp(x), self.hidden_dropout, self.training)
 
 
 # ------------------------------------------------------------------------------------------------------------- package

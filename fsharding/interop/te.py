@@ -318,7 +318,8 @@ def functionalize(
 
     Args:
         module: of `Linear`, `LayerNormLinear`, `LayerNormMLP`, `TransformerLayer` and modules of torch, which has not
-            run in fp8 yet; it is not changed.
+            run in fp8 yet; it is not changed. `TransformerLayer` has dropout of 0.1 unless it is made with
+            `hidden_dropout=0, attention_dropout=0`; with dropout, calls need `random_key=`.
         recipe: of `transformer_engine.common.recipe`.
         units: as in `fs.functionalize`; by default all of the module is gathered at once.
         names: as in `fs.functionalize`.
@@ -332,7 +333,8 @@ def functionalize(
         >>> if torch.cuda.is_available() and find_spec("transformer_engine"):
         ...     from transformer_engine.common import recipe
         ...     from transformer_engine.pytorch import TransformerLayer
-        ...     net = fs.te.functionalize(TransformerLayer(64, 256, 4), recipe.Float8CurrentScaling())
+        ...     layer = TransformerLayer(64, 256, 4, hidden_dropout=0, attention_dropout=0)
+        ...     net = fs.te.functionalize(layer, recipe.Float8CurrentScaling())
         ...     layout = fs.plan_layout(net, fs.make_mesh(dp=1), strategy=fs.zero(3), precision=fs.BF16)
     """
     package = _package(_FUNCTION)

@@ -1,8 +1,10 @@
 """Modules of Transformer Engine as functions, through a stand-in of its interface: values, state, what is refused."""
 
 import copy
+import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ LAYERS = {
     "Linear": lambda: te_standin.Linear(16, 16),
     "LayerNormLinear": lambda: te_standin.LayerNormLinear(16, 16, bias=False),
     "LayerNormMLP": lambda: te_standin.LayerNormMLP(16, 32),
-    "TransformerLayer": lambda: te_standin.TransformerLayer(16, 32, 2),
+    "TransformerLayer": lambda: te_standin.TransformerLayer(16, 32, 2, hidden_dropout=0, attention_dropout=0),
 }
 KNOWN = (
     "Recipes are DelayedScaling, whose state is leaves, and Float8CurrentScaling, Float8BlockScaling and "
@@ -122,6 +124,28 @@ def test_the_state_is_saved_and_trains_on(te, tmp_path):
         loaded, again = step(loaded, x)
         assert again == loss
     assert_bitwise_equal(fs.unshard(loaded.params), fs.unshard(after.params))
+
+
+def transformer_layers(text):
+    """Every construction of a `TransformerLayer` in a text, as an expression."""
+    return re.findall(r"(?:te\.)?TransformerLayer\([^)]*\)", text)
+
+
+def test_layers_on_the_page_and_in_docstrings_draw_nothing_and_layers_that_draw_need_a_key(te):
+    page = (Path(fs.__file__).parents[1] / "docs/how-to/transformer-engine.md").read_text(encoding="utf-8")
+    shown = [*transformer_layers(page), *transformer_layers(fs.te.functionalize.__doc__)]
+    assert len(shown) == 3
+    for expression in shown:
+        layer = eval(expression, {"te": te, "TransformerLayer": te.TransformerLayer})
+        assert (layer.hidden_dropout, layer.attention_dropout) == (0, 0), expression
+    torch.manual_seed(0)
+    layer, x = te.TransformerLayer(16, 32, 2), inputs(1)[0]
+    net = fs.te.functionalize(layer, te.Float8CurrentScaling())
+    params = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(net, fs.make_mesh(dp=1))).params
+    text = refusal(fs.value_and_grad(lambda p: net(p, x).sum()), params, kind=TransformError)
+    assert "needs a random_key for a forward that draws" in text
+    one, two = (fs.value_and_grad(lambda p: net(p, x, random_key=fs.random.key(1)).sum())(params) for _ in range(2))
+    assert_bitwise_equal(one, two)
 
 
 def test_recipes_without_state_train_as_any_module(te):
