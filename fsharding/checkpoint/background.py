@@ -1,6 +1,6 @@
 """Saves that go on beside the training: one at a time, and no failure of one goes unnoticed.
 
-In: the work, which needs nothing of the state any more. Out: a `PendingSave`.
+In: the work, which needs nothing of the state any more. Out: a `PendingSave`; process groups that only saves use.
 A failure is raised by the first of: `wait`, the next save, the end of the process, which then has exit status 1.
 Law: of two saves the second begins when the first has ended.
 """
@@ -13,13 +13,25 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from fsharding import _compat
 from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.mesh.failures import is_fake_world, own_rank
+from fsharding.public import refuse
 
-__all__ = ["PendingSave", "own_group", "settle", "start"]
+__all__ = ["SAVE_TIMEOUT", "PendingSave", "own_group", "settle", "start", "watched"]
+
+T = TypeVar("T")
+
+SAVE_TIMEOUT = timedelta(minutes=30)
+"""How long the ranks of a save wait for each other by default: file systems are slower than networks."""
+
+_SLOW_S = 60.0
+_log = logging.getLogger("fsharding")
 
 
 class PendingSave:
@@ -89,7 +101,8 @@ def _as_ours(error: BaseException) -> CheckpointError:
 
 
 _latest: PendingSave | None = None
-_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""By use: the default group at that time, and the group."""
 
 
 def start(work: Callable[[], None]) -> PendingSave:
@@ -126,18 +139,59 @@ def _at_exit() -> None:
     os._exit(1)
 
 
-def own_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for the thread, with the timeout of the default group; made once. Collective.
+def own_group(function: str, timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks for saves, made once for each use; None without several ranks. Collective.
 
-    Two threads must not use one group: their collectives would meet in any order.
+    The timeout of the mesh is for collectives of a step, and a write to a disk may take longer. Two threads must not
+    use one group, since their collectives would meet in any order: checkpoints wait for each other, exports have
+    another use.
+
+    Args:
+        function: the public function, for the error.
+        timeout: of the group from here on.
+        use: which group.
+
+    Raises:
+        ArgumentError: the timeout is no timedelta.
     """
-    global _group
-    if not dist.is_initialized():
+    if not isinstance(timeout, timedelta):
+        raise refuse(
+            function, "timeout= as a timedelta", timeout, f"Write timeout=datetime.timedelta(seconds={timeout})."
+        )
+    if not dist.is_initialized() or is_fake_world():
         return None
     world = dist.group.WORLD
     assert world is not None
-    if _group is None or _group[0] is not world:
-        made = dist.new_group(backend="gloo", timeout=_compat.group_timeout(world))
+    if use not in _groups or _groups[use][0] is not world:
+        made = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(made, dist.ProcessGroup)
-        _group = world, made
-    return _group[1]
+        _groups[use] = world, made
+    group = _groups[use][1]
+    group.set_timeout(timeout)
+    return group
+
+
+def watched(function: str, path: Path, work: Callable[[], T]) -> Callable[[], T]:
+    """Have work on a file system log once that it takes long.
+
+    Args:
+        function: the public function.
+        path: what is written.
+        work: what this rank does.
+    """
+
+    def run() -> T:
+        timer = threading.Timer(_SLOW_S, _report_slow, (function, path))
+        timer.daemon = True
+        timer.start()
+        try:
+            return work()
+        finally:
+            timer.cancel()
+
+    return run
+
+
+def _report_slow(function: str, path: Path) -> None:
+    rule = f"has written to {path} for {_SLOW_S:g} s on rank {own_rank()}, and is not done: its file system is slow."
+    _log.warning(message(function, rule, mend="Other ranks wait for it as long as its timeout= allows."))

@@ -7,11 +7,12 @@ Law: an old checkpoint goes only when a newer one is complete, and nothing but c
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsharding.checkpoint.background import settle
+from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, settle
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.positions import Stateful, check_stateful
@@ -35,6 +36,7 @@ class Checkpointer:
         background: return from a save when the state is copied, and write it beside the training.
         data: whose position goes into each checkpoint, and which `load` brings back to it: anything with `state_dict`
             and `load_state_dict`, such as `fs.data.packed` or a `StatefulDataLoader`.
+        timeout: of each save; see `save`.
 
     Raises:
         ConfigError: a number below 1.
@@ -61,6 +63,7 @@ class Checkpointer:
         every: int = 1,
         background: bool = True,
         data: Stateful | None = None,
+        timeout: timedelta = SAVE_TIMEOUT,
     ) -> None:
         rows = [
             f"{name}={value}" for name, value in (("keep", keep), ("every", every)) if value is not None and value < 1
@@ -71,7 +74,7 @@ class Checkpointer:
         self.directory = real_path(directory, "fs.checkpoint.Checkpointer")
         if data is not None:
             check_stateful("fs.checkpoint.Checkpointer", data)
-        self.keep, self.every, self.background, self.data = keep, every, background, data
+        self.keep, self.every, self.background, self.data, self.timeout = keep, every, background, data, timeout
 
     def __enter__(self) -> Self:
         return self
@@ -100,11 +103,12 @@ class Checkpointer:
         settle()
         target, keep = self.directory / str(int(state.step) if number is None else number), self.keep
         after = None if keep is None else lambda: retire(self.directory, keep, target)
-        job = plan_save(target, state, extra, after, self.data)
+        group = own_group("fs.checkpoint.Checkpointer", self.timeout)
+        job = plan_save(target, state, extra, after, self.data, group)
         if self.background:
-            in_background(job)
+            in_background(job, group)
         else:
-            job.run()
+            job.run(group)
 
     def after_step(self, state: TrainState, extra: Any = None) -> bool:
         """Saves when it is time; whether it did.

@@ -15,14 +15,15 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding.checkpoint.background import PendingSave, own_group, settle, start
+from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start, watched
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, check_readable, text_of
@@ -43,6 +44,8 @@ from fsharding.version import own_version
 
 __all__ = ["Job", "finish", "in_background", "plan_save", "save", "save_async"]
 
+T = TypeVar("T")
+
 _FUNCTION = "fs.checkpoint.save"
 _ASYNC = "fs.checkpoint.save_async"
 _LARGEST_EXTRA = 16 << 20
@@ -50,7 +53,14 @@ _LARGEST_EXTRA = 16 << 20
 
 @public(_FUNCTION)
 @called_by_all(_FUNCTION)
-def save(path: StrPath, state: TrainState, *, extra: Any = None, data: Stateful | None = None) -> None:
+def save(
+    path: StrPath,
+    state: TrainState,
+    *,
+    extra: Any = None,
+    data: Stateful | None = None,
+    timeout: timedelta = SAVE_TIMEOUT,
+) -> None:
     """Writes a checkpoint. Collective over all ranks, which have to see one file system, or of one process.
 
     Main parameters, optimizer state, step, key and loss scale are written as torch DCP does, each element once, so that
@@ -64,8 +74,11 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None, data: Stateful 
             rank 0 is kept, and comes back as JSON gives it (tuples as lists).
         data: whose position is saved as well: anything with `state_dict` and `load_state_dict`, such as
             `fs.data.packed` or a `StatefulDataLoader`; `load` takes it too.
+        timeout: how long ranks wait for one that writes to a slow file system; the mesh's timeout does not count.
+            After 60 s such a rank logs a warning with the path.
 
     Raises:
+        ArgumentError: a timeout that is no timedelta.
         CheckpointError: on every rank: a leaf that cannot be saved; parts that differ between ranks that hold the same;
             a rank that cannot write, another save to the same path, something at `path` that is no checkpoint; or
             a save in the background that failed before, and this one was not begun. A checkpoint that was at `path` is
@@ -85,12 +98,20 @@ def save(path: StrPath, state: TrainState, *, extra: Any = None, data: Stateful 
         tensor([1., 1., 1., 1.])
     """
     settle()
-    plan_save(path, state, extra, data=data).run()
+    group = own_group(_FUNCTION, timeout)
+    plan_save(path, state, extra, data=data, group=group).run(group)
 
 
 @public(_ASYNC)
 @called_by_all(_ASYNC)
-def save_async(path: StrPath, state: TrainState, *, extra: Any = None, data: Stateful | None = None) -> PendingSave:
+def save_async(
+    path: StrPath,
+    state: TrainState,
+    *,
+    extra: Any = None,
+    data: Stateful | None = None,
+    timeout: timedelta = SAVE_TIMEOUT,
+) -> PendingSave:
     """Begins to write a checkpoint, and returns when it needs the state no more. Collective, as `save`.
 
     What this rank writes is copied to the CPU, so the state may be donated or changed at once; the rest happens on a
@@ -101,12 +122,14 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None, data: Sta
         state: as in `save`.
         extra: as in `save`.
         data: as in `save`; its position is that of the call.
+        timeout: as in `save`.
 
     Returns:
         `.wait()` returns when the checkpoint is in its place, and raises what `save` would; `.done` only looks. The
         next save tells a caller that does not ask, or a message and exit status 1 at the end of the process.
 
     Raises:
+        ArgumentError: a timeout that is no timedelta.
         CheckpointError: what can be known at once: leaves that cannot be saved; a save before this one that failed.
         DonatedError: the state was donated.
 
@@ -121,12 +144,18 @@ def save_async(path: StrPath, state: TrainState, *, extra: Any = None, data: Sta
         '0'
     """
     settle()
-    return in_background(plan_save(path, state, extra, data=data))
+    group = own_group(_ASYNC, timeout)
+    return in_background(plan_save(path, state, extra, data=data, group=group), group)
 
 
-def in_background(job: Job) -> PendingSave:
-    """Runs what is left of a save beside the training, from a copy of what this rank writes. Collective."""
-    copied, group = job.copied(), own_group()
+def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
+    """Runs what is left of a save beside the training, from a copy of what this rank writes.
+
+    Args:
+        job: the save.
+        group: of `own_group`.
+    """
+    copied = job.copied()
 
     def run() -> None:
         with naming_lost(_ASYNC, range(world_size())):
@@ -170,9 +199,9 @@ class Job:
         """
         held: list[Partial] = []
         try:
-            together(_FUNCTION, lambda: held.append(Partial(self.target)) if own_rank() == 0 else None, group)
-            written = [part for part in together(_FUNCTION, self._write, group) if part is not None]
-            together(_FUNCTION, lambda: [self._finish(partial, written) for partial in held] and None, group)
+            self._together(lambda: held.append(Partial(self.target)) if own_rank() == 0 else None, group)
+            written = [part for part in self._together(self._write, group) if part is not None]
+            self._together(lambda: [self._finish(partial, written) for partial in held] and None, group)
         except BaseException:
             for partial in held:
                 partial.discard()
@@ -180,6 +209,9 @@ class Job:
         finally:
             for partial in held:
                 partial.close()
+
+    def _together(self, work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+        return together(_FUNCTION, watched(_FUNCTION, self.target, work), group)
 
     def _write(self) -> Written | None:
         """This rank's file; none where it has nothing to write."""
@@ -225,6 +257,7 @@ def plan_save(
     extra: Any = None,
     after: Callable[[], None] | None = None,
     data: Stateful | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Job:
     """Checks on all ranks that a state can be saved, and says what this one writes. Collective.
 
@@ -234,6 +267,7 @@ def plan_save(
         extra: as in `save`.
         after: what rank 0 does when the checkpoint is in its place.
         data: as in `save`.
+        group: as in `Job.run`.
 
     Raises:
         CheckpointError: it cannot; nothing has been touched.
@@ -255,7 +289,7 @@ def plan_save(
         facts["data"] = "none" if data is None else "a position"
         return facts, checksums(shared), own_position(_FUNCTION, data, state.layout) if data is not None else None
 
-    answers = together(_FUNCTION, check)
+    answers = together(_FUNCTION, check, group)
     facts_of_ranks = [facts for facts, _, _ in answers]
     _same_everywhere(facts_of_ranks)
     job, shared = planned[0]

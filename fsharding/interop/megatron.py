@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
@@ -332,6 +334,7 @@ def save(
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
     settings: Mapping[str, Any] | None = None,
     samples: int | None = None,
+    timeout: timedelta = SAVE_TIMEOUT,
 ) -> Saved:
     """Write parameters, AdamW's moments and arguments for Megatron. Collective; all ranks must see one file system.
 
@@ -355,8 +358,10 @@ def save(
         samples: rows that the run has read so far, where Megatron's data loader and learning rate schedule continue,
             the latter with `--override-opt-param-scheduler`. Without it, Megatron's training script loads the
             directory with `--finetune` or `--no-load-optim` only.
+        timeout: how long ranks wait for one that writes to a slow file system, as in `fs.checkpoint.save`.
 
     Raises:
+        ArgumentError: a timeout that is no timedelta.
         CheckpointError: on every rank: something is at the path, the state does not fit the config, settings are
             incomplete, or the disk refuses; nothing is left at the path.
         ConfigError: a decoder that Megatron has no names or arguments for.
@@ -391,7 +396,8 @@ def save(
         facts = str(target), choice, len(kinds), config, [(leaf, own) for leaf, own in pieces.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    seen = together(_SAVE, plan)
+    group = own_group(_SAVE, timeout, "export")
+    seen = together(_SAVE, plan, group)
     rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
     if rows:
         raise CheckpointError(message(_SAVE, "got different things on different ranks.", rows))
@@ -412,9 +418,10 @@ def save(
             output.place()
 
     try:
-        together(_SAVE, begin)
-        written = together(_SAVE, lambda: _write(partial, kinds, pieces, config, common, format))
-        together(_SAVE, commit)
+        together(_SAVE, watched(_SAVE, target, begin), group)
+        write = watched(_SAVE, target, lambda: _write(partial, kinds, pieces, config, common, format))
+        written = together(_SAVE, write, group)
+        together(_SAVE, watched(_SAVE, target, commit), group)
     except BaseException:  # also Ctrl-C
         for output in outputs:
             output.discard()

@@ -64,6 +64,13 @@ __all__ = [
 _T = TypeVar("_T")
 _Args = ParamSpec("_Args")
 
+_CHECKPOINTER = "fs.checkpoint.Checkpointer"
+_TIMED = {
+    **{name: name for name in ("fs.checkpoint.save", "fs.checkpoint.save_async", "fs.hf.save", "fs.megatron.save")},
+    f"{_CHECKPOINTER}.save": _CHECKPOINTER,
+}
+"""What was given the timeout of a call that does not wait as long as the mesh says."""
+
 _KEY = "fsharding_lost_{}"
 _PLACE_KEY = "fsharding_place_{}"
 _QUESTION = "fsharding_question"
@@ -774,7 +781,7 @@ def _lost_text(call: _Call, causes: Mapping[int, Cause], names: Mapping[int, str
     rows += [f"and {len(causes) - _SHOWN} more"] if len(causes) > _SHOWN else []
     mend = f"Look at what {_numbers([*causes])} said last; all ranks have to start again."
     if slow:
-        mend = "If it is only slow, give make_mesh a longer timeout=. " + mend
+        mend = f"If it is only slow, give {_TIMED.get(call.function, 'make_mesh')} a longer timeout=. {mend}"
     return message(call.function, f"lost {_who([*causes], names)}.", [*rows, noticed], mend)
 
 
@@ -787,7 +794,8 @@ def _unlike(call: _Call, rank: int, others: Sequence[int], names: Mapping[int, s
 
 def _given_up(call: _Call, me: int, names: Mapping[int, str], noticed: str) -> str:
     rule = f"was given up by the other ranks: they have waited for {_who([me], names)}, this one, in vain."
-    mend = "It was stopped, or busy, for longer than the timeout of the mesh; all ranks have to start again."
+    owner = _TIMED.get(call.function, "the mesh")
+    mend = f"It was stopped, or busy, for longer than the timeout of {owner}; all ranks have to start again."
     return message(call.function, rule, [noticed], mend)
 
 

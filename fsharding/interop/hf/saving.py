@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
 from fsharding.checkpoint.byte_ranges import contiguous, pieces
 from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.checkpoint.collective_call import together
@@ -98,6 +100,7 @@ def save(
     dtype: torch.dtype | None = None,
     format: Blocks | None = None,
     max_file_bytes: int = 5 << 30,
+    timeout: timedelta = SAVE_TIMEOUT,
 ) -> Saved:
     """Writes a directory for `AutoModelForCausalLM.from_pretrained`. Collective; all ranks see one file system.
 
@@ -117,12 +120,14 @@ def save(
             `config.json` says so. Any rectangle of e4m3 with float32 scales can be. Embeddings, head, routers, norms
             and what the layout's `Precision.keep` names stay as `dtype` says. Codes are made of main parameters.
         max_file_bytes: files of more than one tensor are at most this large.
+        timeout: how long ranks wait for one that writes to a slow file system, as in `fs.checkpoint.save`.
 
     Warns:
         UserWarning: on rank 0, of tensors that are written as codes and whose sizes are not multiples of their blocks:
             transformers dequantizes them wrongly.
 
     Raises:
+        ArgumentError: a timeout that is no timedelta.
         CheckpointError: on every rank: something is at the path, a config that is not the layout's, leaves without a
             name, names that do not tile their tensors, a format that files cannot have, inf or NaN in what is to be
             codes, or that the disk refuses; nothing is left at the path then.
@@ -139,6 +144,7 @@ def save(
     """
     check_path(_FUNCTION, "a path, then a TrainState", path, "fs.hf.save(path, state, config)")
     planned: list[_Job] = []
+    group = own_group(_FUNCTION, timeout, "export")
 
     def plan() -> str:
         planned.append(_plan(path, params, config, layout, names, dtype, format, max_file_bytes))
@@ -146,13 +152,13 @@ def save(
             planned[0].coding.warn_of_edges(_FUNCTION)
         return planned[0].digest()
 
-    seen = together(_FUNCTION, plan)
+    seen = together(_FUNCTION, plan, group)
     rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
     if rows:
         raise CheckpointError(message(_FUNCTION, "got different things on different ranks.", rows))
     job = planned[0]
     if job.coding is not None:
-        together(_FUNCTION, job.measure)
+        together(_FUNCTION, job.measure, group)
         job.coding.exchange(job.device)
         if rows := job.coding.not_finite():
             mend = "Save a state of before it happened, or without format=."
@@ -169,9 +175,8 @@ def save(
             job.commit(output)
 
     try:
-        together(_FUNCTION, begin)
-        together(_FUNCTION, job.write)
-        together(_FUNCTION, commit)
+        for work in (begin, job.write, commit):
+            together(_FUNCTION, watched(_FUNCTION, job.target, work), group)
     except BaseException:  # also Ctrl-C
         for output in outputs:
             output.discard()
