@@ -446,7 +446,7 @@ def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
         mesh: by default the current one, which inside a loss function is that of the parameters.
 
     Example:
-        >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(device="cpu")).shape
+        >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(dp=-1, device="cpu")).shape
         torch.Size([2])
     """
     index, _ = data_position(current_mesh("fs.random.for_rank") if mesh is None else mesh, cp=True)

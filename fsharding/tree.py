@@ -329,7 +329,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:
         TreeError: the trees do not match.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
         >>> fs.tree.vdot(params, params)
         tensor(14.)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fsharding as fs
+from fsharding.testing import run_ranks
 from tests.helpers import full
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,6 +128,32 @@ def test_the_page_runs(name: str):
         subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=SECONDS)
     else:
         exec(compile(script, str(page), "exec"), {"__name__": "__main__"})
+
+
+ON_TWO = [DOCS.parent / "README.md", DOCS / "index.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+ON_TWO.remove(DOCS / "tutorials" / "first-steps.md")  # which runs under torchrun, below
+
+
+def losses_of(page: str, folder: str) -> list[float]:
+    """Run the blocks of a page as one script; directories that are temporary on the page are below a given one."""
+    temporary = "__import__('contextlib').nullcontext({!r})"
+    script, count = script_of(Path(page).read_text(encoding="utf-8")), itertools.count()
+    script = re.sub(
+        r"tempfile\.TemporaryDirectory\(\)", lambda _: temporary.format(os.path.join(folder, str(next(count)))), script
+    )
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script, page, "exec"), names)
+    return [float(loss) for loss in names.get("losses", [])]
+
+
+@pytest.mark.parametrize("page", ON_TWO, ids=lambda path: path.name)
+def test_the_page_runs_on_two_ranks(page: Path, tmp_path: Path):
+    alone, first, second = (
+        losses_of(str(page), str(tmp_path / "one")),
+        *run_ranks(losses_of, 2, str(page), str(tmp_path / "two")),
+    )
+    assert first == second
+    assert alone == pytest.approx(first, rel=1e-4)
 
 
 CONCEPTS = 8

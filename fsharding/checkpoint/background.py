@@ -41,12 +41,10 @@ class PendingSave:
         work: what is left to do; it runs on a thread of its own.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     pending = fs.checkpoint.save_async(f"{run}/5", state)
-        ...     pending.wait()
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> pending = fs.checkpoint.save_async("run/5", state)
+        >>> pending.wait()
         >>> pending.done
         True
     """

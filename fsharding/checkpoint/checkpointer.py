@@ -43,11 +43,10 @@ class Checkpointer:
         ArgumentError: `data` has no position.
 
     Example:
-        >>> import tempfile
-        >>> opt, layout = fs.sgd(0.1), fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
+        >>> opt, layout = fs.sgd(0.1), fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, opt, fs.random.key(0), layout)
         >>> step = fs.make_train_step(lambda params, x: (x @ fs.gather_unit(params)["w"]).sum(), opt)
-        >>> with tempfile.TemporaryDirectory() as run, fs.checkpoint.Checkpointer(run, keep=2, every=2) as checkpointer:
+        >>> with fs.checkpoint.Checkpointer("run", keep=2, every=2) as checkpointer:
         ...     for x in torch.ones(5, 3, 4):
         ...         state, metrics = step(state, x)
         ...         saved = checkpointer.after_step(state)

@@ -468,12 +468,10 @@ def metadata(path: StrPath) -> Manifest:
         CheckpointError: there is no checkpoint, or its manifest cannot be used.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/first", state, extra={"epoch": 2})
-        ...     fs.checkpoint.metadata(f"{run}/first").extra
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/first", state, extra={"epoch": 2})
+        >>> fs.checkpoint.metadata("run/first").extra
         {'epoch': 2}
     """
     function = "fs.checkpoint.metadata"
@@ -495,12 +493,10 @@ def latest(directory: StrPath) -> Path | None:
         CheckpointError: the system cannot look there, such as at a name that is too long.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/first", state)
-        ...     fs.checkpoint.latest(run).name
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/first", state)
+        >>> fs.checkpoint.latest("run").name
         'first'
     """
     root = real_path(directory, _LATEST)

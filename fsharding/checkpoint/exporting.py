@@ -53,12 +53,10 @@ class Exported:
         files: bytes of each file by name.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     exported = fs.checkpoint.export(f"{run}/5", f"{run}/weights", "safetensors")
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> exported = fs.checkpoint.export("run/5", "run/weights", "safetensors")
         >>> exported.tensors, list(exported.files)
         (1, ['model.safetensors'])
     """
@@ -123,13 +121,11 @@ def export(
             A file that cannot be written: nothing is left at the target.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     exported = fs.checkpoint.export(f"{run}/5", f"{run}/model.pt", "torch", {"w": "linear.weight"})
-        ...     torch.load(exported.path, weights_only=True)
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> exported = fs.checkpoint.export("run/5", "run/model.pt", "torch", {"w": "linear.weight"})
+        >>> torch.load(exported.path, weights_only=True)
         {'linear.weight': tensor([1., 1., 1., 1.])}
     """
     directory.real_path(target, _FUNCTION)

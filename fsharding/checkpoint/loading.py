@@ -80,13 +80,11 @@ def load(
         RankError: a rank is gone, or does not call it.
 
     Example:
-        >>> import tempfile
-        >>> mesh, opt = fs.make_mesh(device="cpu"), fs.adamw(1e-3)
+        >>> mesh, opt = fs.make_mesh(dp=-1, device="cpu"), fs.adamw(1e-3)
         >>> layout, other = (fs.plan_layout({"w": torch.zeros(4)}, mesh, strategy=fs.zero(k)) for k in (1, 3))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     fs.unshard(fs.checkpoint.load(f"{run}/5", other, opt=opt).params["w"])
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, opt, fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> fs.unshard(fs.checkpoint.load("run/5", other, opt=opt).params["w"])
         tensor([1., 1., 1., 1.])
     """
     check_path(_FUNCTION, "a path, then a Layout", path, "fs.checkpoint.load(path, layout)")
@@ -128,12 +126,10 @@ def load_leaves(
         LayoutError: the layout is on an abstract mesh.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     fs.checkpoint.load_leaves(f"{run}/5", "params")
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> fs.checkpoint.load_leaves("run/5", "params")
         {'params.w': tensor([1., 1., 1., 1.])}
     """
     chosen = [paths] if isinstance(paths, str) else [*paths]

@@ -54,13 +54,12 @@ class SavedLeaf(NamedTuple):
         spec: how it was cut when it was saved, or None for a plain tensor.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     fs.checkpoint.metadata(f"{run}/5").tree["params.w"]
-        SavedLeaf(shape=(4,), dtype='float32', spec='P()')
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> leaf = fs.checkpoint.metadata("run/5").tree["params.w"]
+        >>> leaf.shape, leaf.dtype, leaf.spec == str(layout.params["w"].spec)
+        ((4,), 'float32', True)
     """
 
     shape: tuple[int, ...]
@@ -80,13 +79,11 @@ class SavedFile(NamedTuple):
         block: bytes of a block; the last one may be shorter.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     files = fs.checkpoint.metadata(f"{run}/5").files
-        >>> {name: len(file.sha256) for name, file in files.items()}
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> files = fs.checkpoint.metadata("run/5").files
+        >>> {name: len(file.sha256) for name, file in files.items() if name != "__1_0.distcp"}  # the file of rank 1
         {'.metadata': 1, '__0_0.distcp': 1}
     """
 
@@ -112,12 +109,10 @@ class Manifest:
         data: positions of data, as `positions.joined` gives them; None where none were saved.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     manifest = fs.checkpoint.metadata(f"{run}/5")
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> manifest = fs.checkpoint.metadata("run/5")
         >>> manifest.step, sorted(manifest.tree)
         (0, ['key', 'opt_state.count', 'params.w', 'step'])
     """

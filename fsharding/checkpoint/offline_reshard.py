@@ -59,12 +59,10 @@ def reshard_checkpoint(
         MeshError: an unknown axis, or a size below 1.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     manifest = fs.checkpoint.reshard_checkpoint(f"{run}/5", f"{run}/two", {"dp": 2}, fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> manifest = fs.checkpoint.reshard_checkpoint("run/5", "run/two", {"dp": 2}, fs.zero(3))
         >>> manifest.layout["ranks"], manifest.tree["params.w"].spec
         (2, "P('dp')")
     """

@@ -58,7 +58,7 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
 
     Example:
         >>> draws = {"w": fs.random.zeros((4,))}
-        >>> layout = fs.plan_layout(draws, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(draws, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
         >>> fs.check_replicas(state)
     """

@@ -88,12 +88,10 @@ def save(
         RankError: a rank is gone, or does not call it; nothing half written stays.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/0", state, extra={"epoch": 2})
-        ...     restored = fs.checkpoint.load(f"{run}/0", layout)
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/0", state, extra={"epoch": 2})
+        >>> restored = fs.checkpoint.load("run/0", layout)
         >>> fs.unshard(restored.params["w"])
         tensor([1., 1., 1., 1.])
     """
@@ -134,13 +132,11 @@ def save_async(
         DonatedError: the state was donated.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     pending = fs.checkpoint.save_async(f"{run}/0", state)
-        ...     pending.wait()
-        ...     fs.checkpoint.latest(run).name
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> pending = fs.checkpoint.save_async("run/0", state)
+        >>> pending.wait()
+        >>> fs.checkpoint.latest("run").name
         '0'
     """
     settle()

@@ -134,12 +134,10 @@ def layout_of(
         SpecError: as `plan_layout`.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as run:
-        ...     fs.checkpoint.save(f"{run}/5", state)
-        ...     manifest = fs.checkpoint.metadata(f"{run}/5")
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> manifest = fs.checkpoint.metadata("run/5")
         >>> print(fs.checkpoint.layout_of(manifest, fs.AbstractMesh(("dp",), (2,)), fs.zero(3)).params["w"])
         P('dp')
     """

@@ -128,7 +128,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         TreeError: the trees do not match.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> fs.redistribute(params, layout.main)["w"].shape
         torch.Size([4])

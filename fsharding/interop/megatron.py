@@ -98,14 +98,12 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
         LayoutError: the layout is on an abstract mesh.
 
     Example:
-        >>> import tempfile
         >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, config)
-        ...     params = fs.megatron.load(saved.path, layout, config)
+        >>> saved = fs.megatron.save("iter_0000000", state, config)
+        >>> params = fs.megatron.load(saved.path, layout, config)
         >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
         True
     """
@@ -131,14 +129,12 @@ def load_state(
             without Adam's moments, or a directory that does not give its iteration.
 
     Example:
-        >>> import tempfile
         >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
         >>> model, opt = fs.models.decoder(config), fs.adamw(1e-3)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, config, "fsdp_dtensor")
-        ...     again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), layout, config)
+        >>> saved = fs.megatron.save("iter_0000000", state, config, "fsdp_dtensor")
+        >>> again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), layout, config)
         >>> int(again.step)
         0
     """
@@ -367,14 +363,12 @@ def save(
         ConfigError: a decoder that Megatron has no names or arguments for.
 
     Example:
-        >>> import tempfile
         >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.megatron.save(f"{folder}/iter_0000000", state, config)
-        ...     names = list(fs.checkpoint.open_weights(saved.path).leaves)
+        >>> saved = fs.megatron.save("iter_0000000", state, config)
+        >>> names = list(fs.checkpoint.open_weights(saved.path).leaves)
         >>> "decoder.layers.self_attention.linear_qkv.weight" in names
         True
     """

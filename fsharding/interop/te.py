@@ -407,7 +407,7 @@ def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tupl
     Example:
         >>> def loss(params, x):
         ...     return fs.gather_unit(params)["w"].sum() * x
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> value, grads, state = fs.te.value_and_grad(loss)(params, torch.tensor(2.0))
         >>> float(value), state

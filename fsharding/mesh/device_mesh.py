@@ -143,9 +143,9 @@ def make_mesh(
         RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
 
     Example:
-        >>> mesh = fs.make_mesh(device="cpu")  # under torchrun: fs.make_mesh(dp=-1, tp=2)
-        >>> mesh.size()
-        1
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")  # under torchrun: fs.make_mesh(dp=-1, tp=2)
+        >>> mesh.mesh_dim_names
+        ('dp',)
     """
     if unnamed:
         size = next((x for x in unnamed if isinstance(x, int)), -1)
@@ -352,7 +352,7 @@ def is_member(mesh: Mesh) -> bool:
     """Whether this process is one of the mesh's ranks.
 
     Example:
-        >>> fs.is_member(fs.make_mesh(device="cpu"))
+        >>> fs.is_member(fs.make_mesh(dp=-1, device="cpu"))
         True
     """
     return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
@@ -365,7 +365,7 @@ def is_main() -> bool:
     Before a process group exists, it is told from what a launcher such as torchrun has set.
 
     Example:
-        >>> fs.is_main()
+        >>> fs.is_main()  # on rank 0
         True
     """
     return own_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", "0")) == 0
@@ -383,7 +383,7 @@ def print0(*values: Any, **options: Any) -> None:
         options: as for `print`.
 
     Example:
-        >>> fs.print0("loss", 0.5, sep="=")
+        >>> fs.print0("loss", 0.5, sep="=")  # on rank 0
         loss=0.5
     """
     if is_main():
@@ -419,11 +419,11 @@ def data_position(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
         cp: count the ranks along `cp` as well, each of which has a part of the same rows.
 
     Example:
-        >>> index, count = fs.data_position(fs.make_mesh(device="cpu"))
-        >>> index, count
-        (0, 1)
-        >>> torch.arange(8).chunk(count)[index].tolist()
-        [0, 1, 2, 3, 4, 5, 6, 7]
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
+        >>> index, count = fs.data_position(mesh)
+        >>> rows = torch.arange(8).chunk(count)[index]  # on one rank all 8, on two ranks 4 each
+        >>> fs.ops.psum(rows.sum(), "dp", mesh=mesh)
+        tensor(28)
     """
     shape, coord, index, count = abstract(mesh), coordinate(mesh), 0, 1
     for axis in ("replica", "dp", "ep", *(("cp",) if cp else ())):
@@ -612,9 +612,10 @@ def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
         ArgumentError: no mesh.
 
     Example:
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
-        ...     fs.ops.psum(torch.ones(2), "dp")
-        tensor([1., 1.])
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
+        >>> with fs.set_mesh(mesh):
+        ...     int(fs.ops.psum(torch.tensor(1), "dp")) == mesh.size()
+        True
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("fs.set_mesh", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")

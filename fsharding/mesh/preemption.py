@@ -119,10 +119,11 @@ def watch(
 
     Example:
         >>> import signal
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> with fs.preemption.watch() as watch:
         ...     for step in range(1000):
         ...         signal.raise_signal(signal.SIGTERM)  # as a scheduler does that wants its machines back
-        ...         if fs.preemption.requested():
+        ...         if fs.preemption.requested(mesh):  # without a mesh after a train step, which asks all ranks
         ...             break  # after fs.checkpoint.save(...)
         >>> step, watch.reason()
         (0, 'SIGTERM')
@@ -171,7 +172,7 @@ def requested(mesh: Mesh | None = None) -> bool:
 
     Example:
         >>> import signal
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> with fs.preemption.watch():
         ...     signal.raise_signal(signal.SIGUSR1)
         ...     fs.preemption.requested(mesh)

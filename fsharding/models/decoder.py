@@ -180,10 +180,11 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
-        >>> state, metrics = fs.make_train_step(model, fs.adamw(1e-3))(state, {"tokens": tokens, "targets": tokens})
+        >>> batch = fs.local_batch({"tokens": tokens, "targets": tokens}, layout.mesh)
+        >>> state, metrics = fs.make_train_step(model, fs.adamw(1e-3))(state, batch)
         >>> int(state.step), float(metrics.weight)
         (1, 8.0)
     """

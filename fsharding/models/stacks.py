@@ -83,14 +83,15 @@ def scan_stacks(
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout).params
         >>> def loss(params, batch):
         ...     x = model.embed(fs.gather_unit(params["embed"]), batch)
         ...     x = fs.models.scan_stacks(model, params["blocks"], x, prefetch=params["head"])
         ...     return model.head(fs.gather_unit(params["head"]), x, batch)
         >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
-        >>> (value, count), grads = fs.value_and_grad(loss)(params, {"tokens": tokens, "targets": tokens})
+        >>> batch = fs.local_batch({"tokens": tokens, "targets": tokens}, layout.mesh)
+        >>> (value, count), grads = fs.value_and_grad(loss)(params, batch)
         >>> int(count)
         8
     """

@@ -291,7 +291,7 @@ def gather(
         The whole tensor, the same on every rank of the group; dtype of `x`.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
         >>> fs.shard_map(lambda p: fs.ops.gather(p["w"].value, "dp", dim=0))(params)
         tensor([0., 1., 2., 3.])
@@ -316,9 +316,11 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
         This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
 
     Example:
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
-        ...     fs.ops.scatter(torch.ones(4), "dp", dim=0)  # on two ranks: tensor([2., 2.])
-        tensor([1., 1., 1., 1.])
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
+        >>> with fs.set_mesh(mesh):
+        ...     part = fs.ops.scatter(torch.ones(4), "dp", dim=0)  # on two ranks tensor([2., 2.])
+        >>> part.sum()
+        tensor(4.)
     """
     dim = _dim("ops.scatter", x, dim)
     return apply_linear(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
@@ -330,8 +332,9 @@ def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
     """The sum over an axis, on every rank. Transpose of `vary`.
 
     Example:
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
-        ...     fs.ops.psum(torch.tensor(128), ("dp", "cp"))  # the tokens of all data ranks
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
+        >>> with fs.set_mesh(mesh):
+        ...     fs.ops.psum(torch.tensor(128 // mesh.size()), ("dp", "cp"))  # the tokens of all data ranks
         tensor(128)
     """
     return apply_linear(x, _Psum(_group("ops.psum", axis, mesh)))
@@ -343,7 +346,7 @@ def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
     """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`.
 
     Example:
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> scale = torch.ones(2, requires_grad=True)  # the same on all ranks of tp, each of which has other tokens
         >>> (fs.ops.vary(scale, "tp", mesh=mesh) * torch.tensor([3.0, 4.0])).sum().backward()
         >>> scale.grad  # summed over tp
@@ -366,7 +369,7 @@ def all_to_all(
 
     Example:
         >>> x_BHTE = torch.zeros(2, 8, 16, 4)  # all heads of this rank's tokens
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     fs.ops.all_to_all(x_BHTE, "cp", split_dim=1, concat_dim=2).shape  # on two ranks: [2, 4, 32, 4]
         torch.Size([2, 8, 16, 4])
     """
@@ -407,7 +410,7 @@ def all_to_all_rows(
 
     Example:
         >>> rows = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     fs.ops.all_to_all_rows(rows, "ep", send=[3], receive=[3])  # a number for each rank
         tensor([[1., 1.],
                 [2., 2.],
@@ -432,7 +435,7 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
         SpecError: a coordinate outside the axis, or one that sends or receives twice.
 
     Example:
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> n = mesh.size()
         >>> with fs.set_mesh(mesh):
         ...     fs.ops.ppermute(torch.arange(3), "dp", [(i, (i + 1) % n) for i in range(n)])  # to the next rank

@@ -65,7 +65,7 @@ def positions(
         BatchError: the length is no multiple of twice the size of the axis.
 
     Example:
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     fs.ops.positions(8)  # on two ranks of cp: [0, 1, 6, 7] and [2, 3, 4, 5]
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
@@ -125,7 +125,7 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
 
     Example:
         >>> batch = {"tokens": torch.tensor([[5, 3, 9, 4]]), "targets": torch.tensor([[3, 9, 4, 1]])}
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     fs.ops.cut_sequence(batch)["tokens"]  # on two ranks of cp: [[5, 4]] and [[3, 9]]
         tensor([[5, 3, 9, 4]])
     """

@@ -37,7 +37,7 @@ def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
     Example:
         >>> def mlp(x, up, down):  # on two ranks of tp: up is [4, 4], down is [4, 4]
         ...     return fs.ops.leave(torch.relu(fs.ops.enter(x) @ up) @ down)
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     mlp(torch.ones(2, 4), torch.ones(4, 8), torch.ones(8, 4)).shape
         torch.Size([2, 4])
     """
@@ -60,7 +60,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
 
     Example:
         >>> x, weight = torch.ones(1, 4), torch.ones(4, 2)  # on two ranks of tp: [1, 2] and [2, 2]
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     fs.ops.leave(x @ weight)
         tensor([[4., 4.]])
     """
@@ -97,7 +97,7 @@ def column_linear(
 
     Example:
         >>> x, q, k = torch.ones(3, 4), torch.ones(8, 4), torch.ones(2, 4)  # on two ranks of tp: q [4, 4], k [1, 4]
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     [y.shape for y in fs.ops.column_linear(x, q, k)]
         [torch.Size([3, 8]), torch.Size([3, 2])]
     """
@@ -126,7 +126,7 @@ def split_parts(
 
     Example:
         >>> qkv = torch.arange(8.0)  # four of q, two of k, two of v
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     fs.ops.split_parts(qkv, (4, 2, 2))
         (tensor([0., 1., 2., 3.]), tensor([4., 5.]), tensor([6., 7.]))
     """
@@ -163,7 +163,7 @@ def row_linear(
 
     Example:
         >>> x, up, down = torch.ones(3, 4), torch.ones(8, 4), torch.ones(8, 4)  # on two ranks of tp: both [4, 4]
-        >>> with fs.set_mesh(fs.make_mesh(device="cpu")):
+        >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     (hidden,) = fs.ops.column_linear(x, up)
         ...     fs.ops.row_linear(hidden.relu(), down).shape
         torch.Size([3, 4])

@@ -121,7 +121,7 @@ def ema_of(opt_state: Tree) -> Tree:
 
     Example:
         >>> opt = fs.optim.chain(fs.adamw(1e-3), fs.optim.ema(0.999))
-        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.state_from(fs.shard({"w": torch.ones(2)}, layout), opt, fs.random.key(0), layout)
         >>> averaged = fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
         >>> fs.unshard(averaged["w"])

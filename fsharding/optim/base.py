@@ -284,9 +284,10 @@ def local_leaves(values: Tree) -> list[Tensor]:
     """The local tensors of a tree, in order.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
-        >>> fs.optim.local_leaves(fs.shard({"w": torch.ones(2)}, layout))
-        [tensor([1., 1.])]
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> (w,) = fs.optim.local_leaves(fs.shard({"w": torch.ones(2)}, layout))
+        >>> type(w).__name__, w.numel() * layout.mesh.size()
+        ('Tensor', 2)
     """
     return [local_of(x) for x in tree.leaves(values)]
 
@@ -295,7 +296,7 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     """A tree sharded as `values`, made of other local tensors.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(2)}, layout)
         >>> doubled = fs.optim.like(params, [2 * x for x in fs.optim.local_leaves(params)])
         >>> fs.unshard(doubled["w"])

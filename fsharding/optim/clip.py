@@ -51,7 +51,7 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
         TreeError: the trees do not match.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> fs.global_norm(fs.shard({"w": torch.tensor([3.0, 4.0])}, layout))
         tensor(5.)
     """

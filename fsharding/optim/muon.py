@@ -115,7 +115,7 @@ def muon(
         >>> groups = {"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}
         >>> opt = fs.optim.multi_transform(groups, fs.optim.label_matrices())
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
         >>> state.opt_state.groups["matrix"].mu["blocks"]["wq"].shape
         torch.Size([2, 8, 8])

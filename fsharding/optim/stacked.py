@@ -144,12 +144,11 @@ def sum_dims(
         float64, on every rank that holds the same range of the other dims.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(2, 3)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2, 3)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> w = fs.shard({"w": torch.ones(2, 3)}, layout)["w"]
-        >>> (rows,) = fs.optim.sum_dims([w.to_local().square()], [w], [(1,)])
-        >>> rows
-        tensor([[3.],
-                [3.]], dtype=torch.float64)
+        >>> (columns,) = fs.optim.sum_dims([w.to_local().square()], [w], [(0,)])  # also over the ranks along this dim
+        >>> columns
+        tensor([[2., 2., 2.]], dtype=torch.float64)
     """
     sums = [x.sum(d, keepdim=True, dtype=torch.float64) if d else x.double() for x, d in zip(terms, dims, strict=True)]
     groups: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}

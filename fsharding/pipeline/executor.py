@@ -102,16 +102,16 @@ def pipeline_grads(
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
         >>> model = fs.models.decoder(config)
         >>> schedule = fs.pipeline.plan_schedule("gpipe", ranks=1, microbatches=2)
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> layout = fs.plan_layout(model, mesh, stages=fs.pipeline.stages_of(model, schedule))
         >>> params = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout).params
-        >>> tokens = torch.zeros(1, 4, dtype=torch.int64)
-        >>> batch = {"tokens": tokens, "targets": tokens}
+        >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
+        >>> batch = fs.local_batch({"tokens": tokens, "targets": tokens}, mesh)
         >>> grads, loss, count = fs.pipeline.pipeline_grads(
         ...     model, schedule, layout, params, [batch, batch], precision=fs.FP32
         ... )
         >>> int(count)
-        8
+        16
     """
     run, known = None, {} if known is None else known
     try:

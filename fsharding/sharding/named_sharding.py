@@ -353,7 +353,7 @@ class Local:
             layers of a pipeline stage, or a share of each part of a `Fused` dim.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
         >>> def loss(params):
         ...     assert isinstance(params["w"], fs.Local)
@@ -562,9 +562,10 @@ def typeof(x: Any) -> LeafType:
         ArgumentError: something without shape or dtype.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
-        >>> print(fs.typeof(fs.shard({"w": torch.ones(4, 2)}, layout)["w"]))
-        float32[4, 2]
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> text = str(fs.typeof(fs.shard({"w": torch.ones(4, 2)}, layout)["w"]))
+        >>> text == ("float32[4@dp, 2]" if layout.mesh.size() > 1 else "float32[4, 2]")
+        True
     """
     if isinstance(x, DTensor):
         return LeafType(tuple(x.shape), x.dtype, sharding_of(x))

@@ -157,7 +157,7 @@ def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
         >>> from fsharding.testing import Home, Leaf, device_mesh
         >>> home = Home(fs.AbstractMesh(("dp",), (1,)), fs.zero(3))
         >>> layout = home.layout({"w": Leaf((4,))}, device_mesh(home.mesh))
-        >>> fs.shard({"w": torch.ones(4)}, layout)["w"].to_local()
+        >>> fs.shard({"w": torch.ones(4)}, layout)["w"].to_local()  # on rank 0, the only one of this mesh
         tensor([1., 1., 1., 1.])
     """
     order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))

@@ -46,7 +46,7 @@ def rank_values(
 
     Example:
         >>> from fsharding.testing import rank_values
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> x = rank_values((2, 3), mesh, seed=1)
         >>> x.shape, x.dtype, torch.equal(x, rank_values((2, 3), mesh, seed=1))
         (torch.Size([2, 3]), torch.float64, True)
@@ -91,7 +91,7 @@ def assert_adjoint(
         ...     return fs.ops.psum(x, "dp", mesh=mesh)
         >>> def vary(x):
         ...     return fs.ops.vary(x, "dp", mesh=mesh)
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> assert_adjoint(psum, vary, rank_values((3,), mesh), mesh=mesh, same_out=("dp",))
     """
     out = op(x)
@@ -141,7 +141,7 @@ def assert_matches_reference(
 
     Example:
         >>> from fsharding.testing import assert_matches_reference
-        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> def doubled(params):
         ...     return fs.tree.map(lambda x: 2 * x, params)
         >>> assert_matches_reference(doubled, doubled, {"w": torch.ones(4, 2)}, shardings=[layout.params])

@@ -82,9 +82,10 @@ def evaluate(
         ...     return fs.Loss(error.square().sum(), error.numel())
         >>> init = lambda key: {"w": fs.random.ones((4,))}
         >>> state, step = fs.setup(init, loss, fs.sgd(0.1), fs.random.key(0))
-        >>> validation = fs.evaluate(loss)(state, {"x": torch.ones(3, 4), "y": torch.zeros(3)})
+        >>> batch = fs.local_batch({"x": torch.ones(6, 4), "y": torch.zeros(6)}, state.layout.mesh)
+        >>> validation = fs.evaluate(loss)(state, batch)
         >>> float(validation.mean), int(validation.count)
-        (16.0, 3)
+        (16.0, 6)
     """
     if isinstance(model, TrainStep):
         mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."

@@ -46,9 +46,10 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
             of twice the size of `cp`; all are listed.
 
     Example:
-        >>> mesh = fs.make_mesh(device="cpu")
-        >>> fs.local_batch({"x": torch.zeros(8, 3)}, mesh)["x"].shape  # one rank reads all 8 rows
-        torch.Size([8, 3])
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
+        >>> batch = fs.local_batch({"x": torch.zeros(8, 3)}, mesh)  # on one rank all 8 rows, on two ranks 4 each
+        >>> len(batch["x"]) * mesh.size()
+        8
     """
     mesh = current_mesh("fs.local_batch") if mesh is None else mesh
     index, count = data_position(mesh)

@@ -414,7 +414,7 @@ def packed(
     Example:
         >>> documents = ["to be", "or not", "to be"]
         >>> data = fs.data.packed(documents, batch_size=2, seq_len=4, tokenizer=lambda text: list(text.encode()), eos=0)
-        >>> batch = fs.local_batch(next(data), fs.make_mesh(device="cpu"))
+        >>> batch = next(data)  # of all ranks; fs.local_batch(batch, mesh) is this rank's part
         >>> {name: x.shape for name, x in batch.items()}, data.state_dict()["step"]
         ({'tokens': torch.Size([2, 4]), 'targets': torch.Size([2, 4])}, 1)
     """

@@ -69,7 +69,7 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         RankError: a rank is gone, or does not call it.
 
     Example:
-        >>> mesh = fs.make_mesh(device="cpu")
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> old, new = (fs.plan_layout({"w": torch.zeros(4)}, mesh, strategy=s) for s in (fs.zero(0), fs.zero(3)))
         >>> state = fs.init_state(lambda key: {"w": fs.random.normal(key, (4,))}, fs.adamw(0.1), fs.random.key(0), old)
         >>> print(fs.reshard(state, new).layout.strategy)
@@ -172,7 +172,7 @@ def shard(values: Tree, layout: Any) -> Tree:
         TreeError: the trees do not match.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
         >>> fs.unshard(params)["w"]
         tensor([0., 1., 2., 3.])
@@ -222,7 +222,7 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
         LayoutError: leaves that are unreduced, or are not in `source`; all of them are listed.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
         >>> fs.unshard(params["w"])
         tensor([0., 1., 2., 3.])
@@ -331,7 +331,7 @@ def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BU
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
         >>> meshes = [fs.AbstractMesh(("dp",), (size,)) for size in (2, 4)]
         >>> old, new = (fs.plan_layout(params, mesh, strategy=fs.zero(3)) for mesh in meshes)
-        >>> print(fs.explain_reshard(old, new))
+        >>> print(fs.explain_reshard(old, new))  # on rank 0
         leaf      type           from                to                  how         sent by rank 0  sent in all
         params.w  float32[8, 4]  P('dp') on {dp: 2}  P('dp') on {dp: 4}  all-to-all              32           96
         1 leaves                                                         1 rounds                32           96

@@ -95,9 +95,10 @@ def setup(
         ...     error = batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]
         ...     return error.square().sum(), error.numel()
         >>> state, step = fs.setup(init, loss_fn, fs.adamw(1e-2), fs.random.key(0))
-        >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 1)})
+        >>> batch = fs.local_batch({"x": torch.ones(6, 4), "y": torch.zeros(6, 1)}, state.layout.mesh)
+        >>> state, metrics = step(state, batch)
         >>> int(state.step), str(state.layout.strategy), int(metrics.weight)
-        (1, 'zero3', 3)
+        (1, 'zero3', 6)
     """
     refuse_module(_NAME, init_or_model)
     check_optimizer(_NAME, opt)

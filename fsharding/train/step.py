@@ -108,7 +108,7 @@ class Metrics(NamedTuple):
         >>> def loss(params, batch):
         ...     w = fs.gather_unit(params)
         ...     return (torch.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]).square().mean()
-        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu"))
         >>> opt = fs.adamw(1e-2)
         >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
         >>> step = fs.make_train_step(loss, opt)
@@ -174,10 +174,10 @@ def model_loss(
     Example:
         >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
         >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
-        >>> batch = {"tokens": tokens, "targets": tokens}
+        >>> batch = fs.local_batch({"tokens": tokens, "targets": tokens}, layout.mesh)
         >>> (loss, count), grads = fs.value_and_grad(fs.model_loss(model))(state.params, batch)
         >>> int(count)
         8
@@ -259,7 +259,7 @@ def make_train_step(
         >>> def loss(params, batch):
         ...     w = fs.gather_unit(params)
         ...     return (torch.tanh(batch["x"] @ w["up"]) @ w["down"] - batch["y"]).square().mean()
-        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu"))
         >>> opt = fs.adamw(1e-2)
         >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
         >>> step = fs.make_train_step(loss, opt, check="next")

@@ -36,7 +36,7 @@ def compare_units(mesh: Mesh) -> Generator[None]:
         RankError: ranks are at different units; both are named, and both lines.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> with fs.compare_units(layout.mesh):
         ...     loss, grads = fs.value_and_grad(lambda p: fs.gather_unit(p)["w"].sum())(params)

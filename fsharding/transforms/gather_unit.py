@@ -88,7 +88,7 @@ def gather_unit(
             unit is let go, its weights were written in place.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
         >>> def loss(params, x):
         ...     return (x @ fs.gather_unit(params)["w"]).sum()
@@ -321,9 +321,10 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         TreeError: the trees do not match.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> fs.unshard(fs.scatter_grads({"w": torch.arange(4.0)}, like=params)["w"])
+        >>> mine = torch.arange(4.0) / layout.mesh.size()  # this rank's term; the terms of all ranks are summed
+        >>> fs.unshard(fs.scatter_grads({"w": mine}, like=params)["w"])
         tensor([0., 1., 2., 3.])
     """
     if _functorch.in_functorch():

@@ -48,7 +48,7 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
         TransformError: a leaf of params is no floating point tensor in flight; all such leaves are listed.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, layout)
         >>> def f(params):
         ...     return fs.gather_unit(params)["w"] ** 2
@@ -107,10 +107,11 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
         A function of the same arguments, with a tree of trees: for leaves of shapes [*V] and [*W] a node [*V, *W].
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, layout)
         >>> def f(params):
-        ...     return (fs.gather_unit(params)["w"] ** 3).sum()
+        ...     # This rank's term; the terms of all ranks are summed.
+        ...     return (fs.gather_unit(params)["w"] ** 3).sum() / layout.mesh.size()
         >>> fs.unshard(fs.shard_map(lambda params: fs.hessian(f)(params)["w"]["w"])(params))
         tensor([[ 6.,  0.],
                 [ 0., 12.]])

@@ -98,7 +98,7 @@ def scan_units(
 
     Example:
         >>> stack = {"w": torch.eye(4).repeat(3, 1, 1)}
-        >>> layout = fs.plan_layout(stack, fs.make_mesh(device="cpu"), names={"w": ("layers", None, None)})
+        >>> layout = fs.plan_layout(stack, fs.make_mesh(dp=-1, device="cpu"), names={"w": ("layers", None, None)})
         >>> def loss(params, x):
         ...     return fs.scan_units(lambda p, x: x @ p["w"], params, x).sum()
         >>> float(fs.value_and_grad(loss)(fs.shard(stack, layout), torch.ones(2, 4))[0])

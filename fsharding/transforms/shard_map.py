@@ -53,9 +53,11 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
             several meshes, or `fn` returns nodes that do not hold what they say.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> grads = fs.shard_map(torch.func.grad(lambda p: fs.gather_unit(p)["w"].square().sum()))(params)
+        >>> def loss(params):  # this rank's term; gradients are sums over all ranks
+        ...     return fs.gather_unit(params)["w"].square().sum() / layout.mesh.size()
+        >>> grads = fs.shard_map(torch.func.grad(loss))(params)
         >>> fs.unshard(grads["w"])
         tensor([2., 2., 2., 2.])
     """

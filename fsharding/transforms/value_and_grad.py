@@ -186,7 +186,7 @@ def value_and_grad(
         TreeError: `grads` or `accumulate` does not match the parameters.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
         >>> def loss(params, x):
         ...     return (x @ fs.gather_unit(params)["w"]).sum()

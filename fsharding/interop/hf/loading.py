@@ -65,13 +65,11 @@ def load(
         LayoutError: the layout is on an abstract mesh.
 
     Example:
-        >>> import tempfile
         >>> recipe = fs.models.presets.recipe("tiny-llama3")
-        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.hf.save(f"{folder}/llama", state, recipe)
-        ...     params = fs.hf.load(saved.path, layout)
+        >>> saved = fs.hf.save("llama", state, recipe)
+        >>> params = fs.hf.load(saved.path, layout)
         >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
         True
     """

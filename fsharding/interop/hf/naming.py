@@ -47,13 +47,11 @@ class Joined(NamedTuple):
             and so on.
 
     Example:
-        >>> import tempfile
-        >>> layout = fs.plan_layout({"qk": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout({"qk": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"qk": torch.ones(4, 2)}, layout)
         >>> names = {"qk": fs.hf.Joined(("q.weight", "k.weight"), dim=-2)}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.hf.save(f"{folder}/out", params, {"model_type": "mine"}, layout, names=names)
-        ...     sorted(fs.checkpoint.open_weights(saved.path).leaves)
+        >>> saved = fs.hf.save("out", params, {"model_type": "mine"}, layout, names=names)
+        >>> sorted(fs.checkpoint.open_weights(saved.path).leaves)
         ['k.weight', 'q.weight']
     """
 

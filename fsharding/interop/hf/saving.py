@@ -71,12 +71,10 @@ class Saved:
         files: bytes of each safetensors file by name.
 
     Example:
-        >>> import tempfile
         >>> recipe = fs.models.presets.recipe("tiny-llama3")
-        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.hf.save(f"{folder}/llama", state, recipe)
+        >>> saved = fs.hf.save("llama", state, recipe)
         >>> saved.tensors, list(saved.files)
         (39, ['model.safetensors'])
     """
@@ -133,13 +131,11 @@ def save(
             codes, or that the disk refuses; nothing is left at the path then.
 
     Example:
-        >>> import tempfile
         >>> recipe = fs.models.presets.recipe("tiny-llama3")
-        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(device="cpu"))
+        >>> layout = fs.plan_layout(recipe.model(), fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(recipe.model(), fs.sgd(0.1), fs.random.key(0), layout)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = fs.hf.save(f"{folder}/llama", state, recipe, dtype=torch.bfloat16)
-        ...     fs.hf.config_of(saved.path) == recipe.config
+        >>> saved = fs.hf.save("llama", state, recipe, dtype=torch.bfloat16)
+        >>> fs.hf.config_of(saved.path) == recipe.config
         True
     """
     check_path(_FUNCTION, "a path, then a TrainState", path, "fs.hf.save(path, state, config)")

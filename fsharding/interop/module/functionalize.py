@@ -56,7 +56,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     Example:
         >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> net = fs.functionalize(module, units=["0", "2"])
-        >>> layout = fs.plan_layout(net, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout(net, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> state = fs.init_state(net, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> def loss(params, x):
         ...     return net(params, x).sum()
@@ -264,7 +264,7 @@ def functionalize(
     Example:
         >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
         >>> net = fs.functionalize(module, units=["0", "2"])
-        >>> layout = fs.plan_layout(net, fs.make_mesh(device="cpu"), strategy=fs.zero(3))
+        >>> layout = fs.plan_layout(net, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> state = fs.init_state(net, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> def loss(params, x):
         ...     return net(params, x).square().mean()
