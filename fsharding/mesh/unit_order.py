@@ -17,7 +17,16 @@ from typing import Any, NamedTuple, TypeVar
 from fsharding.errors import message
 from fsharding.mesh import call_stacks
 
-__all__ = ["DIGEST_BITS", "SAME_CONSTANTS", "Comparison", "Difference", "UnitOrder", "UnlikeRanks", "differences"]
+__all__ = [
+    "DIGEST_BITS",
+    "SAME_CONSTANTS",
+    "SAME_RATES",
+    "Comparison",
+    "Difference",
+    "UnitOrder",
+    "UnlikeRanks",
+    "differences",
+]
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -28,6 +37,8 @@ _KEPT = 1024
 _END = "ends"
 SAME_CONSTANTS = "computes with"
 """The kind of a note about buffers and tensor attributes of a module."""
+SAME_RATES = "was last updated with"
+"""The kind of a note about the learning rates of the update before."""
 
 Site = tuple[str, int]
 """File and line of the user's call."""
@@ -167,6 +178,10 @@ _CONSTANTS = (
     "Build the module from one seed or file on every rank, or send the buffers of one rank to all before"
     " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
 )
+_RATES = (
+    "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from a"
+    " checkpoint of before that update."
+)
 _ROWS = (
     "Ranks along tp and pp read the same rows: take them with fs.local_batch(batch, mesh), or by"
     " fs.data_position(mesh)."
@@ -193,7 +208,9 @@ def differences(
         if rows := _at_first_difference({rank: reports[rank] for rank in ranks}):
             odd, others = rows[0][0], [rank for ranks, _ in rows[1:] for rank in ranks]
             rule = f"does different things on {who(odd)} than on {who(sorted(others))}."
-            mend = _CONSTANTS if all(text.startswith(SAME_CONSTANTS) for _, text in rows) else _ORDER
+            mends = {SAME_CONSTANTS: _CONSTANTS, SAME_RATES: _RATES}
+            kinds = (kind for kind in mends if all(text.startswith(kind) for _, text in rows))
+            mend = mends.get(next(kinds, ""), _ORDER)
             text = message(function, rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)
             return Difference(text, tuple(odd))
     for ranks in _sharing(reports, coordinates, apart=("replica", "dp", "ep", "cp")):

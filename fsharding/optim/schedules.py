@@ -9,7 +9,9 @@ device rounds to the float32 of the one that the host computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -17,12 +19,15 @@ from torch import Tensor
 
 from fsharding.errors import ConfigError, message
 
-__all__ = ["Schedule", "as_schedule", "constant", "linear", "rate_at", "tensor_schedule", "warmup_cosine"]
+__all__ = [
+    "Schedule", "as_schedule", "constant", "linear", "noting_rates", "rate_at", "tensor_schedule", "warmup_cosine",
+]  # fmt: skip
 
 Schedule: TypeAlias = Callable[[int], float]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TAKES_TENSORS = "takes_tensors"
+_noted: ContextVar[list[float] | None] = ContextVar("noted rates", default=None)
 
 
 def tensor_schedule(rate: _Function) -> _Function:
@@ -65,7 +70,29 @@ def rate_at(schedule: Schedule, count: Tensor) -> float | Tensor:
     if getattr(schedule, _TAKES_TENSORS, False):
         of_tensor: Callable[[Tensor], Any] = schedule  # pyright: ignore[reportAssignmentType]
         return of_tensor(count.double())
-    return schedule(int(count))
+    rate, noted = schedule(int(count)), _noted.get()
+    if noted is not None and not isinstance(rate, Tensor):  # Comparing a tensor would read the device.
+        noted.append(rate)
+    return rate
+
+
+@contextmanager
+def noting_rates() -> Generator[list[float]]:
+    """Collect the rates that the host computes in the block, in order.
+
+    Example:
+        >>> from fsharding.optim import schedules
+        >>> with schedules.noting_rates() as rates:
+        ...     _ = schedules.rate_at(lambda count: 0.1 * count, torch.tensor(2))
+        >>> rates
+        [0.2]
+    """
+    rates: list[float] = []
+    token = _noted.set(rates)
+    try:
+        yield rates
+    finally:
+        _noted.reset(token)
 
 
 def constant(value: float) -> Schedule:

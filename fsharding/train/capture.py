@@ -227,7 +227,7 @@ def _kind(x: Any) -> str:
 
 def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: Tensor) -> _Recorded:
     """A step on static memory, whose new state is copied to where the old one was."""
-    agreement = step.agreement(static, batch, bit)
+    agreement = step.agreement(plan, static, batch, bit)
     verdict = step.judge(plan, static, batch, agreement)
     recorded = _recorded(verdict, agreement.stops(verdict.loss.device), static.step, static.layout.mesh)
     after = step.update(plan, static.replace(), verdict, verdict.finite)

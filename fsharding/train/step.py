@@ -33,12 +33,13 @@ from fsharding.errors import (
 from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone
 from fsharding.mesh.failures import naming_lost, unlike_ranks
-from fsharding.mesh.unit_order import UnitOrder
+from fsharding.mesh.unit_order import SAME_RATES, UnitOrder
 from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
 from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
+from fsharding.optim.schedules import noting_rates
 from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
@@ -301,6 +302,7 @@ class StepPlan:
         messages: shapes of the pipeline's activations, learnt in the first step.
         buffers: memory of whole gradients, used again by the next step.
         first: the checks of the first step; None afterwards.
+        rates: of the last update on this mesh.
         check: of states in this layout; None after the step was called with another layout.
     """
 
@@ -311,6 +313,7 @@ class StepPlan:
     messages: Messages = field(default_factory=Messages)
     buffers: Pool = field(default_factory=Pool)
     first: FirstCall | None = None
+    rates: Sequence[float] = ()
     check: StateCheck | None = None
 
     def release(self) -> None:
@@ -460,7 +463,7 @@ class TrainStep:
     @public("train step")
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         plan, number, mesh = self.plan_of(state, batch), state.step, state.layout.mesh
-        agreement = self.agreement(state, batch)
+        agreement = self.agreement(plan, state, batch)
         first = None if plan.first is None else FirstStep(agreement, mesh, batch)
         verdict = self.judge(plan, state, batch, agreement)
         if first is not None:
@@ -484,10 +487,11 @@ class TrainStep:
             metrics.verdict = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
         return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
 
-    def agreement(self, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
-        """What the ranks of a step agree on: stopping, the units and the key, and rows along `SAME_ROWS`.
+    def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
+        """What the ranks of a step agree on: stopping, units, key, the last update's rates, and rows along `SAME_ROWS`.
 
         Args:
+            plan: of `plan_of`.
             state: in its layout.
             batch: this rank's part.
             bit: as in `StepAgreement`.
@@ -502,6 +506,8 @@ class TrainStep:
             if not (_compat.is_fake(key) or _compat.makes_fakes()):
                 seed = key.numpy().tobytes()
                 result.order.note("uses the key", seed, lambda: str(key.tolist()), None)
+            if rates := tuple(plan.rates):
+                result.order.note(SAME_RATES, rates, lambda: f"rates {', '.join(map(str, rates))}", None)
         return result
 
     def judge(self, plan: StepPlan, state: TrainState, batch: Tree, agreement: StepAgreement) -> Verdict:
@@ -539,7 +545,7 @@ class TrainStep:
             counts: whether the step counts (bool, 0-d); where it is false the state stays as it was. None counts.
         """
         layout, loss_scale = state.layout, state.loss_scale
-        with _compat.region("optimizer"):
+        with _compat.region("optimizer"), noting_rates() as plan.rates:
             main, opt_state = self._optimize(state, verdict, counts)
         if self._donate:
             state = state.donate()
@@ -606,7 +612,7 @@ class TrainStep:
                 plan.first = FirstCall("train step", layout.mesh)
                 _refuse_other_state(self._opt, state)
                 self._plans.append(plan)
-            plan.check = StateCheck(layout)
+            plan.check, plan.rates = StateCheck(layout), ()  # The ranks of another mesh had no update together.
         assert plan.check is not None
         plan.check("train step", state)
         for other in self._plans:

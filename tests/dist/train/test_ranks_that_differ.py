@@ -23,7 +23,8 @@ class Case(NamedTuple):
     """A run of two ranks in which rank 1 differs from a step on.
 
     Attributes:
-        what: that differs: "nothing", the "order" of units, a unit that is "dropped", "rows", the "key" or a "rate".
+        what: that differs: "nothing", the "order" of units, a unit that is "dropped", "rows", the "key", a "rate" or
+            what a "schedule" returns.
         axis: of the mesh, along which the ranks are.
         strategy: its name.
         when: the step.
@@ -70,6 +71,9 @@ def run(case):
         return forward(lambda name: fs.gather_unit(params[name]), names, batch["x"])
 
     rate = 0.2 if odd and case.what == "rate" else 0.1
+    if case.what == "schedule":
+        when = case.when
+        rate = lambda count: 0.2 if torch.distributed.get_rank() == 1 and count >= when else 0.1  # noqa: E731
     key = fs.random.key(1 if odd and case.what == "key" and case.when == 0 else 0)
     losses: list[float] = []
     try:
@@ -146,6 +150,19 @@ def test_with_next_the_error_comes_a_call_later_and_the_state_stays():
     assert (kind, "gathers c" in text, "gathers b" in text) == ("RankError", True, True) and step in (1, 2)
 
 
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_other_rates_are_told_by_the_step_after(strategy):
+    kind, step, text = refused(Case("schedule", strategy=strategy, when=1))
+    assert (kind, step) == ("RankError", 2)
+    assert text == (
+        "train step does different things on rank 1 (dp=1) than on rank 0 (dp=0).\n"
+        "  rank 1 (dp=1): was last updated with rates 0.2, entry 2 of the call\n"
+        "  rank 0 (dp=0): was last updated with rates 0.1, entry 2 of the call\n"
+        "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from"
+        " a checkpoint of before that update."
+    )
+
+
 class Hang(NamedTuple):
     """What each rank says of a later step in which rank 1 gathers one unit less."""
 
@@ -185,7 +202,7 @@ def test_a_later_step_that_hangs_names_the_units():
 
 CASES = st.builds(
     Case,
-    what=st.sampled_from(["order", "rows", "nothing", "key", "rate"]),
+    what=st.sampled_from(["order", "rows", "nothing", "key", "rate", "schedule"]),
     axis=st.sampled_from(["dp", "tp", "replica"]),
     strategy=st.sampled_from(["zero0", "zero1", "zero2", "zero3"]),
     when=st.integers(0, STEPS - 1),
@@ -203,12 +220,13 @@ def test_ranks_that_differ_compute_what_one_process_does_or_all_raise(case):
         "rows": case.axis == "tp",  # other ranks may have their rows in any order
         "key": True,
         "rate": True,
+        "schedule": case.when < STEPS - 1,  # an update is compared by the step after it
     }.get(case.what, False)
     assert results[0] == results[1]
     if differs:
         kind, step, _ = results[0]
         # With "next" the host looks at the end of a step, or in the next one.
-        first = 0 if case.what == "rate" else case.when
+        first = {"rate": 0, "schedule": case.when + 1}.get(case.what, case.when)
         assert kind in ("RankError", "ConfigError") and first <= step <= first + (case.check == "next")
     else:
         assert results[0] == pytest.approx(alone(), rel=1e-5)
