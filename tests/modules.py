@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from fsharding.interop.module.hf_tables import Parts
 
 VOCAB = 13
 UNITS = ("embed", "layers.*", ("norm", "head"))
@@ -70,3 +73,17 @@ class Shared(nn.Module):
         for wide, back in zip(self.wide, self.back, strict=True):
             x = x + back(torch.relu(wide(x)))
         return x
+
+
+def net_parts():
+    """The parts of a `Net` without `heat`, for `fs.model_from`."""
+
+    def loss(module, x, batch):
+        logits = module.head(module.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"), logits[
+            ..., 0
+        ].numel()
+
+    return Parts(
+        lambda module, batch: module.embed(batch["tokens"]), lambda module, layer, x: layer(x, shift=0.1)[0], loss
+    )

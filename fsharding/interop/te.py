@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsharding import _functorch, formats, tree
+from fsharding import _compat, _functorch, formats, tree
 from fsharding.errors import ConfigError, TransformError, TreeError, message
 from fsharding.formats import Blocks
 from fsharding.interop.module import functionalize as modules
@@ -158,6 +158,7 @@ class TeModule(PureModule):
             mend = "Make the recipe with reduce_amax=True: the state is one value for all ranks."
             raise ConfigError(message(_FUNCTION, f"got a recipe of one rank on the mesh {abstract(mesh)}.", mend=mend))
 
+    @_compat.outside_of_graphs
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls the module with these parameters, and its state, under its recipe.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fsharding import tree
+from fsharding import _compat, tree
 from fsharding.checkpoint.name_map import ModuleNames, Rows
 from fsharding.errors import ConfigError, FshardingError, TransformError, message
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
@@ -145,6 +145,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         check_experts(self.anatomy, mesh, rules, self.config)
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
+    @_compat.outside_of_graphs
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls the module with these parameters; on a rank, with its part of the batch.
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fsharding import ops, tree
+from fsharding import _compat, ops, tree
 from fsharding.errors import ConfigError, TransformError, message
 from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.experts import check_experts
@@ -241,6 +241,7 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
     """A part as a function of its parameters."""
     bare = Bare(engine.module, fn)
 
+    @_compat.outside_of_graphs
     def run(params: Tree, *args: Any) -> Any:
         weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
         weights |= {f"inner.{name}": params[name] for name in places.tied}

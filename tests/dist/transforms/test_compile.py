@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fsharding as fs
 from fsharding.testing import run_ranks
 from tests.helpers import full, token_batch
+from tests.modules import UNITS, VOCAB, Net
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=4, kv_heads=2, hidden=24))
 
@@ -50,3 +52,42 @@ def test_compiled_steps_have_the_losses_of_eager_ones(axes, what, backend):
     assert eager[1] < eager[0]
     torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
     assert count > 0
+
+
+def module_losses(axes, backend):
+    """The losses of a module by torch on one process, and of eager and compiled steps; how many graphs there were."""
+    torch.manual_seed(0)
+    module, opt, steps = Net(), fs.sgd(0.1), 3
+    batch = token_batch(0, vocab=VOCAB)
+    net = fs.functionalize(module, UNITS)
+    mesh = fs.make_mesh(**axes, device="cpu")
+    layout = fs.plan_layout(net, mesh)
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend(backend)
+
+    def loss(params, batch):
+        logits = net(params, batch["tokens"])["logits"].flatten(0, 1)
+        return F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum"), batch["targets"].numel()
+
+    found = []
+    for each in (loss, torch.compile(loss, backend=graphs)):
+        state, step = fs.init_state(net, opt, fs.random.key(0), layout), fs.make_train_step(each, opt)
+        for _ in range(steps):
+            state, metrics = step(state, fs.local_batch(batch, mesh))
+            found.append(metrics.loss.item())
+    sgd, want = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for _ in range(steps):
+        value = F.cross_entropy(module(batch["tokens"])["logits"].flatten(0, 1), batch["targets"].flatten())
+        sgd.zero_grad()
+        value.backward()
+        sgd.step()
+        want.append(value.item())
+    return want, found[:steps], found[steps:], graphs.frame_count
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_losses_of_modules_are_right_on_two_ranks(backend):
+    for want, eager, compiled, count in run_ranks(module_losses, 2, {"dp": 2}, backend):
+        assert compiled == eager
+        torch.testing.assert_close(compiled, want, rtol=1e-5, atol=1e-5)
+        assert count == 1

@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
-from fsharding.interop.module.hf_tables import Parts
 from fsharding.interop.module.layers import layer_roles
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.modules import UNITS, VOCAB, Net, Shared
+from tests.modules import UNITS, VOCAB, Net, Shared, net_parts
 
 TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
 KEY = fs.random.key(0)
@@ -662,18 +661,6 @@ def test_what_cannot_work_is_refused_in_one_error(case):
     with pytest.raises(FshardingError) as caught:
         run()
     assert type(caught.value) is kind and str(caught.value) == text.strip()
-
-
-def net_parts():
-    def loss(module, x, batch):
-        logits = module.head(module.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"), logits[
-            ..., 0
-        ].numel()
-
-    return Parts(
-        lambda module, batch: module.embed(batch["tokens"]), lambda module, layer, x: layer(x, shift=0.1)[0], loss
-    )
 
 
 def test_a_module_in_stages_is_a_model_with_its_leaves_by_part():
