@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -451,3 +453,13 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     text = refusal(hf.save, tmp_path / "out", params_of(layout), CONFIGS["llama"], kind=CheckpointError)
     assert text == "fs.hf.save failed.\n  OSError: [Errno 28] No space left on device"
     assert os.listdir(tmp_path) == []
+
+
+def test_the_changelog_names_the_families_that_there_are():
+    text = (Path(__file__).resolve().parents[3] / "CHANGELOG.md").read_text(encoding="utf-8")
+    (names,) = re.findall(
+        r"families of Hugging Face, read and written: ([\w, ]+) as modules, and all but (?:[\w, ]+) as decoders", text
+    )
+    assert set(re.split(r", | and ", names)) == set(fs.hf.families.FAMILIES)
+    (rest,) = re.findall(r"as modules, and all but ([\w, ]+) as decoders", text)
+    assert set(re.split(r", | and ", rest)) == set(fs.hf.families.FAMILIES) - set(FAMILIES)
