@@ -55,6 +55,9 @@ def on_cpu():
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
         stack.enter_context(mock.patch("torch.cuda.synchronize"))
         stack.enter_context(mock.patch("torch.cuda.current_stream"))
+        # In torch 2.15 the properties of a saved tensor have strides, which Megatron Core 0.16.1 gives to torch.empty.
+        empty = torch.empty
+        stack.enter_context(mock.patch("torch.empty", lambda *size, strides=None, **how: empty(*size, **how)))
         # Its states are of CUDA's generators; without dropout none is drawn from.
         fork = mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext())
         stack.enter_context(fork)

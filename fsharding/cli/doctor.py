@@ -120,7 +120,8 @@ def _show(findings: Iterable[Finding]) -> None:
 def _machine() -> Iterator[Finding]:
     """Rows that do not depend on ranks."""
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
-    yield from (Finding(name, metadata.version(name)) for name in ("torch", "optree", "fsharding"))
+    yield Finding("torch", f"{torch.__version__}, {_build()}")
+    yield from (Finding(name, metadata.version(name)) for name in ("optree", "fsharding"))
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}, {socket.gethostname()}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", f"{cores} of {os.cpu_count()}")
@@ -148,6 +149,13 @@ def _meminfo(name: str) -> int:
     file = Path("/proc/meminfo")
     lines = file.read_text().splitlines() if file.is_file() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _build() -> str:
+    """What the installed torch was built for; the version alone need not show it."""
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip} build"
+    return f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
 
 
 def _devices() -> Iterator[Finding]:

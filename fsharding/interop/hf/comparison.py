@@ -54,6 +54,11 @@ class ModuleConfig:
     kind: Any
     generation: Mapping[str, Any] | None
 
+    @property
+    def family(self) -> str | None:
+        """The `model_type`."""
+        return self.entries.get("model_type")
+
 
 def config_of_module(module: nn.Module) -> ModuleConfig | None:
     """The config of a module of transformers, or of one that has a config of the same form; None for any other."""

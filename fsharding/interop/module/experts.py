@@ -7,7 +7,6 @@ Law: a mesh with `ep` never gathers all experts of a module without an error.
 from __future__ import annotations
 
 from fsharding.errors import ConfigError, message
-from fsharding.interop.hf.comparison import ModuleConfig
 from fsharding.interop.hf.config_tables import FAMILIES
 from fsharding.interop.module.structure import Anatomy
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -17,7 +16,7 @@ from fsharding.sharding.partition_spec import AxisRules
 __all__ = ["check_experts"]
 
 
-def check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, config: ModuleConfig | None) -> None:
+def check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, family: str | None) -> None:
     """Refuse a mesh whose `ep` would leave all experts of a module on every rank.
 
     Rules without an axis for experts say that every rank has all of them, so they are accepted.
@@ -32,11 +31,10 @@ def check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, config: Module
         return
     ep, dp = shape.axis_size("ep"), shape.axis_size("dp")
     rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in leaves]
-    kind = config.entries.get("model_type") if config is not None else None
     mend = f"Use ep=1, and dp={ep * dp} for these ranks: the module's own forward takes all experts."
-    if kind in [*FAMILIES]:
+    if family in [*FAMILIES]:
         mend = (
-            f"For experts over ep, read the weights of this {kind} into a decoder: "
+            f"For experts over ep, read the weights of this {family} into a decoder: "
             "model = fs.models.decoder(fs.hf.config_of(folder)), then fs.hf.load(folder, layout). Or use ep=1."
         )
     rule = f"cannot shard the experts of this module over ep={ep}: every rank would gather all of them."

@@ -142,7 +142,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
                 `dummy_inputs`, as models of Hugging Face have them, is tried with the shapes that `tp` leaves a rank.
                 Experts over `ep`: the module's forward takes all of them.
         """
-        check_experts(self.anatomy, mesh, rules, self.config)
+        check_experts(self.anatomy, mesh, rules, self.config.family if self.config is not None else None)
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     @_compat.outside_of_graphs

@@ -117,7 +117,10 @@ def test_doctor_says_how_ranks_talk_and_that_nobody_else_reaches_them():
     assert {"python", "torch", "optree", "fsharding", "cores", "memory", "devices", "backends", "open files"} <= {
         *found
     }
-    assert found["torch"]["value"] == torch.__version__ and found["two local ranks"]["value"] == "run"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    assert (
+        found["torch"]["value"] == f"{torch.__version__}, {build} build" and found["two local ranks"]["value"] == "run"
+    )
     sockets = {name: row["value"] for name, row in found.items() if name.startswith("listening on ")}
     assert any(value.startswith("rank 1") for value in sockets.values())
     assert all(value.endswith("for this machine only") for value in sockets.values()), sockets

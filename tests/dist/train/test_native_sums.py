@@ -4,6 +4,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fsharding as fs
@@ -72,6 +73,43 @@ def test_native_sums_train_as_ordered_ones(name, ranks, precision):
     assert ordered[2]["all_reduce"] == ordered[2]["reduce_scatter"] == 0
     for sent, expected in (native[3], ordered[3]):
         assert sent == expected
+
+
+def sum_of_two(strategy, axes, microbatches, **how):
+    """The gradient of a weight of which rank 0 has 1 to add and rank 1 has 2**-9, in each microbatch."""
+    mesh = mesh_of(axes)
+    layout = fs.plan_layout({"w": torch.zeros(4, 2)}, mesh, strategy=strategy, precision=replace(fs.BF16, **how))
+    state = fs.init_state(lambda key: {"w": torch.zeros(4, 2)}, fs.sgd(1.0), fs.random.key(0), layout)
+    term = 1.0 if dist.get_rank() == 0 else 2.0**-9
+
+    def loss_fn(params, batch):
+        return (fs.gather_unit(params)["w"] * batch[0]).sum(), 1
+
+    step = fs.make_train_step(loss_fn, fs.sgd(1.0), microbatches=microbatches)
+    after, _ = step(state, torch.full((microbatches,), term))
+    main = after.main if after.main is not None else fs.main_params(after.params, layout)
+    return float(-2 * fs.unshard(main)["w"][0, 0])
+
+
+def sums_of_two():
+    result = {}
+    for name, (strategy, axes) in PLACES.items():
+        for microbatches in (1, 2):
+            result |= {
+                (name, microbatches, "native", "bfloat16"): sum_of_two(strategy, axes, microbatches, reduce=torch.bfloat16, sums="native"),
+                (name, microbatches, "native", None): sum_of_two(strategy, axes, microbatches, sums="native"),
+                (name, microbatches, "ordered", "bfloat16"): sum_of_two(strategy, axes, microbatches, reduce=torch.bfloat16, sums="ordered"),
+            }  # fmt: skip
+    return result
+
+
+def test_native_sums_are_in_the_dtype_of_reduce():
+    """bfloat16 has 8 bits: there 1 + 2**-9 is 1. Ordered sums widen the terms first."""
+    narrow = float(torch.tensor(1.0).bfloat16() + torch.tensor(2.0**-9).bfloat16())
+    exact = 1 + 2**-9
+    assert narrow == 1
+    for found in run_ranks(sums_of_two, 2):
+        assert found == {key: narrow if key[2:] == ("native", "bfloat16") else exact for key in found}
 
 
 def test_who_sums_is_a_value():
