@@ -24,6 +24,7 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.strategy import HFSDP, HSDP, Strategy, hybrid, parse_strategy, zero
 from fsharding.testing import run_ranks
 from fsharding.train import data
+from fsharding.train.buffers import sync_buffers
 from fsharding.train.capture import capture
 from fsharding.train.decoder_traffic import expected_traffic
 from fsharding.train.evaluate import evaluate
@@ -128,6 +129,7 @@ __all__ = [
     "stack_units",
     "state_bytes",
     "state_from",
+    "sync_buffers",
     "te",
     "tree",
     "typeof",

@@ -82,6 +82,11 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "maml.py": [r"^zero\(3\): meta-gradients are float32\[32@dp, 32\], meta-loss", "learn to learn alike$"],
     "mlp.py": [r"^zero0: +\d+ bytes of state a rank", r"^zero3: +\d+ bytes of state a rank", "equal in every bit$"],
+    "batch_norm.py": [
+        r"^zero3: losses 0\.\d{4} .*, held out 0\.\d{4}$",
+        r"^batches that the statistics have seen: 30$",
+        r"plain torch, and equal in every bit under both strategies$",
+    ],
     "own_module.py": [
         r"^5 units, 13 leaves$",
         r"^zero3: +\d+ bytes of state a rank, losses 2\.\d+",

@@ -23,9 +23,10 @@ from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.foreign_weights import SAFETENSORS
 from fsharding.checkpoint.fsdp2 import Settings, Taken, plan_fsdp2
-from fsharding.checkpoint.name_map import Names, Part, constants_of, naming, our_box, parts, unknown
+from fsharding.checkpoint.name_map import Names, Part, naming, our_box, parts, unknown, written_constants
 from fsharding.checkpoint.reader import LeafInfo, Source, open_source
 from fsharding.checkpoint.safetensors_layout import INDEX, index_text, tensor_files
+from fsharding.checkpoint.state_leaves import BUFFERS
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.comm.redistribute import in_buckets
 from fsharding.errors import CheckpointError, message
@@ -105,7 +106,8 @@ def export(
         target: what to make; nothing may be there yet.
         format: which of the three.
         names: what our leaves are called there; as in `load_weights`, so that one table serves both. Those of a
-            functionalized module (`net.sources`) bring its persistent buffers along.
+            functionalized module (`net.sources`) bring its persistent buffers along, as the checkpoint has them where
+            the forward writes them.
         what: "params" for the main parameters, under the paths of the layout; "all" for every leaf, under the paths of
             the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`; "fsdp2" (in "dcp" alone) for
             all that `dcp.load` asks for to fill `{"model": m, "optim": o}`, where m and o are what torch's
@@ -175,12 +177,20 @@ def _plan(
         if format == "safetensors" and part.name == RESERVED:
             rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
         items[part.name] = _Item(path, part, dtype)
-    for name, buffer in constants_of(names).items():
-        rows += [f"{name}: a leaf and a buffer of the module"] if f"{prefix}{name}" in items else []
-        if format == "safetensors" and buffer.dtype not in SAFETENSORS.values():
-            rows.append(f"{name}: safetensors has no {buffer.dtype}")
-        part = Part(f"{prefix}{name}", (), tuple(buffer.shape), transposed=False)
-        items[part.name] = _Item(name, part, buffer.dtype, buffer.cpu())
+    saved = {path.removeprefix(BUFFERS): path for path in leaves.leaves if path.startswith(BUFFERS)}
+    constants, missing = written_constants(names, saved)
+    rows += [f"{row} in the checkpoint" for row in missing]
+    for name, value in constants.items():
+        if isinstance(value, str):
+            shape, dtype = leaves.leaves[value]
+            item = _Item(value, Part(f"{prefix}{name}", (), shape, transposed=False), dtype)
+        else:
+            part = Part(f"{prefix}{name}", (), tuple(value.shape), transposed=False)
+            item = _Item(name, part, value.dtype, value.cpu())
+        rows += [f"{name}: a leaf and a buffer of the module"] if item.part.name in items else []
+        if format == "safetensors" and item.dtype not in SAFETENSORS.values():
+            rows.append(f"{name}: safetensors has no {item.dtype}")
+        items[item.part.name] = item
     if rows:
         mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
         if what == "fsdp2":

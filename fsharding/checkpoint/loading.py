@@ -26,7 +26,7 @@ from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
-from fsharding.checkpoint.state_leaves import Want, device_of, leaves_in, main_wants, saved_sharding, staged
+from fsharding.checkpoint.state_leaves import BUFFERS, Want, device_of, leaves_in, main_wants, saved_sharding, staged
 from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
@@ -247,6 +247,9 @@ def _wanted_leaves(
     if layout.precision.loss_scale is not None and "loss_scale.scale" in manifest.tree:
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
+    for path, saved in manifest.tree.items():
+        if path.startswith(BUFFERS):
+            wanted[path] = Want(saved.shape, getattr(torch, saved.dtype), None, device_of(layout, function))
     of_opt = {path: manifest.tree[path] for path in moments if path.startswith("opt_state") and path in manifest.tree}
     return {**wanted, **{path: _by_path(path, saved, layout, function) for path, saved in of_opt.items()}}
 
@@ -420,5 +423,6 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
         loss_scale=scale,
         key=read["key"],
         layout=layout,
+        buffers={path.removeprefix(BUFFERS): x for path, x in read.items() if path.startswith(BUFFERS)},
     )
     return sealed(state)

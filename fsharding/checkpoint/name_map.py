@@ -34,6 +34,7 @@ __all__ = [
     "our_box",
     "parts",
     "unknown",
+    "written_constants",
 ]
 
 
@@ -95,6 +96,7 @@ class ModuleNames(dict[str, Any]):
         names: Mapping[str, Any],
         constants: Mapping[str, Tensor],
         aliases: Mapping[str, tuple[str, ...]],
+        written: Mapping[str, str],
     ) -> None:
         """Names of a module.
 
@@ -102,15 +104,30 @@ class ModuleNames(dict[str, Any]):
             names: by our path.
             constants: persistent buffers, by their name in the module.
             aliases: every name of a tied parameter, in the order of the module, by each of them.
+            written: the names in `state.buffers` of constants that the forward writes; `constants` has first values.
         """
         super().__init__(names)
         self.constants: Mapping[str, Tensor] = constants
         self.aliases: Mapping[str, tuple[str, ...]] = aliases
+        self.written: Mapping[str, str] = written
 
 
 def constants_of(names: object) -> Mapping[str, Tensor]:
     """The tensors of a state dict that are no leaves, where names of a module are given."""
     return names.constants if isinstance(names, ModuleNames) else {}
+
+
+def written_constants(names: object, buffers: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The constants to write, with the values of a state where the forward writes them; a row for each that is missing.
+
+    Args:
+        names: of a module, or any.
+        buffers: of the state, by name.
+    """
+    written = names.written if isinstance(names, ModuleNames) else {}
+    result = {name: buffers.get(written.get(name, ""), ours) for name, ours in constants_of(names).items()}
+    rows = [f"{name} is written by the forward, and not given" for name, own in written.items() if own not in buffers]
+    return result, rows
 
 
 def aliases_of(names: object, name: str) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from fsharding.train.state import TrainState, main_of
 from fsharding.tree import Tree
 
 __all__ = [
+    "BUFFERS",
     "Shards",
     "StateLeaf",
     "Want",
@@ -46,6 +47,9 @@ __all__ = [
     "shards_of",
     "staged",
 ]
+
+BUFFERS = "buffers."
+"""The beginning of the paths of buffers; the rest, dots included, is the name."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ def leaves_beside(state: TrainState) -> dict[str, StateLeaf]:
 
 
 def _beside(state: TrainState) -> Tree:
-    return {"step": state.step, "key": state.key, "opt_state": state.opt_state, "loss_scale": state.loss_scale}
+    names = ("step", "key", "opt_state", "loss_scale", "buffers")
+    return {name: getattr(state, name) for name in names}
 
 
 def leaves_in(values: Tree, layout: Layout) -> dict[str, StateLeaf]:

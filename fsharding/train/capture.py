@@ -251,7 +251,7 @@ def _copy_state(static: TrainState, state: TrainState, function: str) -> None:
 
 def _fields(state: TrainState) -> dict[str, Any]:
     """All of a state that a step computes with. The key is the host's alone, and the same from step to step."""
-    return {name: getattr(state, name) for name in ("step", "params", "main", "opt_state", "loss_scale")}
+    return {name: getattr(state, name) for name in ("step", "params", "main", "opt_state", "loss_scale", "buffers")}
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

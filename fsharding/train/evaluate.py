@@ -55,7 +55,8 @@ def evaluate(
 
     Args:
         model: a loss function `(params, batch) -> (sum, count)`, or a `Model`. A loss function with a parameter `key`
-            gets None, so that `fs.random.dropout` changes nothing.
+            gets None, so that `fs.random.dropout` changes nothing. One with a parameter `buffers` gets those of the
+            state, and functionalized modules that it gives them to run in eval mode, with running statistics.
         microbatches: equal pieces of this rank's batch, computed one after the other.
         schedule: as in `make_train_step`; only its forwards run.
         precision: dtypes of compute and wire; by default those of the state, float32 for parameters alone.
@@ -67,7 +68,7 @@ def evaluate(
 
     Raises:
         ArgumentError: no `Model` and no function of two arguments. From the function: on a mesh with `pp`, parameters
-            without their state.
+            without their state, or for a loss function that takes buffers.
         ConfigError: a number of microbatches below 1, or `has_aux` with a `Model`. From the function: a `Model` on an
             axis that it does not compute over.
         ScheduleError: from the function: a loss function that is no `Model` on a mesh with `pp`.
@@ -98,7 +99,7 @@ def evaluate(
         raise ConfigError(message(_NAME, "got has_aux with a Model, which returns no aux.", mend=mend))
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigError(message(_NAME, f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
-    loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux).without_key
+    loss_fn = LossFunction.of(_NAME, model_loss(model) if is_model else model, has_aux=has_aux)
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
     @public(_NAME)
@@ -120,12 +121,17 @@ def evaluate(
             return pipeline.loss(state.layout, values, pieces, dtypes, key)
         if is_model and state is not None:
             refuse_model(_NAME, model, state.layout)
+        if loss_fn.takes_buffers and state is None:
+            rule = "got parameters alone for a loss function that takes buffers."
+            mend = "Give the whole state, which has them: fs.evaluate(loss_fn)(state, batch)."
+            raise ArgumentError(message(_NAME, rule, mend=mend))
+        fn = loss_fn.bound({} if state is None else loss_fn.buffers(state))
         losses: list[Loss] = []
         auxes: list[Any] = []
         for piece in pieces:
-            loss, aux = global_loss(loss_fn, values, (piece,), has_aux=has_aux, precision=dtypes, key=key)
+            loss, beside = global_loss(fn, values, (piece,), has_aux=True, precision=dtypes, key=key)
             losses.append(loss)
-            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
         counts = [torch.as_tensor(x.count) for x in losses]
         total = Loss(torch.stack([x.sum for x in losses]).sum(), torch.stack(counts).sum())
         return (total, tuple(auxes)) if has_aux else total

@@ -1,78 +1,164 @@
-"""A loss function as a step calls it: with a random key where it takes one, and a loss that is scaled.
+"""A loss function as a step calls it: with a random key and buffers where it takes them, and a loss that is scaled.
 
-In: the function of a user. Out: functions of parameters and batch alone.
-Law: where there is no key, as in evaluation, a function gets None for one.
+In: the function of a user. Out: functions of parameters and batch alone, which return `(loss, (aux, buffers))`.
+Laws: where there is no key, as in evaluation, a function gets None for one. Buffers that come out have the names,
+shapes and dtypes of those that went in, and memory of their own.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from fsharding import tree
+from fsharding.errors import TransformError, listed, message
 from fsharding.precision import scaled_loss
+from fsharding.public import kind_of
 from fsharding.random import fold_in
-from fsharding.train.state import TrainState
+from fsharding.sharding.leaf_plan import kind_text
+from fsharding.train.state import Buffers, TrainState
+from fsharding.transforms.value_and_grad import Loss
 from fsharding.tree import Tree
 
-__all__ = ["LossFunction"]
+__all__ = ["Beside", "LossFunction", "scaled"]
+
+
+class Beside(NamedTuple):
+    """The results of a loss function beside its loss.
+
+    Attributes:
+        aux: with `has_aux`, else None.
+        buffers: the new ones; {} for a function that takes none.
+    """
+
+    aux: Any
+    buffers: Buffers
 
 
 class LossFunction(NamedTuple):
     """A loss function, and how a step calls it.
 
     Attributes:
-        loss_fn: `(params, batch) -> loss`, or with `has_aux` `-> (loss, aux)`.
+        function: the public function, for errors.
+        loss_fn: `(params, batch, **keywords) -> result`, as the user wrote it.
         takes_key: whether it has a parameter `key`, which it is given by name.
-        has_aux: whether it returns aux.
+        takes_buffers: whether it has a parameter `buffers`; then it returns `(loss, buffers)`.
+        has_aux: whether it returns aux as its last result.
+        signature: without key and buffers; None where it is not known.
     """
 
+    function: str
     loss_fn: Callable[..., Any]
     takes_key: bool
+    takes_buffers: bool
     has_aux: bool
+    signature: inspect.Signature | None
 
     @classmethod
-    def of(cls, loss_fn: Callable[..., Any], *, has_aux: bool) -> LossFunction:
+    def of(cls, function: str, loss_fn: Callable[..., Any], *, has_aux: bool) -> LossFunction:
         """Looks at the function's parameters."""
-        return cls(loss_fn, _takes_key(loss_fn), has_aux)
-
-    @property
-    def without_key(self) -> Callable[[Tree, Tree], Any]:
-        """The function of parameters and batch alone; its key is None."""
-        if not self.takes_key:
-            return self.loss_fn
-        return functools.wraps(self.loss_fn, updated=())(functools.partial(self.loss_fn, key=None))
+        try:
+            signature = inspect.signature(loss_fn)
+        except (TypeError, ValueError):  # a callable without a signature
+            return cls(function, loss_fn, False, False, has_aux, None)
+        takes = {name for name in ("key", "buffers") if _is_asked(signature.parameters.get(name))}
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in takes]
+        bound = signature.replace(parameters=kept)
+        return cls(function, loss_fn, "key" in takes, "buffers" in takes, has_aux, bound)
 
     def key(self, state: TrainState) -> Tensor | None:
         """The random key of a step; None for a function that takes none."""
         return fold_in(state.key, state.step) if self.takes_key else None
 
-    def scaled(self, scale: Tensor | None, key: Tensor | None) -> Callable[[Tree, Tree], Any]:
-        """The function of parameters and batch whose loss is `scale` times the loss, or with None the loss itself."""
-        keywords = {} if key is None else {"key": key}
+    @property
+    def results(self) -> str:
+        """What the function returns, in words."""
+        return ", ".join(["loss", *(["buffers"] * self.takes_buffers), *(["aux"] * self.has_aux)])
 
-        @functools.wraps(self.loss_fn, updated=())  # for errors that say what its arguments are called
+    def buffers(self, state: TrainState) -> Buffers:
+        """The buffers that the function writes: all of the state's, or none."""
+        return state.buffers if self.takes_buffers else {}
+
+    def bound(self, buffers: Buffers, key: Tensor | None = None) -> Callable[[Tree, Tree], Any]:
+        """The function of parameters and batch whose result is `(loss, Beside)`.
+
+        Args:
+            buffers: that it is given; it gets copies, which it may write.
+            key: that it is given.
+        """
+
         def run(values: Tree, microbatch: Tree) -> Any:
-            result = self.loss_fn(values, microbatch, **keywords)
-            if self.has_aux:
-                # value_and_grad refuses another shape.
-                pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
-                return (_times(result[0], scale), result[1]) if pair else result
-            return _times(result, scale)
+            given: dict[str, Any] = {"key": key} if self.takes_key else {}
+            given |= {"buffers": tree.map(torch.clone, buffers)} if self.takes_buffers else {}
+            return self._apart(self.loss_fn(values, microbatch, **given), buffers)
 
+        functools.update_wrapper(run, self.loss_fn, updated=())  # for errors that say what its arguments are called
+        if self.signature is not None:
+            vars(run)["__signature__"] = self.signature
         return run
 
+    def _apart(self, result: Any, before: Buffers) -> tuple[Any, Beside]:
+        """Take the result of the function apart."""
+        count = 1 + self.takes_buffers + self.has_aux
+        if count == 1:
+            return result, Beside(None, {})
+        parts = cast("tuple[Any, ...]", result)
+        if not isinstance(result, tuple) or isinstance(result, Loss) or len(parts) != count:
+            mend = f"Return ({self.results})"
+            mend += ", or leave has_aux out." if self.has_aux else "; loss may be (sum, weight)."
+            rule = f"needs ({self.results}); got {_results_text(result)}."
+            raise TransformError(message(self.function, rule, mend=mend))
+        buffers = self._checked(parts[1], before) if self.takes_buffers else {}
+        return parts[0], Beside(parts[-1] if self.has_aux else None, buffers)
 
-def _takes_key(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function asks for a random key: it has a parameter of that name without a value."""
-    try:
-        asked = inspect.signature(loss_fn).parameters.get("key")
-    except (TypeError, ValueError):  # a callable without a signature
-        return False
-    return asked is not None and asked.default in (inspect.Parameter.empty, None)
+    def _checked(self, buffers: Any, before: Buffers) -> Buffers:
+        """New buffers without history and in memory of their own: they may be views of what is freed after the call."""
+        if not isinstance(buffers, Mapping):
+            mend = "Return the buffers that net(params, x, buffers=buffers) returns, or a dict of tensors by name."
+            rule = f"needs ({self.results}), with buffers as a dict; got {kind_of(buffers)}."
+            raise TransformError(message(self.function, rule, mend=mend))
+        after = cast("Mapping[Any, Any]", buffers)
+        rows = [f"buffers.{name} is missing" for name in before if name not in after]
+        rows += [f"buffers.{name} is new" for name in after if name not in before]
+        for name, old in before.items():
+            now = after.get(name, old)
+            plain = isinstance(now, Tensor) and not isinstance(now, DTensor)
+            if not plain or (now.shape, now.dtype, now.device) != (old.shape, old.dtype, old.device):
+                rows.append(f"buffers.{name} is {kind_of(now)}; before it was {kind_text(old)} on {old.device}")
+        if rows:
+            rule = "has a loss function that returns other buffers than it was given."
+            mend = f"Return a tensor of the same shape and dtype for each of {listed([*before])}."
+            raise TransformError(message(self.function, rule, rows, mend))
+        return {name: after[name].detach().clone() for name in before}
+
+
+def _is_asked(parameter: inspect.Parameter | None) -> bool:
+    """Whether a step fills a parameter in: it is there, without a value of its own."""
+    return parameter is not None and parameter.default in (inspect.Parameter.empty, None)
+
+
+def scaled(fn: Callable[[Tree, Tree], Any], scale: Tensor | None) -> Callable[[Tree, Tree], Any]:
+    """A function that returns `(loss, Beside)`, with the loss times a scale; None is 1."""
+
+    @functools.wraps(fn, updated=())
+    def run(values: Tree, microbatch: Tree) -> Any:
+        loss, beside = fn(values, microbatch)
+        return _times(loss, scale), beside
+
+    return run
+
+
+def _results_text(x: Any) -> str:
+    """Describes a result, for an error."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_results_text, cast('tuple[Any, ...]', x)))})"
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _times(loss: Any, scale: Tensor | None) -> Any:

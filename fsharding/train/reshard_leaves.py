@@ -182,6 +182,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     check_state(_FUNCTION, state)
     parameters = _parameters(old, layout, state)
     rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
+    rest["buffers"] = state.buffers
     scaled = layout.precision.loss_scale is not None
     if scaled and state.loss_scale is not None:
         rest["loss_scale"] = state.loss_scale
@@ -189,6 +190,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
     others = [_other(path, x, old, layout, ranks) for path, x in zip(tree.paths(rest), flat, strict=True)]
     moved = [*(m for pair in parameters for m in pair if m is not None), *others]
+    device = getattr(layout.mesh, "device_type", "cpu")
 
     def rebuild(values: Sequence[Tensor]) -> TrainState:
         placed = iter([_placed(m, x) for m, x in zip(moved, values, strict=True)])
@@ -203,6 +205,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
             loss_scale=scale if scaled else None,
             key=fields["key"],
             layout=layout,
+            buffers=tree.map(lambda x: x.to(device), fields["buffers"]),
         )
 
     return moved, rebuild

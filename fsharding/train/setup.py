@@ -24,7 +24,7 @@ from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
 from fsharding.sharding.strategy import Strategy
 from fsharding.sharding.strategy_names import StrategyName
-from fsharding.train.state import TrainState, init_state
+from fsharding.train.state import Buffers, TrainState, init_state
 from fsharding.train.step import Check, TrainStep, make_train_step
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy
@@ -56,6 +56,7 @@ def setup(
     has_aux: bool = False,
     check: Check | None = None,
     prefetch: int = 1,
+    buffers: Buffers | None = None,
 ) -> tuple[TrainState, TrainStep]:
     """Makes the first state of a run and its train step.
 
@@ -79,6 +80,7 @@ def setup(
         has_aux: the loss function returns aux.
         check: when a step that is not finite raises.
         prefetch: how many units are gathered ahead.
+        buffers: as in `init_state`.
 
     Returns:
         (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
@@ -121,7 +123,7 @@ def setup(
         init_or_model if loss_fn is None else loss_fn, opt, microbatches=microbatches, schedule=schedule, donate=donate,
         policy=policy, has_aux=has_aux, check=check, prefetch=prefetch,
     )  # fmt: skip
-    return init_state(model, opt, key, layout), step
+    return init_state(model, opt, key, layout, buffers=buffers), step
 
 
 def _model(given: Any) -> tuple[Any, Any]:

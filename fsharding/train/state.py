@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,16 @@ from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import Precision, ScaleState
-from fsharding.public import Immutable, check_function, check_optimizer, is_optimizer, missing_name, public, refuse
+from fsharding.public import (
+    Immutable,
+    check_function,
+    check_optimizer,
+    is_optimizer,
+    kind_of,
+    missing_name,
+    public,
+    refuse,
+)
 from fsharding.random import Draw
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -42,6 +51,7 @@ from fsharding.transforms.weight_formats import roundings_of_copies
 from fsharding.tree import Tree
 
 __all__ = [
+    "Buffers",
     "TrainState",
     "constants_of",
     "donated_if_written",
@@ -57,6 +67,10 @@ __all__ = [
     "state_bytes",
     "state_from",
 ]
+
+
+Buffers: TypeAlias = Mapping[str, Tensor]
+"""Tensors by name."""
 
 
 @dataclass(init=False, repr=False)
@@ -75,6 +89,8 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         key: random key (int64[2], on the CPU), the same from step to step; a step folds its number in, and hands the
             result to a loss function that asks for a key.
         layout: where all of it lives.
+        buffers: what the forward writes, such as running statistics: plain tensors by name, the same on every rank, on
+            the device of the mesh; {} for a model that writes none. `layout.memory()` does not count them.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -90,6 +106,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
     loss_scale: ScaleState | None
     key: Tensor
     layout: Layout
+    buffers: Buffers = field(default_factory=dict)
 
     def __init__(
         self,
@@ -100,10 +117,10 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         loss_scale: ScaleState | None,
         key: Tensor,
         layout: Layout,
+        buffers: Buffers | None = None,
     ) -> None:
-        vars(self).update(
-            step=step, params=params, main=main, opt_state=opt_state, loss_scale=loss_scale, key=key, layout=layout
-        )
+        values = (step, params, main, opt_state, loss_scale, key, layout, {} if buffers is None else buffers)
+        vars(self).update(zip(_FIELDS, values, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles contain: no seal, since tensors made from them count their changes from zero."""
@@ -125,6 +142,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         if "layout" not in vars(self):
             return "TrainState(donated)"
         layout, parts = self.layout, {"params": self.params, "main": self.main, "opt_state": self.opt_state}
+        parts |= {"buffers": self.buffers or None}
         parameters = sum(math.prod(leaf.shape) for leaf in layout.leaves)
         sizes = [f"{name} {state_bytes(part):,}" for name, part in parts.items() if part is not None]
         rows = [
@@ -173,13 +191,13 @@ _ELSEWHERE = {
 """Attributes that a state does not have, by the names that other libraries give them."""
 
 _FIELDS = tuple(f.name for f in fields(TrainState))
-STATE_FIELDS = _FIELDS[:-1]
+STATE_FIELDS = tuple(name for name in _FIELDS if name != "layout")
 """The fields of a state that have leaves, in the order of its leaves."""
 
 tree.register_node(
     TrainState,
     lambda s: ([getattr(s, name) for name in STATE_FIELDS], s.layout, STATE_FIELDS),
-    lambda layout, children: TrainState(*children, layout=layout),
+    lambda layout, children: TrainState(**dict(zip(STATE_FIELDS, children, strict=True)), layout=layout),
     fields=True,
 )
 
@@ -313,7 +331,9 @@ def _slice(draw: Any, box: Box) -> Tensor:
 
 
 @public("fs.init_state")
-def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
+def init_state(
+    model: Any, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
+) -> TrainState:
     """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
 
     Args:
@@ -321,6 +341,8 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         opt: the optimizer.
         key: random key.
         layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
+        buffers: first values of `state.buffers`, the same on every rank: tensors by name. By default those that the
+            forward of a functionalized module writes, as the module has them.
 
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
@@ -350,7 +372,10 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
         init_key, run_key = random.split(key).unbind(0)
         draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
         _refuse_shared_draws(draws)
-        _refuse_other_draws(draws, constants_of(model), run_key, layout)
+        first = _first_buffers("fs.init_state", getattr(model, "init_buffers", dict)() if buffers is None else buffers)
+        named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
+        named |= {f"buffers.{name}": x for name, x in {**constants_of(model), **first}.items()}
+        _refuse_other_draws("fs.init_state", named, run_key, layout)
         run_key = run_key.clone()
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
@@ -360,7 +385,31 @@ def init_state(model: Any, opt: GradientTransformation, key: Tensor, layout: Lay
     trained = main if main is not None else _slices(params, layout)
     opt_state = _first_moments(opt, trained, layout)
     scale = layout.precision.init_scale()
-    return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout))
+    return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout, _placed(first, layout)))
+
+
+def _first_buffers(function: str, buffers: Any) -> Buffers:
+    """Refuse first values of buffers that are no plain tensors by name."""
+    if not isinstance(buffers, Mapping):
+        raise refuse(function, "buffers= as tensors by name", buffers, "Give a dict: {'mean': torch.zeros(4)}.")
+    odd = [
+        f"{name!r} is {kind_of(x)}"
+        for name, x in buffers.items()
+        if not isinstance(name, str) or not isinstance(x, Tensor) or isinstance(x, DTensor)
+    ]
+    if odd:
+        mend = "Give a flat dict of plain tensors, the same on every rank: {'mean': torch.zeros(4)}."
+        raise ArgumentError(message(function, "takes buffers as plain tensors by name.", odd, mend))
+    return buffers
+
+
+def _placed(buffers: Buffers, layout: Layout) -> Buffers:
+    """First values of buffers in memory of the state's own, on the device of the mesh."""
+    assert isinstance(layout.mesh, DeviceMesh)
+    device = layout.mesh.device_type
+    if _compat.makes_fakes():
+        return {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in buffers.items()}
+    return {name: x.detach().to(device, copy=True) for name, x in buffers.items()}
 
 
 def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
@@ -399,20 +448,19 @@ _SAME_BUFFERS = (
 )
 
 
-def _refuse_other_draws(draws: Tree, constants: Mapping[str, Tensor], key: Tensor, layout: Layout) -> None:
+def _refuse_other_draws(function: str, named: Mapping[str, Any], key: Tensor, layout: Layout) -> None:
     """Refuse ranks that would start from other values, or compute with other buffers."""
     if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
         return
-    named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
-    named |= {f"buffers.{name}": x for name, x in constants.items() if not (x.is_meta or _compat.is_fake(x))}
-    facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in named.items()}
+    known = {path: x for path, x in named.items() if not isinstance(x, Tensor) or not (x.is_meta or _compat.is_fake(x))}
+    facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in known.items()}
     ranks, device = everyone(layout.mesh), layout.mesh.device_type
     ask = meet if ranks.size == world_size() else None
-    with naming_lost("fs.init_state", layout.mesh):
+    with naming_lost(function, layout.mesh):
         answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     different = {name for own in answers.values() for name in own if len({it.get(name) for it in answers.values()}) > 1}
     mend = _SAME_BUFFERS if all(name.startswith("buffers.") for name in different) else _SAME_DRAWS
-    refuse_differences("fs.init_state", answers, "got other first values on different ranks.", mend)
+    refuse_differences(function, answers, "got other first values on different ranks.", mend)
 
 
 def _told(x: Any) -> str:
@@ -423,7 +471,9 @@ def _told(x: Any) -> str:
 
 
 @public("fs.state_from")
-def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout) -> TrainState:
+def state_from(
+    params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
+) -> TrainState:
     """The first state of a run that starts from given parameters, such as `checkpoint.load_weights` reads. Collective.
 
     Args:
@@ -432,9 +482,11 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
         opt: the optimizer.
         key: random key; the steps of the run draw what those of `init_state` with this key would draw.
         layout: where everything goes.
+        buffers: first values of `state.buffers`, the same on every rank, such as `net.init_buffers()`; by default none.
 
     Raises:
         ArgumentError: an argument of another kind, or a key and a layout that are swapped.
+        ConfigError: on every rank: ranks have different buffers; all are listed.
         LayoutError: parameters of other shapes or dtypes; all of them are listed.
         TreeError: another tree.
 
@@ -454,11 +506,16 @@ def state_from(params: Tree, opt: GradientTransformation, key: Tensor, layout: L
     )
     check_main("fs.state_from", main, params, layout)
     step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
+    first = _first_buffers("fs.state_from", {} if buffers is None else buffers)
+    if buffers is not None:
+        named = {f"buffers.{name}": x for name, x in first.items()}
+        _refuse_other_draws("fs.state_from", named, run_key, layout)
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept
     opt_state = _first_moments(opt, trained, layout)
-    return sealed(TrainState(step, computed, kept, opt_state, layout.precision.init_scale(), run_key, layout))
+    scale = layout.precision.init_scale()
+    return sealed(TrainState(step, computed, kept, opt_state, scale, run_key, layout, _placed(first, layout)))
 
 
 @public("fs.main_params")

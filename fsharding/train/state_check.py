@@ -7,8 +7,8 @@ Law: a step, a save and a reshard begin with it. Leaves that were seen before co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class StateCheck:
         """
         rows = _numbers(state)
         mends = [_NUMBERS] if rows else []
-        for field, find in (("params", _params), ("main", _main), ("opt_state", _moments)):
+        for field, find in (("params", _params), ("main", _main), ("opt_state", _moments), ("buffers", _buffers)):
             values = getattr(state, field)
             leaves, structure = tree.flatten(values)
             glances = [_compat.glance(x) for x in leaves]
@@ -78,6 +78,7 @@ _MENDS = {
     " DTensors.",
     "main": "Bring main parameters there: fs.shard(main, state.layout.main) for whole ones, fs.reshard for DTensors.",
     "opt_state": "Bring moments there: fs.shard(moments, state.layout.main) for whole ones, fs.reshard for DTensors.",
+    "buffers": "Keep buffers as a flat dict of plain tensors on the device of the mesh, the same on every rank.",
 }
 
 
@@ -207,6 +208,19 @@ def _moments(function: str, values: Tree, layout: Layout) -> list[str]:
         elif isinstance(x, DTensor):
             result += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
     return result
+
+
+def _buffers(function: str, values: Any, layout: Layout) -> list[str]:
+    if not isinstance(values, Mapping):
+        return [f"buffers is {_kind(values)}"]
+    device = getattr(layout.mesh, "device_type", "cpu")
+    named = cast("Mapping[Any, Any]", values).items()
+    odd = [
+        (name, x)
+        for name, x in named
+        if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.device.type not in (device, "meta")
+    ]
+    return [f"buffers.{name} is {_kind(x)}" + (f" on {x.device}" if isinstance(x, Tensor) else "") for name, x in odd]
 
 
 def _objection(path: str, x: Any, want: Want) -> Sequence[str]:

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -58,11 +59,13 @@ from fsharding.public import (
 from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import local_of
+from fsharding.train.buffers import sync_buffers
 from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
-from fsharding.train.loss_function import LossFunction
+from fsharding.train.loss_function import LossFunction, scaled
 from fsharding.train.microbatches import split_batch
 from fsharding.train.row_hashes import hash_of_all, hash_rows
 from fsharding.train.state import (
+    Buffers,
     TrainState,
     donated_if_written,
     main_of,
@@ -213,7 +216,9 @@ def make_train_step(
     Args:
         model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`. One with a parameter `key` gets a
             random key, int64[2]: the state's, with the numbers of step and microbatch folded in. It is the same on
-            every rank; `fs.random.fold_in(key, fs.data_position(mesh)[0])` is this rank's own.
+            every rank; `fs.random.fold_in(key, fs.data_position(mesh)[0])` is this rank's own. One with a parameter
+            `buffers` gets `state.buffers`, and returns `((sum, weight), buffers)`: microbatches hand them on in order,
+            and the next state has those of the first rank of the mesh, as with torch's DDP; see `fs.sync_buffers`.
         opt: the optimizer.
         microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
         schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
@@ -221,7 +226,8 @@ def make_train_step(
         precision: dtypes of compute and wire; by default the layout's.
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
         policy: what the blocks of a `Model` keep for backward.
-        has_aux: the loss function returns `((sum, weight), aux)`; aux, any tree, comes back in the metrics.
+        has_aux: the loss function returns `((sum, weight), aux)`, or `((sum, weight), buffers, aux)`; aux, any tree,
+            comes back in the metrics.
         check: when a step that is not finite raises. "now": the step reads one number of the device, before it updates,
             and raises; the default on the CPU. "next": the step reads nothing, and masks its update; the error comes
             from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the default
@@ -336,12 +342,14 @@ class Sums(NamedTuple):
         loss: times the loss scale (float32, 0-d).
         weight: number of tokens (float32, 0-d).
         aux: of each microbatch, on this rank.
+        buffers: after the last microbatch, the same on every rank; {} for a loss function that takes none.
     """
 
     grads: Tree
     loss: Tensor
     weight: Tensor
     aux: tuple[Any, ...] = ()
+    buffers: Buffers = MappingProxyType({})
 
 
 class Verdict(NamedTuple):
@@ -429,7 +437,7 @@ class TrainStep:
         self._policy = policy
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=policy) if self._is_model else model
-        self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
+        self._loss_fn = LossFunction.of("train step", loss_fn, has_aux=has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
         self._settings |= {"check": str(check), "prefetch": str(prefetch)}
@@ -557,12 +565,15 @@ class TrainStep:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the least scale leaves the row of good steps as it was, too.
             loss_scale = where_finite(None if counts is None else verdict.code < REFUSED, after_scale, loss_scale)
+        written = {name: x for name, x in state.buffers.items() if name in verdict.sums.buffers}
+        buffers = {**state.buffers, **where_finite(counts, {**verdict.sums.buffers}, written)}
         return state.replace(
             step=step_after,
             params=params,
             main=main if state.main is not None else None,
             opt_state=opt_state,
             loss_scale=loss_scale,
+            buffers=buffers,
         )
 
     def prepare(self, layout: Layout) -> StepPlan:
@@ -657,10 +668,8 @@ class TrainStep:
         agreement: StepAgreement,
     ) -> Sums:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
-        layout, has_aux = state.layout, self._loss_fn.has_aux
-        key, loss_fn = self._loss_fn.key(state), self._loss_fn
-        if plan.first is not None:
-            loss_fn = loss_fn._replace(loss_fn=plan.first.watched(loss_fn.loss_fn, has_aux=has_aux))
+        layout, loss_fn = state.layout, self._loss_fn
+        key, buffers = loss_fn.key(state), loss_fn.buffers(state)
         rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
@@ -668,12 +677,13 @@ class TrainStep:
         auxes: list[Any] = []
         for i, microbatch in enumerate(microbatches):
             last = i + 1 == len(microbatches)
-            result, grads = loss_and_grads(
-                loss_fn.scaled(loss_scale, fold_in(key, i) if key is not None else None),
+            fn = loss_fn.bound(buffers, fold_in(key, i) if key is not None else None)
+            ((loss, weight), beside), grads = loss_and_grads(
+                scaled(fn if plan.first is None else plan.first.watched(fn, has_aux=True), loss_scale),
                 state.params,
                 (microbatch,),
                 grads,
-                has_aux=has_aux,
+                has_aux=True,
                 grads=layout.main if last else layout.grads,
                 precision=plan.precision,
                 mean=False,
@@ -684,13 +694,12 @@ class TrainStep:
                 microbatch=i,
                 first=plan.first,
             )
-            if has_aux:
-                result, aux = result
-                auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
-            loss, weight = result
+            buffers = beside.buffers
+            auxes += [tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux)] * loss_fn.has_aux
             losses.append(loss)
             weights.append(weight)
-        return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes))
+        buffers = sync_buffers(buffers, layout.mesh)
+        return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes), buffers)
 
     def _optimize(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
         """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""

@@ -55,7 +55,7 @@ from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, Uni
 from fsharding.transforms.weight_formats import WeightFormats
 
 __all__ = [
-    "GatherContext", "activate", "check_depth", "current_context", "prefetch_depth", "without_context",
+    "GatherContext", "activate", "check_depth", "current_context", "is_evaluating", "prefetch_depth", "without_context",
 ]  # fmt: skip
 
 _ALIGN = 64
@@ -156,11 +156,13 @@ class GatherContext:
         formats: of leaves that travel in low precision.
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
         cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
+        evaluates: whether the call is one of `evaluate`.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
         depth: the same.
         cast: the same.
+        evaluates: the same.
         reducer: of the gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -185,7 +187,9 @@ class GatherContext:
         formats: WeightFormats | None = None,
         depth: int = 1,
         cast: torch.dtype | None = None,
+        evaluates: bool = False,
     ) -> None:
+        self.evaluates = evaluates
         self.paths, self._targets, self._compute, self._formats = paths, targets, compute, formats
         self.depth, self.cast = depth, cast
         self._row_targets = [
@@ -708,6 +712,12 @@ def prefetch_depth() -> int:
     """How many units the innermost `value_and_grad` gathers ahead; 0 where no context could keep them."""
     context = current_context()
     return 0 if context is None else context.depth
+
+
+def is_evaluating() -> bool:
+    """Whether this is inside of a loss function that `evaluate` calls."""
+    context = current_context()
+    return context is not None and context.evaluates
 
 
 def check_depth(function: str, prefetch: Any) -> None:

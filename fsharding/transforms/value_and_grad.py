@@ -312,7 +312,7 @@ def global_loss(
     """
     spec = tree.flatten(params)[1]
     frozen = tree.unflatten(spec, [None] * spec.num_leaves)
-    tape = Tape(params, frozen, None, precision, function="fs.evaluate", key=key)
+    tape = Tape(params, frozen, None, precision, function="fs.evaluate", key=key, evaluates=True)
     try:
         with naming_lost("fs.evaluate", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux, "fs.evaluate")
@@ -343,6 +343,7 @@ class Tape:
         layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
         once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
             differentiated; by default the one that `forward` is given.
+        evaluates: whether the call is one of `evaluate`.
         prefetch: as in `value_and_grad`.
 
     Attributes:
@@ -376,6 +377,7 @@ class Tape:
         layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
         once_for: tuple[Callable[..., Any], Hashable] | None = None,
         prefetch: int = 1,
+        evaluates: bool = False,
     ) -> None:
         _refuse_transforms(params, function)
         self._once_for = once_for
@@ -420,6 +422,7 @@ class Tape:
             formats=formats,
             depth=prefetch,
             cast=precision.activation_dtype or precision.params,
+            evaluates=evaluates,
         )
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:

@@ -895,7 +895,7 @@ MISTAKES = {
     "a state that is unpacked": (
         ArgumentError,
         "TrainState is neither a dict nor a tuple, got [0].\n"
-        "Its fields are step, params, main, opt_state, loss_scale, key, layout.",
+        "Its fields are step, params, main, opt_state, loss_scale, key, layout, buffers.",
         lambda at: (lambda params, opt_state: None)(*at.state),
     ),
     "load without a layout": (

@@ -78,6 +78,23 @@ def in_place(params, batch):
     return head["weight"].sum()
 
 
+class Counting(torch.nn.BatchNorm1d):
+    """A norm in eval mode that counts its calls."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.eval()
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def run_module(module):
+    return fs.functionalize(module, ())({"weight": torch.ones(4), "bias": torch.zeros(4)}, torch.ones(3, 4))
+
+
 def at_rest(at):
     state = fs.init_state(init, at.opt, at.key, at.layout)
     with torch.no_grad():
@@ -185,6 +202,8 @@ MISTAKES = {
     "`fs.plan_layout(init, mesh)`": lambda at: fs.plan_layout(init, at.mesh),
     "`fs.init_state(init, opt, 0, layout)`": lambda at: fs.init_state(init, at.opt, 0, at.layout),
     "`torch.Generator` for a key": lambda at: fs.random.normal(torch.Generator(), (2, 2)),
+    "`net(params, x)` of a module with batch norms in train mode": lambda at: run_module(torch.nn.BatchNorm1d(4)),
+    "a forward that writes a buffer of its own": lambda at: run_module(Counting()),
     "`fs.functionalize(module)` of one whose blocks it does not know": lambda at: fs.functionalize(
         torch.nn.Sequential(torch.nn.Linear(4, 3))
     ),

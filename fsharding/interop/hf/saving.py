@@ -31,7 +31,7 @@ from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blo
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.foreign_weights import SAFETENSORS
-from fsharding.checkpoint.name_map import constants_of
+from fsharding.checkpoint.name_map import written_constants
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
 from fsharding.checkpoint.save_plan import shares
@@ -52,7 +52,7 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import RESERVED
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, hides_owners, local_of, sharding_of
-from fsharding.train.state import TrainState, main_of
+from fsharding.train.state import Buffers, TrainState, main_of
 from fsharding.train.state_check import check_state
 from fsharding.tree import Tree
 
@@ -111,7 +111,8 @@ def save(
             and `quantization_config` always describe the files that are written.
         layout: of the parameters. It is needed where a leaf is assigned, by stages or parts, or `Joined`.
         names: where each leaf goes; by default `fs.hf.names_of` for the decoder of the config. Those of a
-            functionalized module (`net.files`, `net.sources`) bring its persistent buffers along.
+            functionalized module (`net.files`, `net.sources`) bring its persistent buffers along, with the values of
+            the state where its forward writes them.
         dtype: of the floating point leaves there; by default their own. Buffers keep theirs.
         format: of the weights of blocks there, such as `fs.formats.E4M3_128x128`: codes of float8 in the place of
             `X.weight`, and `X.weight_scale_inv` with a float32 for each block, as DeepSeek-V3 is published; the
@@ -298,8 +299,9 @@ def _plan(
         raise CheckpointError(message(_FUNCTION, f"got a format that {why}, which files do not have.", mend=mend))
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+    buffers: Buffers = {}
     if isinstance(params, TrainState):
-        layout, params = params.layout, stored_params(params)
+        layout, params, buffers = params.layout, stored_params(params), params.buffers
     config = config if isinstance(config, Mapping) else decoder_config(config, _FUNCTION)
     entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
     made_of = None if layout is None else layout.config
@@ -343,7 +345,9 @@ def _plan(
             if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, own)).dtype) != own:
                 rows.append(f"{leaf}: {piece.name} would be both {own} and {other}: give dtype=")
     kinds = {str(info.dtype).removeprefix("torch.") for name, info in tensors.items() if name not in coded}
-    for name, buffer in constants_of(names).items():
+    constants, missing = written_constants(names, buffers)
+    rows += [f"{row}: give the whole state" for row in missing]
+    for name, buffer in constants.items():
         rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
         rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
         leaves[name] = staged(tuple(buffer.shape), None, buffer)

@@ -9,14 +9,14 @@ and let go, the next ones on their way. Law: outputs and gradients are those of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from fsharding import _compat, tree
-from fsharding.checkpoint.name_map import ModuleNames, Rows
-from fsharding.errors import ConfigError, FshardingError, TransformError, message
+from fsharding.checkpoint.name_map import ModuleNames, Rows, written_constants
+from fsharding.errors import ConfigError, message
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
 from fsharding.interop.module.experts import check_experts
@@ -28,6 +28,7 @@ from fsharding.interop.module.problems import FUNCTION, check_module
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import check_axes
+from fsharding.interop.module.written_buffers import check_buffers, written_buffers
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.public import Immutable, public, refuse
 from fsharding.sharding.partition_spec import AxisRules
@@ -84,6 +85,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         reset: Reset | None,
         policy: Policy,
         cast_inputs: bool = True,
+        written: Sequence[str] = (),
     ) -> None:
         """Made by `functionalize`."""
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
@@ -93,9 +95,10 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         self._order: list[int] = order
         by_path = layer_roles(module, roles)
         self._tried = functools.cache(functools.partial(unfit_roles, module, by_path.roles))
-        self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, reset))
+        self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, reset), written=written)
         self._engine.open()
-        in_module = ModuleNames(sources, self._engine.persistent(), _aliases(module))
+        own = self._engine.persistent(), _aliases(module), self._engine.written_as()
+        in_module = ModuleNames(sources, *own)
         named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
         vars(self).update(
             anatomy=anatomy,
@@ -103,7 +106,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             frozen=tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable),
             roles=by_path,
             sources=in_module,
-            files=ModuleNames(named, in_module.constants, in_module.aliases),
+            files=ModuleNames(named, *own),
             config=config_of_module(module),
         )
 
@@ -122,8 +125,18 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         """
         return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._reset))
 
+    def init_buffers(self) -> dict[str, Tensor]:
+        """First values of the buffers that the forward writes, as the module has them; `init_state` takes them.
+
+        Example:
+            >>> net = fs.functionalize(torch.nn.BatchNorm1d(2), ())
+            >>> net.init_buffers()["running_var"]
+            tensor([1., 1.])
+        """
+        return {name: x.detach().clone() for name, x in self._engine.first_buffers().items()}
+
     def constants(self) -> dict[str, Tensor]:
-        """The buffers and other tensors of the module that are no parameters, by name.
+        """The buffers and other tensors of the module that are no parameters and stay as they are, by name.
 
         `init_state` and every collective call compare them between ranks, since no rank sends its own to another.
 
@@ -146,7 +159,14 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     @_compat.outside_of_graphs
-    def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        params: Tree,
+        *args: Any,
+        random_key: Tensor | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Calls the module with these parameters; on a rank, with its part of the batch.
 
         Args:
@@ -155,35 +175,52 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             random_key: of what the forward draws, such as dropout masks (int64[2]). The same key gives the same masks
                 on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
                 ranks of `tp` between a column and its row, so another mesh gives other ones.
+            buffers: values of buffers of the module, by name: those that its forward writes, and any others. They stay
+                as they are. Under `fs.evaluate` the module then runs in eval mode.
             **kwargs: of the module's forward.
 
+        Returns:
+            What the forward returns; with `buffers` a pair of that and the new buffers, without history.
+
         Raises:
-            TransformError: the forward changes tensors of the module, draws without a key, or uses weights of a unit
-                outside of it; all are listed.
+            TransformError: the forward writes buffers that are not given, changes other tensors of the module, draws
+                without a key, or uses weights of a unit outside of it; all are listed.
             TreeError: the parameters are another module's.
         """
         leaves, cast = self._leaves(params), self._cast_inputs
-        return Run(self._engine, self._policy, leaves, random_key, cast_inputs=cast).forward(args, kwargs)
+        run = Run(self._engine, self._policy, leaves, random_key, buffers, cast_inputs=cast)
+        result = run.forward(args, kwargs)
+        return result if buffers is None else (result, run.buffers)
 
     @property
     def running(self) -> nn.Module:
         """The copy of the module that is called, whose parameters are put in for each call."""
         return self._engine.module
 
-    def state_dict(self, params: Tree) -> dict[str, Tensor]:
+    def state_dict(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
 
         Args:
             params: whole plain tensors, as `fs.unshard` gives them.
+            buffers: `state.buffers`, for a module whose forward writes some.
 
         Returns:
             Every name of every parameter, those of blocks as views of their stacks; and the buffers that a state dict
-            of the module has, which are constants.
+            of the module has.
+
+        Raises:
+            ConfigError: the forward writes buffers that are not given; all are listed.
         """
         leaves = self._leaves(params)
         weights = (weight for unit in self.anatomy.units for weight in unit.weights)
         named = {w.name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row] for w in weights}
-        return named | self._engine.persistent()
+        constants, missing = written_constants(self.sources, buffers or {})
+        if missing:
+            mend = "Give those of the state: net.state_dict(params, state.buffers)."
+            raise ConfigError(
+                message("PureModule.state_dict", "needs the buffers that the forward writes.", missing, mend)
+            )
+        return named | constants
 
     def _leaves(self, params: Tree) -> list[Any]:
         """The values at the leaves, in the order of the anatomy."""
@@ -225,13 +262,15 @@ def functionalize(
     reset: Reset | None = None,
     policy: Policy = policies.save_except_gathered,
     cast_inputs: bool = True,
+    buffers: str | Sequence[str] = (),
 ) -> PureModule:
     """Makes a pure function of its parameters out of a module, which is not changed.
 
     Args:
         module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its tensors
-            besides parameters are constants: a forward that changes one is refused. State that it keeps in Python,
-            such as a counter or a list, is not watched, and belongs to this copy.
+            besides parameters are constants, but for buffers that its forward writes; a forward that changes another
+            one is refused. State that it keeps in Python, such as a counter or a list, is not watched, and belongs to
+            this copy. Layers of `nn.SyncBatchNorm` take the statistics of all data ranks.
         units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
             star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
@@ -250,17 +289,19 @@ def functionalize(
         cast_inputs: cast floating inputs of the module and of its units to the compute dtype of the precision, as
             `cast_forward_inputs` of FSDP2's `MixedPrecisionPolicy` does. False leaves inputs as they are, for modules
             that cast by themselves, such as one that embeds float32 times.
+        buffers: names of buffers that the forward writes, with `*` for any part: `"*.codebook"`. Those of torch's norms
+            with running statistics and of its spectral norm are found without them. They are `state.buffers`, and each
+            call takes and returns them.
 
     Returns:
         A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
 
     Raises:
         ConfigError: no module, patterns that find no units, roles for layers that are not there or cannot have them,
-            buffers on the meta device, a policy that is none; or problems of several kinds.
+            buffers on the meta device, names that match no buffer, a policy that is none; or problems of several kinds.
         TreeError: blocks of one stack that are not alike.
         LayoutError: leaves that `names` misses, or names for leaves that are not there.
-        TransformError: modules in train mode that change their buffers in forward, or checkpoint their own layers. Of
-            each kind all are listed.
+        TransformError: modules in train mode that checkpoint their own layers; all are listed.
 
     Example:
         >>> module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
@@ -274,8 +315,9 @@ def functionalize(
         torch.Size([])
     """
     return made(
-        PureModule, module, units, names=names, roles=roles, reset=reset, policy=policy, cast_inputs=cast_inputs
-    )
+        PureModule, module, units, names=names, roles=roles, reset=reset, policy=policy, cast_inputs=cast_inputs,
+        buffers=buffers,
+    )  # fmt: skip
 
 
 def made(
@@ -288,6 +330,7 @@ def made(
     reset: Reset | None = None,
     policy: Policy = policies.save_except_gathered,
     cast_inputs: bool = True,
+    buffers: str | Sequence[str] = (),
 ) -> P:
     """`functionalize`, whose result is of a class that adds to `PureModule`."""
     check_module(FUNCTION, module)
@@ -297,7 +340,8 @@ def made(
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
-    problems = [*_statistics(module), *check_options(module), *check_roles(module, roles or {})]
+    written = (buffers,) if isinstance(buffers, str) else tuple(buffers)
+    problems = [*check_buffers(module, written), *check_options(module), *check_roles(module, roles or {})]
     plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None:
         units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles
@@ -315,16 +359,5 @@ def made(
         reset=reset,
         policy=policy,
         cast_inputs=cast_inputs,
+        written=written_buffers(module, written),
     )
-
-
-def _statistics(module: nn.Module) -> list[FshardingError]:
-    """Modules of torch that are known to change their buffers in forward."""
-    rows = [
-        f"{name or 'the module'} is {type(m).__name__}: its forward changes {', '.join(dict(m.named_buffers()))}"
-        for name, m in module.named_modules()
-        if m.training and getattr(m, "track_running_stats", False) and dict(m.named_buffers())
-    ]
-    mend = "Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."
-    text = "needs a forward that changes no buffers."
-    return [TransformError(message(FUNCTION, text, rows, mend))] if rows else []

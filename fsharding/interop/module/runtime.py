@@ -9,10 +9,10 @@ Law: a forward that changes tensors of the module, or draws without a key, is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from fsharding.interop.module.mutation_guard import Watch
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import Anatomy, ModuleUnit
 from fsharding.interop.module.tensor_parallel import Bare, Entrances, install
+from fsharding.interop.module.written_buffers import places_of, synchronize
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.consistency import checksum
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
@@ -36,7 +37,7 @@ from fsharding.mesh.failures import order_here
 from fsharding.mesh.unit_order import SAME_CONSTANTS
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import current_context, prefetch_depth
+from fsharding.transforms.gather_context import current_context, is_evaluating, prefetch_depth
 from fsharding.transforms.gather_unit import UnitsAhead, gather_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.remat import remat
@@ -106,6 +107,7 @@ class Engine:
         roles: Mapping[str, Role],
         buffers: Mapping[str, Tensor],
         idle: Sequence[str] = (),
+        written: Sequence[str] = (),
     ) -> None:
         """Copies a module.
 
@@ -115,6 +117,7 @@ class Engine:
             roles: of its layers, by path.
             buffers: values of those on the meta device.
             idle: paths of blocks that never run, since another one runs for them.
+            written: names of the buffers that the forward writes; each call is given their values.
 
         Raises:
             TransformError: it checkpoints its own layers.
@@ -133,11 +136,16 @@ class Engine:
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)
         self.entrances: Entrances = install(self.module, roles)
-        self.units, self.bodies = anatomy.units, dict[str, Callable[..., Any]]()
+        synchronize(self.module)
+        self.written, self.places = tuple(written), places_of(self.module)
+        self.units, self.bodies = anatomy.units, dict[str, Body]()
+        members = [member for unit in anatomy.units for member in unit.members]
+        self._inside = {path: {id(part) for part in self.module.get_submodule(path).modules()} for path in members}
         self.stored = [leaf.dtype for leaf in anatomy.leaves]
         self.leaf_of = {weight.name: weight.leaf for unit in anatomy.units for weight in unit.weights}
         running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
         self._watch, self._home = Watch(running), None
+        self.root = Body(self, Bare(self.module, self.module.__call__), None)
         self._checksums: dict[str, int] | None = None
         self.drops = [
             f"{name} is {m}"
@@ -146,8 +154,49 @@ class Engine:
         ]
 
     def constants(self) -> dict[str, Tensor]:
-        """The buffers and tensor attributes of the modules that run, by name. All ranks have to have the same."""
-        return self._watch.tensors()
+        """The buffers and tensor attributes that no forward writes, by name. All ranks have to have the same."""
+        return {name: x for name, x in self._watch.tensors().items() if name not in self.written}
+
+    def first_buffers(self) -> dict[str, Tensor]:
+        """The buffers that the forward writes, as the module has them."""
+        return {name: cast(Tensor, getattr(*self.places[name])) for name in self.written}
+
+    def written_as(self) -> dict[str, str]:
+        """The names of written buffers by every name that a state dict has for them."""
+        names = {(id(place.owner), place.key): name for name, place in self.places.items() if name in self.written}
+        return {
+            ".".join(filter(None, (path, key))): names[id(owner), key]
+            for path, owner in self.module.named_modules(remove_duplicate=False)
+            for key in _compat.persistent_buffers(owner)
+            if (id(owner), key) in names
+        }
+
+    def names_in(self, member: str | None) -> dict[str, str]:
+        """The names of the buffers that a member's forward runs with, by their names under `inner`; None is the root.
+
+        A buffer belongs to the innermost members that contain it.
+        """
+        inner = self.module if member is None else self.module.get_submodule(member)
+        paths = {id(part): path for path, part in reversed([*inner.named_modules()])}
+        result: dict[str, str] = {}
+        for name, place in self.places.items():
+            around = [path for path, parts in self._inside.items() if id(place.owner) in parts]
+            least = min((len(self._inside[path]) for path in around), default=0)
+            if (member is None and not around) or (member in around and len(self._inside[member]) == least):
+                result[".".join(filter(None, ("inner", paths[id(place.owner)], place.key)))] = name
+        return result
+
+    @contextmanager
+    def in_eval_mode(self, evaluates: bool) -> Generator[None]:
+        """The module runs inside in eval mode, if it evaluates."""
+        trained = [part for part in self.module.modules() if part.training] if evaluates else []
+        for part in trained:
+            part.training = False
+        try:
+            yield
+        finally:
+            for part in trained:
+                part.training = True
 
     def persistent(self) -> dict[str, Tensor]:
         """The buffers that a state dict has, by every name."""
@@ -164,13 +213,13 @@ class Engine:
                 self._open(number, member)
 
     @contextmanager
-    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
+    def guard(self, leaves: Iterable[Any], *, keyed: bool, draws: bool = True) -> Generator[torch.device]:
         """Brings constants to the device of some leaves; what runs inside must not change them, nor draw without a key.
 
         Raises:
             TransformError: it does; all is listed.
         """
-        if self.drops and not keyed:
+        if self.drops and draws and not keyed:
             raise TransformError(message(*_keyless(self.drops)))
         first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
         device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
@@ -194,13 +243,7 @@ class Engine:
 
     def _open(self, number: int, member: str) -> None:
         inner = self.module.get_submodule(member)
-        bare = Bare(inner, inner.forward)
-
-        def body(weights: dict[str, Tensor], args: Any, kwargs: Any, seed: int | None, mesh: Mesh | None) -> Any:
-            device = next((x.device for x in weights.values()), "cpu")
-            named = {f"inner.{name[len(member) + 1 :]}": x for name, x in weights.items()}
-            with self.entrances.drawing(seed, device), computing(mesh):
-                return torch.func.functional_call(bare, named, args, kwargs, tie_weights=False)
+        body = Body(self, Bare(inner, inner.forward), member)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = _running.get()
@@ -233,6 +276,49 @@ class Engine:
             absent.home = device
 
 
+class Body:
+    """The forward of a member of a unit, or of the root, as a function of weights and buffers.
+
+    Attributes:
+        buffers: names of the buffers that it runs with, by the names that they have under `inner`.
+    """
+
+    def __init__(self, engine: Engine, bare: nn.Module, member: str | None) -> None:
+        self._engine, self._bare, self._cut = engine, bare, 0 if member is None else len(member) + 1
+        self.buffers = engine.names_in(member)
+
+    def __call__(
+        self,
+        weights: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        args: Any,
+        kwargs: Any,
+        seed: int | None,
+        mesh: Mesh | None,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Runs it.
+
+        Args:
+            weights: by name in the module.
+            buffers: by name in the module; they stay as they are.
+            args: of the forward.
+            kwargs: of the forward.
+            seed: that it draws from.
+            mesh: that it runs on.
+
+        Returns:
+            What the forward returns, and the new buffers.
+        """
+        device = next((x.device for x in weights.values()), "cpu")
+        places = {inner: name for inner, name in self.buffers.items() if name in buffers}
+        named = {f"inner.{name[self._cut :]}": x for name, x in weights.items()}
+        # Copies: backward may run it again, with the buffers that it was given.
+        named |= {inner: buffers[name].clone() for inner, name in places.items()}
+        with self._engine.entrances.drawing(seed, device), computing(mesh):
+            result = torch.func.functional_call(self._bare, named, args, kwargs, tie_weights=False)
+        return result, {name: named[inner] for inner, name in places.items()}  # torch puts there what was assigned
+
+
 def _checksums_text(checksums: Mapping[str, int]) -> str:
     return ", ".join(f"{name} of checksum {number:016x}" for name, number in checksums.items())
 
@@ -240,10 +326,22 @@ def _checksums_text(checksums: Mapping[str, int]) -> str:
 class Run:
     """One call of a module: its leaves, what has been gathered, and what it draws with."""
 
+    # `buffers` has the values that the forward has written so far: a unit is given those of its own and returns the new
+    # ones, so that a unit that backward runs again is given the same, and its results are dropped.
+
     def __init__(
-        self, engine: Engine, policy: Policy, leaves: list[Any], key: Tensor | None, *, cast_inputs: bool = True
+        self,
+        engine: Engine,
+        policy: Policy,
+        leaves: list[Any],
+        key: Tensor | None,
+        buffers: Mapping[str, Tensor] | None = None,
+        *,
+        cast_inputs: bool = True,
     ) -> None:
         self._engine, self._policy, self._leaves = engine, policy, leaves
+        self.buffers = _given(engine, buffers)
+        self._evaluates = bool(self.buffers) and is_evaluating()
         self._inputs = _compute_dtype(engine.stored, leaves) if cast_inputs else None
         self._rows: dict[int, Any] = {}
         self._trees: dict[int, dict[str, Any]] = {}
@@ -260,15 +358,24 @@ class Run:
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Runs the module."""
-        with self._engine.guard(self._leaves, keyed=self._first_seed is not None) as device:
+        engine, keyed = self._engine, self._first_seed is not None
+        with (
+            engine.in_eval_mode(self._evaluates),
+            engine.guard(self._leaves, keyed=keyed, draws=not self._evaluates),
+        ):
             token = _running.set(self)
             try:
                 root = self._gather(0)
                 args, kwargs = _cast(args, kwargs, self._inputs)
-                with self._engine.entrances.drawing(self._seed(), device), computing(self._mesh):
-                    return torch.func.functional_call(self._engine.module, root, args, kwargs, tie_weights=False)
+                result, new = engine.root(root, self.buffers, args, kwargs, self._seed(), self._mesh)
             finally:
                 _running.reset(token)
+        self._keep(new)
+        return result
+
+    def _keep(self, new: Mapping[str, Tensor]) -> None:
+        """Buffers that a part of the forward has written."""
+        self.buffers |= {name: x.detach() for name, x in new.items()}
 
     def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
         """Runs a member of a unit with its weights."""
@@ -280,8 +387,11 @@ class Run:
             weights = {n: x for n, x in self._together[number].items() if n.startswith(f"{member}.")}
         else:
             weights = self._gather(number)
+        buffers = {name: self.buffers[name] for name in body.buffers.values() if name in self.buffers}
         if unit.stack is None:
-            return body(weights, args, kwargs, self._seed(), self._mesh)
+            result, new = body(weights, buffers, args, kwargs, self._seed(), self._mesh)
+            self._keep(new)
+            return result
         rest: list[Any] = []
 
         def tensors(*inputs: Any) -> tuple[Tensor, ...]:  # all that a transform can differentiate
@@ -289,9 +399,11 @@ class Run:
             rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
-        result = iter(remat(tensors, policy=self._policy)(weights, args, kwargs, self._seed(), self._mesh))
+        found = iter(remat(tensors, policy=self._policy)(weights, buffers, args, kwargs, self._seed(), self._mesh))
         spec, others = rest
-        return tree.unflatten(spec, [next(result) if x is None else x for x in others])
+        result, new = tree.unflatten(spec, [next(found) if x is None else x for x in others])
+        self._keep(new)
+        return result
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a weight will be gathered."""
@@ -330,6 +442,24 @@ class Run:
             return None
         self._entered += 1
         return (self._first_seed + self._entered * _ODD) % 2**64
+
+
+def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The buffers that a call starts with.
+
+    Raises:
+        TransformError: there are none for a forward that writes some, or others than it has; all are listed.
+    """
+    given = {} if buffers is None else {**buffers}
+    rows = [f"{name} is written by the forward, and not given" for name in engine.written if name not in given]
+    rows += [f"{name} is given, and no buffer of the module" for name in given if name not in engine.places]
+    if rows:
+        mend = (
+            "Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return"
+            " (loss, buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."
+        )
+        raise TransformError(message(FUNCTION, "needs the buffers that its forward writes.", rows, mend))
+    return given
 
 
 def _dtype(leaf: Any) -> torch.dtype:
@@ -397,8 +527,11 @@ _GROUPED = (
 
 
 def _changing(rows: list[str]) -> tuple[str, str, list[str], str]:
-    mend = "Keep such state outside of the module: give it as an input, and return it as an output."
-    return FUNCTION, "needs a forward that changes no buffers and no other tensors of the module.", rows, mend
+    mend = (
+        "Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state"
+        " outside of the module: give it as an input, and return it as an output."
+    )
+    return FUNCTION, "needs a forward that changes no tensors of the module.", rows, mend
 
 
 def _recomputing(rows: list[str]) -> tuple[str, str, list[str], str]:

@@ -324,6 +324,17 @@ def normed():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4)))
 
 
+def twice():
+    module = nn.Sequential(Count(), Count())
+    module[1].calls = module[0].calls
+    return module
+
+
+def out_of_params(module):
+    net = fs.functionalize(module, ())
+    return net.state_dict(whole_params(net))
+
+
 def plain_meta():
     with torch.device("meta"):
         return nn.ModuleDict({"count": Count(), "own": Drawless()})
@@ -344,6 +355,11 @@ class Drawless(nn.Module):
 def call(module, units, x, **settings):
     net = fs.functionalize(module, units, **settings)
     return net(whole_params(net), x)
+
+
+def call_with(buffers, module):
+    net = fs.functionalize(module, ())
+    return net(whole_params(net), values(4), buffers=buffers)
 
 
 def under(transform, module, x):
@@ -437,28 +453,59 @@ def plan(module, units, names, roles, axes, **settings):
 
 
 ERRORS = {
-    "statistics": (lambda: fs.functionalize(normed(), ()), TransformError, """
-fs.functionalize needs a forward that changes no buffers.
-  1 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
-  2.0 is BatchNorm1d: its forward changes running_mean, running_var, num_batches_tracked
-Put them in eval mode, or use a norm without statistics, such as nn.GroupNorm or nn.LayerNorm."""),
+    "statistics": (lambda: call(normed(), (), values(4)), TransformError, """
+fs.functionalize needs the buffers that its forward writes.
+  1.running_mean is written by the forward, and not given
+  1.running_var is written by the forward, and not given
+  1.num_batches_tracked is written by the forward, and not given
+  2.0.running_mean is written by the forward, and not given
+  2.0.running_var is written by the forward, and not given
+  2.0.num_batches_tracked is written by the forward, and not given
+Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return (loss, \
+buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."""),
+    "other buffers": (lambda: call_with({"2.mean": torch.ones(4)}, normed().eval()), TransformError, """
+fs.functionalize needs the buffers that its forward writes.
+  2.mean is given, and no buffer of the module
+Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return (loss, \
+buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."""),
+    "names of no buffers": (lambda: fs.functionalize(normed(), (), buffers=["1.mean", "2.*_mean"]), ConfigError, """
+fs.functionalize cannot find the buffers that a forward writes.
+  '1.mean' matches no buffer
+The buffers are 1.running_mean, 1.running_var, 1.num_batches_tracked, 2.0.running_mean, 2.0.running_var, \
+2.0.num_batches_tracked; give each its own tensor."""),
+    "one buffer twice": (lambda: fs.functionalize(twice(), (), buffers="*.calls"), ConfigError, """
+fs.functionalize cannot find the buffers that a forward writes.
+  0.calls, 1.calls are one tensor
+The buffers are 0.calls, 1.calls; give each its own tensor."""),
+    "a state dict without its buffers": (lambda: out_of_params(normed()), ConfigError, """
+PureModule.state_dict needs the buffers that the forward writes.
+  1.running_mean is written by the forward, and not given
+  1.running_var is written by the forward, and not given
+  1.num_batches_tracked is written by the forward, and not given
+  2.0.running_mean is written by the forward, and not given
+  2.0.running_var is written by the forward, and not given
+  2.0.num_batches_tracked is written by the forward, and not given
+Give those of the state: net.state_dict(params, state.buffers)."""),
     "in place": (lambda: call(Count(), (), values(4)), TransformError, """
-fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+fs.functionalize needs a forward that changes no tensors of the module.
   calls is float32[]
   last is float32[4]
-Keep such state outside of the module: give it as an input, and return it as an output."""),
+Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
+the module: give it as an input, and return it as an output."""),
     "in place, hidden": (lambda: call(Hidden(), (), values(4)), TransformError, """
-fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+fs.functionalize needs a forward that changes no tensors of the module.
   mean is float32[4]
   last is float32[3, 4]
   cache is float32[3, 4]
-Keep such state outside of the module: give it as an input, and return it as an output."""),
+Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
+the module: give it as an input, and return it as an output."""),
     "in place, under grad": (lambda: under(torch.func.grad, Count(), values(4)), TransformError, """
-fs.functionalize needs a forward that changes no buffers and no other tensors of the module.
+fs.functionalize needs a forward that changes no tensors of the module.
   under torch.func: During a grad (vjp, jvp, grad, etc) transform, the function provided attempted to call in-place \
 operation (aten::add_.Tensor) that would mutate a captured Tensor. This is not supported; please rewrite the function \
 being transformed to explicitly accept the mutated Tensor(s) as inputs.
-Keep such state outside of the module: give it as an input, and return it as an output."""),
+Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
+the module: give it as an input, and return it as an output."""),
     "unlike but for weights": (lambda: fs.model_from(scaled(), UNITS, net_parts()), ConfigError, """
 fs.model_from runs all blocks as the first one, but for the weights.
   drop.p: 0.0 in layers.0, 0.1 in layers.1

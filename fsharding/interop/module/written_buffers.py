@@ -1,0 +1,145 @@
+"""Buffers that the forward of a module writes: which ones they are, and statistics that are summed over data ranks.
+
+In: a module in train mode, patterns of names. Out: names of buffers, and where each one is in the module.
+Torch's batch and instance norms and its spectral norm are known by their classes; other modules name theirs.
+Law: `nn.SyncBatchNorm` over any number of data ranks is the batch norm of their joint batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from fsharding import ops
+from fsharding.errors import ConfigError, FshardingError
+from fsharding.interop.module.problems import problem
+from fsharding.interop.module.tensor_parallel import Bare
+from fsharding.mesh.abstract_mesh import DATA_AXES
+from fsharding.mesh.device_mesh import axis_size
+
+__all__ = ["Place", "check_buffers", "places_of", "synchronize", "written_buffers"]
+
+
+class Place(NamedTuple):
+    """Where a buffer is: a submodule, and the name that it has there."""
+
+    owner: nn.Module
+    key: str
+
+
+def places_of(module: nn.Module) -> dict[str, Place]:
+    """The places of all buffers by name; of a submodule with several paths, under the first one."""
+    return {
+        ".".join(filter(None, (path, key))): Place(owner, key)
+        for path, owner in module.named_modules()
+        for key, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
+    }
+
+
+def written_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The names of buffers that a forward writes: those of torch's own norms in train mode, and what patterns match."""
+    return tuple(
+        name
+        for name, place in places_of(module).items()
+        if _is_written(place.owner) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
+
+
+def _is_written(owner: nn.Module) -> bool:
+    """Whether a module of torch writes its buffers in forward."""
+    if not owner.training:
+        return False
+    return bool(getattr(owner, "track_running_stats", False)) or isinstance(
+        owner,
+        nn.utils.parametrizations._SpectralNorm,  # pyright: ignore[reportPrivateUsage]
+    )
+
+
+def check_buffers(module: nn.Module, patterns: Sequence[str]) -> list[FshardingError]:
+    """Objections to patterns that match no buffer, and to written buffers that are one tensor under several names."""
+    places = places_of(module)
+    rows = [f"{p!r} matches no buffer" for p in patterns if not any(fnmatchcase(name, p) for name in places)]
+    names: dict[int, list[str]] = {}
+    for name in written_buffers(module, patterns):
+        names.setdefault(id(getattr(*places[name])), []).append(name)
+    rows += [f"{', '.join(same)} are one tensor" for same in names.values() if len(same) > 1]
+    mend = f"The buffers are {', '.join(places) or 'none'}; give each its own tensor."
+    return problem(ConfigError, "cannot find the buffers that a forward writes.", rows, mend)
+
+
+# -------------------------------------------------------------------------------------------------------- SyncBatchNorm
+def synchronize(module: nn.Module) -> None:
+    """Replace the forwards of norms with running statistics, and of `nn.SyncBatchNorm` for any device and mesh."""
+    for layer in module.modules():
+        if isinstance(layer, _NormBase) and layer.track_running_stats:
+            vars(layer)["forward"] = _Mixed(layer, layer.forward)
+        if isinstance(layer, nn.SyncBatchNorm):
+            vars(layer)["forward"] = _Synchronized(layer, layer.forward)
+
+
+class _Mixed:
+    """The forward of a norm whose statistics stay in float32 where a precision casts its weights.
+
+    Torch's kernels take inputs of a lower dtype than both, but not weights of another dtype than the statistics.
+    """
+
+    def __init__(self, layer: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
+        self._layer: Any = layer
+        self._whole, self._bare = whole, Bare(layer, whole)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, dtype = dict(self._layer.named_parameters()), self._layer.running_mean.dtype
+        if all(w.dtype == dtype for w in weights.values()):
+            return self._whole(x)
+        wide = {f"inner.{name}": w.to(dtype) for name, w in weights.items()}
+        return torch.func.functional_call(self._bare, wide, (x,), tie_weights=False)
+
+
+class _Synchronized:
+    """The forward of a batch norm whose statistics are those of all data ranks."""
+
+    def __init__(self, layer: nn.SyncBatchNorm, whole: Callable[[Tensor], Tensor]) -> None:
+        self._layer: Any = layer
+        self._whole = whole
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer = self._layer
+        if not layer.training:
+            return self._whole(x)
+        layer._check_input_dim(x)
+        dims, shape = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        # The mean first: a sum of squares alone loses the variance of values far from 0.
+        count = _sum_over_data(torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device))
+        count = count.to(wide.dtype)
+        mean = _sum_over_data(wide.sum(dims)) / count
+        centered = wide - mean.view(shape)
+        variance = _sum_over_data(centered.square().sum(dims)) / count
+        y = centered * (variance + layer.eps).rsqrt().view(shape)
+        if layer.weight is not None:
+            y = y * layer.weight.view(shape)
+        if layer.bias is not None:
+            y = y + layer.bias.view(shape)
+        if layer.track_running_stats:
+            self._track(mean.detach(), variance.detach() * (count / (count - 1)))
+        return y.to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics toward the mean and the unbiased variance of a batch."""
+        layer = self._layer
+        layer.num_batches_tracked.add_(1)
+        part = 1 / layer.num_batches_tracked if layer.momentum is None else layer.momentum
+        for running, new in ((layer.running_mean, mean), (layer.running_var, variance)):
+            running.mul_(1 - part).add_(new.to(running.dtype) * part)
+
+
+def _sum_over_data(x: Tensor) -> Tensor:
+    """The sum over data ranks, which each of them uses in its own way; in backward its gradients are summed, too."""
+    axes = [axis for axis in DATA_AXES if axis_size(axis) > 1]
+    return ops.vary(ops.psum(x, axes), axes) if axes else x

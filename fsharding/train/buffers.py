@@ -1,0 +1,66 @@
+"""Buffers of a state after a step: the values of one rank on all of them.
+
+In: what the forward of each rank has written. Out: the buffers of the first rank of the mesh, on every rank.
+Sums of integers carry them, with zeros from all other ranks, so every transport gives the same bits.
+Law: buffers of any dtype arrive bit for bit, in memory of their own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fsharding.comm.transport import start_sum
+from fsharding.mesh.device_mesh import Mesh, everyone
+from fsharding.mesh.failures import naming_lost
+from fsharding.public import public
+from fsharding.train.state import Buffers
+
+__all__ = ["sync_buffers"]
+
+_NAME = "fs.sync_buffers"
+_WORD = torch.int64.itemsize
+
+
+@public(_NAME)
+def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
+    """Copy the buffers of the first rank of a mesh to all of its ranks, as torch's DDP does. Collective.
+
+    A train step does this at its end, since the statistics of each rank are of its own rows. What is the same on all
+    ranks, such as sums over data ranks that `nn.SyncBatchNorm` takes, stays as it is.
+
+    Args:
+        buffers: plain tensors by name, with the same names, shapes and dtypes on every rank.
+        mesh: of the state.
+
+    Returns:
+        New tensors, equal in every bit on all ranks.
+
+    Example:
+        >>> fs.sync_buffers({"mean": torch.ones(2)}, fs.make_mesh(dp=-1, device="cpu"))
+        {'mean': tensor([1., 1.])}
+    """
+    if not buffers:
+        return {}
+    names, group = sorted(buffers), everyone(mesh)
+    rows = [_bytes_of(buffers[name]) for name in names]
+    size = sum(len(row) for row in rows)
+    flat = torch.zeros(math.ceil(size / _WORD) * _WORD, dtype=torch.uint8, device=rows[0].device)
+    if group.index == 0:
+        torch.cat(rows, out=flat[:size])
+    with naming_lost(_NAME, mesh):
+        total = start_sum(flat.view(torch.int64), group, torch.int64).wait()
+    parts = total.view(torch.uint8)[:size].split([len(row) for row in rows])
+    found = dict(zip(names, parts, strict=True))
+    return {name: _tensor_of(found[name], x) for name, x in buffers.items()}
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _tensor_of(part: Tensor, like: Tensor) -> Tensor:
+    """A tensor of bytes that may be the transport's; its copy begins at a multiple of any item's size."""
+    return part.clone().view(like.dtype).view(like.shape)
