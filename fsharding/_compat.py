@@ -40,7 +40,8 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "call_first_at_exit", "clone",
-    "close_group", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "fake_cuda", "file_offset",
+    "close_group", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_cuda",
+    "file_offset",
     "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_zero_",
     "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller", "is_elementwise",
     "is_fake", "is_same_view", "is_wanted", "kept_by", "left_to_python", "like_dtensor", "local_tensor",
@@ -614,20 +615,37 @@ def copy_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def refuse_full_tensor(mesh: DeviceMesh, refuse: Callable[[DTensor], NoReturn]) -> None:
     """Has `full_tensor` of every DTensor on a mesh, also those that torch makes of others, call something else."""
+    _replace_full_tensor()
+    kept_by(mesh)["full_tensor"] = refuse
+
+
+def enclose_full_tensor(enclose: Callable[[DeviceMesh], AbstractContextManager[Any]]) -> None:
+    """Have `full_tensor` of every DTensor run inside a context manager that is made for its mesh."""
+    global _enclose
+    _replace_full_tensor()
+    _enclose = enclose
+
+
+_plain_full_tensor: Callable[..., Tensor] | None = None
+_enclose: Callable[[DeviceMesh], AbstractContextManager[Any]] = nullcontext
+
+
+def _replace_full_tensor() -> None:
     global _plain_full_tensor
     if _plain_full_tensor is None:
         _plain_full_tensor = DTensor.full_tensor
         DTensor.full_tensor = functools.update_wrapper(_full_tensor, _plain_full_tensor)
-    kept_by(mesh)["full_tensor"] = refuse
-
-
-_plain_full_tensor: Callable[..., Tensor] | None = None
 
 
 def _full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
     assert _plain_full_tensor is not None
     refuse = kept_by(self.device_mesh).get("full_tensor")
-    return _plain_full_tensor(self, **kwargs) if refuse is None else refuse(self)
+    if refuse is not None:
+        return refuse(self)
+    if torch.compiler.is_compiling():
+        return _plain_full_tensor(self, **kwargs)
+    with _enclose(self.device_mesh):
+        return _plain_full_tensor(self, **kwargs)
 
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:

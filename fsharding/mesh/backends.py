@@ -8,6 +8,8 @@ Law: every rank of a group gets the same answer.
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +20,9 @@ __all__ = [
     "has_fake_backend",
     "is_served_by_rank",
     "launchers_store",
+    "open_store",
     "own_connection",
+    "prefixed",
 ]
 
 
@@ -52,6 +56,27 @@ def own_connection(store: Any) -> Any:
 def launchers_store(prefix: str) -> dist.Store:
     """The store that a launcher's environment names, with a prefix before every key."""
     store, _, _ = next(iter(dist.rendezvous("env://")))
+    return dist.PrefixStore(prefix, store)
+
+
+def open_store(url: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Open the store at one of torch's URLs without waiting for other ranks, but for the one that serves it.
+
+    Raises:
+        DistError: nothing answers at its address before the timeout.
+    """
+    if url != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(iter(dist.rendezvous(url, rank, size, timeout=timeout)))
+    else:
+        # The rank that serves torch's own store waits for the others in its constructor, and cannot say for which.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+    store.set_timeout(timeout)
+    return store
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """Return the store with a prefix before every key."""
     return dist.PrefixStore(prefix, store)
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
 from fsharding._compat import cache_on_mesh, kept_by
-from fsharding.errors import MeshError, RankError, message
+from fsharding.errors import ConfigError, MeshError, RankError, message
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
 from fsharding.mesh.groups import close_unused, find_group, group_among
-from fsharding.mesh.rendezvous import FRESH_STORE, init_arguments, shares_launchers_store
+from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
 from fsharding.public import public, refuse
 
@@ -173,11 +173,15 @@ def make_mesh(
     if gpu is not None:
         torch.cuda.set_device(gpu)
     if not dist.is_initialized():
+        if "RANK" not in os.environ and world > 1:
+            mend = "Start the program with torchrun, or unset WORLD_SIZE for one process."
+            raise ConfigError(message("fs.make_mesh", f"finds WORLD_SIZE={world}, but no RANK.", mend=mend))
         if "RANK" not in os.environ:
             grid = torch.zeros(shape.sizes, dtype=torch.int64)
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
         _start(device, timeout)
     rest_at_exit()
+    _compat.enclose_full_tensor(_naming_lost)
     set_meeting(timeout)
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
@@ -190,6 +194,12 @@ def make_mesh(
     _compat.describe_mesh(mesh, functools.partial(_transports_of, weakref.ref(mesh)))
     set_meeting(timeout, mesh)
     return mesh
+
+
+def _naming_lost(mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """Have `DTensor.full_tensor` raise a `RankError` if it fails on a mesh of `make_mesh`, or on a part of one."""
+    whole = kept_by(mesh).get("whole", mesh)
+    return naming_lost("DTensor.full_tensor", mesh) if "timeout" in kept_by(whole) else nullcontext()
 
 
 def communicators_for(backend: str) -> int:
@@ -259,7 +269,7 @@ def _start(device: str, timeout: timedelta) -> None:
         mend = f"For --max-restarts start torchrun with {FRESH_STORE}=1 on every machine."
         _log.warning(message("fs.make_mesh", rule, mend=mend))
     try:
-        dist.init_process_group(backend, timeout=timeout, **init_arguments())
+        dist.init_process_group(backend, timeout=timeout, **meet_all(timeout))
     except dist.DistError as error:
         rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
         mend = "Every rank has to call it; look at what the others said last."

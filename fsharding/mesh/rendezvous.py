@@ -1,19 +1,25 @@
 """Where ranks of one machine meet, and on which addresses they listen: nowhere that another machine can reach.
 
-In: the environment. Out: variables for ranks that are about to start, and arguments of torch's `init_process_group`.
+In: the environment. Out: variables for ranks that are about to start, and arguments of torch's `init_process_group`,
+once all ranks are there.
 torch's TCP store listens on every address and asks nobody who they are, so local ranks meet in a file that only their
 user can read. Law: a variable that the user has set is left as it is.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import socket
 import sys
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
-from fsharding.errors import ConfigError, message
-from fsharding.mesh.backends import launchers_store
+from fsharding.errors import ConfigError, RankError, message
+from fsharding.mesh.backends import launchers_store, open_store, prefixed
 
 __all__ = [
     "FRESH_STORE",
@@ -21,6 +27,7 @@ __all__ = [
     "init_arguments",
     "local_variables",
     "loopback",
+    "meet_all",
     "shares_launchers_store",
     "under_launcher",
 ]
@@ -30,6 +37,15 @@ INIT_METHOD = "FSHARDING_INIT_METHOD"
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torch's variable; with 1 the ranks of each start meet in a store of their own, served by rank 0."""
+
+
+_REMIND_S = 10.0
+_LOOK_S = 0.02
+_SPEAKERS = 2
+"""So many ranks say that they wait."""
+_SHOWN = 10
+
+_log = logging.getLogger("fsharding")
 
 
 def under_launcher() -> bool:
@@ -80,3 +96,76 @@ def init_arguments() -> dict[str, Any]:
     else:
         return {}
     return {**where, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+
+def meet_all(timeout: timedelta) -> dict[str, Any]:
+    """Wait until every rank is there, and return the arguments of `init_process_group` with which they meet.
+
+    After 10 s ranks 0 and 1 log which ranks they wait for, and where.
+
+    Raises:
+        ConfigError: a variable that a launcher sets is missing; see also `init_arguments`.
+        RankError: some ranks are not there before the timeout.
+    """
+    where = init_arguments()
+    url = where.get("init_method", "env://")
+    needed = ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if url == "env://" else ()))
+    if missing := [f"{name} is not set" for name in needed if name not in os.environ]:
+        mend = "Start the program with torchrun, or unset RANK for one process."
+        raise ConfigError(message("fs.make_mesh", "finds RANK, but not all that a launcher sets.", missing, mend))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if url == "env://" else url
+    until = time.monotonic() + timeout.total_seconds()
+    timer = threading.Timer(_REMIND_S, _remind, (rank, size, place, [0]))  # rank 0 serves the store
+    timer.daemon = True
+    timer.start()
+    lost: list[int] = []
+    try:
+        store = where.get("store") or open_store(url, rank, size, timeout)
+        timer.cancel()
+        lost = _wait(prefixed("fsharding_start", store), rank, size, until, place)
+    except RuntimeError as error:
+        rows = [str(error).strip().partition("\n")[0]]
+        raise RankError(_not_met(rank, size, place, rows)) from error
+    finally:
+        timer.cancel()
+    if lost:
+        rows = [f"{_numbers(lost)}: not there after {timeout.total_seconds():g} s"]
+        raise RankError(_not_met(rank, size, place, rows), ranks=tuple(lost))
+    return {"store": prefixed("default_pg", store), "rank": rank, "world_size": size}
+
+
+def _wait(store: Any, rank: int, size: int, until: float, place: str) -> list[int]:
+    """Wait in a store for all ranks; those that are not there in time."""
+    store.set(str(rank), "")
+    if store.add("count", 1) >= size:
+        store.set("all", "")
+    remind = time.monotonic() + _REMIND_S
+    # Not the store's own wait: torch logs a warning when that is over.
+    while not store.check(["all"]):
+        now = time.monotonic()
+        if now > min(remind, until):
+            lost = [other for other in range(size) if not store.check([str(other)])]
+            if now > until:
+                return lost
+            _remind(rank, size, place, lost)
+            remind = math.inf
+        time.sleep(max(_LOOK_S, size / 2000))
+    return []
+
+
+def _remind(rank: int, size: int, place: str, lost: list[int]) -> None:
+    if rank < _SPEAKERS:
+        rule = f"on rank {rank} is waiting for {len(lost)} of {size} ranks at {place}: {_numbers(lost)}."
+        mend = "Every rank has to call it. For one process, unset RANK and WORLD_SIZE."
+        _log.warning(message("fs.make_mesh", rule, mend=mend))
+
+
+def _not_met(rank: int, size: int, place: str, rows: list[str]) -> str:
+    mend = "Every rank has to call it; look at what the others said last. For one process, unset RANK and WORLD_SIZE."
+    return message("fs.make_mesh", f"on rank {rank} has not met all of {size} ranks at {place}.", rows, mend)
+
+
+def _numbers(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
