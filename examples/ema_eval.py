@@ -50,7 +50,7 @@ def train():
     step, evaluate = fs.make_train_step(loss_fn, opt, donate=True), fs.value_and_grad(loss_fn)
 
     def error(params):
-        return float(evaluate(params, batch_of(-1, mesh, 0.0))[0][0])
+        return float(evaluate(params, batch_of(1000, mesh, 0.0))[0][0])
 
     errors = []
     for number in range(STEPS):

@@ -78,12 +78,12 @@ def finetune(source, target):
     state = state.replace(params={**weights, "blocks": blocks})
 
     evaluate, losses = fs.evaluate(model), []
-    losses.append(float(evaluate(state, batch_of(-1, mesh)).mean))
+    losses.append(float(evaluate(state, batch_of(1000, mesh)).mean))
     for number in range(STEPS):
         state, metrics = step(state, batch_of(number, mesh))
         if number % 10 == 9:
             fs.print0(f"step {number + 1}: loss {metrics.loss:.4f}", flush=True)
-    losses.append(float(evaluate(state, batch_of(-1, mesh)).mean))
+    losses.append(float(evaluate(state, batch_of(1000, mesh)).mean))
     fs.hf.save(target, merged(state.params), config)
     return losses, fs.state_bytes(state.params), fs.state_bytes(state.opt_state)
 
@@ -91,7 +91,10 @@ def finetune(source, target):
 def loss_in_transformers(path):
     import transformers  # here, so that ranks do not import it
 
-    model, batch = transformers.AutoModelForCausalLM.from_pretrained(path), batch_of(-1, fs.AbstractMesh(("dp",), (1,)))
+    model, batch = (
+        transformers.AutoModelForCausalLM.from_pretrained(path),
+        batch_of(1000, fs.AbstractMesh(("dp",), (1,))),
+    )
     with torch.no_grad():
         logits = model(batch["tokens"]).logits
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()))

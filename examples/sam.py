@@ -63,7 +63,7 @@ def train(strategy, rho):
         _, grads = fs.value_and_grad(loss_fn, grads=main)(params, batch, key)
         state = fs.update(state, grads, opt)
 
-    new = fs.local_batch(rows_of(-1, 2048), mesh)
+    new = fs.local_batch(rows_of(1000, 2048), mesh)
     evaluate = fs.evaluate(loss_fn)
     rho = rho or RHO
     losses = evaluate(state, new).mean, evaluate(uphill(state.params, new, None), new).mean

@@ -133,9 +133,10 @@ def test_tied_embeddings_train_as_one_process(microbatches):
             assert_bitwise_equal(run, runs[3])
 
 
-def scan_a_cut_stack(axes):
+def scan_a_cut_stack(strategy, axes):
     draws = {"w": fs.random.normal(fs.random.key(0), (4, 6, 6))}
-    state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(draws, mesh_of(axes)))
+    layout = fs.plan_layout(draws, mesh_of(axes), strategy=strategy)
+    state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
     x = torch.linspace(-1, 1, 12).view(2, 6)
 
     def loss_fn(params):
@@ -148,15 +149,36 @@ def scan_a_cut_stack(axes):
         return result.sum()
 
     try:
-        loss, _ = fs.value_and_grad(loss_fn)(state.params)
-    except fs.errors.FshardingError:
-        return True
+        loss, _ = fs.value_and_grad(loss_fn, grads=layout.grads)(state.params)
+    except fs.errors.SpecError as error:
+        return str(error).splitlines()[0]
     return bool(torch.isclose(loss, right()))
 
 
-def test_a_stack_whose_layers_are_cut_is_refused_or_right():
-    # Planned without names, dim 0 of the stack is cut over dp, and a rank holds some of the layers only.
-    assert run_ranks(scan_a_cut_stack, 2, DP) == [True, True]
+@pytest.mark.parametrize("level", range(4))
+def test_a_stack_whose_layers_are_cut_is_refused_or_right(level):
+    # Planned without names, dim 0 of the stack is cut over dp, and a rank holds some of the layers only: under zero(1)
+    # of main parameters alone, under zero(2) of gradients, under zero(3) of all.
+    refused = "fs.scan_units needs stacks whose layers are on every rank."
+    found = run_ranks(scan_a_cut_stack, 2, fs.zero(level), DP)
+    assert found == [refused if level >= 2 else True] * 2
+    found = run_ranks(step_over_a_cut_stack, 2, fs.zero(level), DP)
+    assert found == [refused if level else True] * 2
+
+
+def step_over_a_cut_stack(strategy, axes):
+    draws, opt = {"w": fs.random.normal(fs.random.key(0), (4, 6, 6))}, fs.sgd(0.1)
+    layout = fs.plan_layout(draws, mesh_of(axes), strategy=strategy)
+    state = fs.init_state(lambda key: draws, opt, fs.random.key(0), layout)
+
+    def loss_fn(params, batch):
+        return fs.scan_units(lambda unit, x: torch.tanh(x @ unit["w"]), params, batch).sum()
+
+    try:
+        fs.make_train_step(loss_fn, opt)(state, torch.ones(2, 6))
+    except fs.errors.SpecError as error:
+        return str(error).splitlines()[0]
+    return True
 
 
 class Strided(NamedTuple):
