@@ -401,3 +401,24 @@ def synced():
     torch.manual_seed(0)
     values["wide"].copy_(torch.rand(5, dtype=torch.float64))
     assert_bitwise_equal(fs.sync_buffers(given, mesh), values)
+
+
+MESHES = {"dp": {"dp": 4}, "hsdp": {"replica": 2, "dp": 2}, "ep": {"dp": 2, "ep": 2}, "tp": {"dp": 2, "tp": 2}}
+
+
+def on_meshes():
+    result = {}
+    for name, axes in MESHES.items():
+        mesh, strategy = mesh_of(axes), "hsdp" if name == "hsdp" else "zero3"
+        losses, state = run_steps(made(nn.SyncBatchNorm), mesh, strategy)
+        fs.check_replicas(state)
+        close_to_module(state, steps_of_torch(nn.BatchNorm1d, torch.arange(8))[1], name)
+        result[name] = losses
+    return result
+
+
+def test_statistics_are_summed_over_every_data_axis():
+    want, _ = steps_of_torch(nn.BatchNorm1d, torch.arange(8))
+    for found in run_ranks(on_meshes, 4, timeout=60.0):
+        for name in MESHES:
+            assert_trees_close(found[name], want, rtol=1e-4, what=name)
