@@ -6,10 +6,12 @@ import functools
 import itertools
 import logging
 import math
+import subprocess
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +78,19 @@ def words_of_torch(function: Callable[..., Any], *shapes: Sequence[int]) -> str:
     with pytest.raises(RuntimeError) as caught:
         function(*map(torch.zeros, shapes))
     return f"{str(caught.value).partition(chr(10))[0].rstrip('.')}."
+
+
+# -------------------------------------------------------------------------------------------------------------- disks
+@contextmanager
+def small_disk(path: Path, kib: int) -> Generator[None]:
+    """Mount a file system of this size over a directory; skip the test where that is not allowed."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(path)], capture_output=True)
+    if done.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 # -------------------------------------------------------------------------------------------------------------- ranks

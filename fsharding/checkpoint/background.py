@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from fsharding.checkpoint.directory import naming_path
 from fsharding.errors import CheckpointError, FshardingError, message
 from fsharding.mesh.failures import is_fake_world, own_rank
 from fsharding.public import refuse
@@ -170,7 +171,7 @@ def own_group(function: str, timeout: timedelta, use: str = "checkpoint") -> dis
 
 
 def watched(function: str, path: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """Have work on a file system log once that it takes long.
+    """Have work on a file system log once that it takes long, and name the path in its errors.
 
     Args:
         function: the public function.
@@ -183,7 +184,8 @@ def watched(function: str, path: Path, work: Callable[[], T]) -> Callable[[], T]
         timer.daemon = True
         timer.start()
         try:
-            return work()
+            with naming_path(path):
+                return work()
         finally:
             timer.cancel()
 

@@ -27,11 +27,13 @@ __all__ = [
     "PartialOutput",
     "StrPath",
     "Seen",
+    "append",
     "clear_stale",
     "find",
     "latest",
     "lock_alone",
     "metadata",
+    "naming_path",
     "not_shared",
     "partial_of",
     "read_manifest",
@@ -112,7 +114,7 @@ def writing(target: Path, function: str, *, file: bool = False) -> Generator[Pat
     Raises:
         CheckpointError: as `PartialOutput`, and in place of an OSError.
     """
-    with wording_failures(function):
+    with wording_failures(function), naming_path(target):
         partial = PartialOutput(target, function, file=file)
         try:
             yield partial.path
@@ -310,6 +312,32 @@ def _remove_unlocked(folder: Path) -> None:
                     shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(fd)
+
+
+@contextlib.contextmanager
+def naming_path(path: Path) -> Generator[None]:
+    """Add a path to an OSError that has none: the system does not name a file whose disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def append(fd: int, data: bytes) -> None:
+    """Append all bytes to a file, or none: what a full disk took of them is cut off again.
+
+    Raises:
+        OSError: as the system says.
+    """
+    size, left = os.fstat(fd).st_size, memoryview(data)
+    try:
+        while left:
+            left = left[os.write(fd, left) :]
+    except OSError:
+        os.ftruncate(fd, size)
+        raise
 
 
 @contextlib.contextmanager

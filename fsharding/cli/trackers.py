@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from fsharding.checkpoint.directory import append, naming_path
 from fsharding.errors import ConfigError, did_you_mean, message
 from fsharding.pipeline.plots import metrics_rows
 
@@ -116,11 +117,11 @@ class _Json:
     def __init__(self, out: Path, first: int, options: Mapping[str, str]) -> None:
         path = out / "log.jsonl"
         cut_rows(path, first)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, row: Mapping[str, float | None]) -> None:
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
+        with naming_path(Path(self._file.name)):
+            append(self._file.fileno(), f"{json.dumps({'step': step, **row})}\n".encode())
 
     def close(self) -> None:
         self._file.close()

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import fsharding as fs
 from fsharding import checkpoint, ops
-from fsharding.checkpoint.directory import survey
+from fsharding.checkpoint.directory import append, naming_path, survey
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.cli.config import (
     OPTIMIZERS,
@@ -458,7 +458,7 @@ class _Log:
 
     def __init__(self, config: TrainConfig, first: int, meter: Meter) -> None:
         self.config, self.first, self.meter = config, first, meter
-        self.file = config.metrics.open("a")
+        self.file = config.metrics.open("ab", buffering=0)
         self.opened = os.fstat(self.file.fileno())
         self.trackers: list[Tracker] = []
         self.val = ""
@@ -487,10 +487,11 @@ class _Log:
         row |= {"mfu": rates["mfu"]} if "mfu" in rates else {}
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._check_there()
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-        for tracker in self.trackers:
-            tracker.write(step, {k: v for k, v in {**row, **rates}.items() if k != "step"})
+        with _writing(self.config.metrics):
+            append(self.file.fileno(), f"{json.dumps(row)}\n".encode())
+        with _writing(self.config.out):
+            for tracker in self.trackers:
+                tracker.write(step, {k: v for k, v in {**row, **rates}.items() if k != "step"})
         if val is not None:
             self.val = f"val {val:.4f}"
         said = [f"loss {float(m.loss):.4f}", self.val, f"{_short(tokens / seconds)} tokens/s"]
@@ -519,9 +520,9 @@ class _Log:
             raise CheckpointError(message("fsharding train", rule, mend=mend))
 
     def finish(self, stopped: str = "") -> None:
-        drawn = self.config.plot and has_matplotlib() and not stopped  # drawing takes longer than what may be left
-        if drawn:
-            plot_loss(self.config.metrics, self.config.out / "loss.png")
+        # Drawing takes longer than what a run that is stopped may have left.
+        undrawn = "" if stopped or not self.config.plot else self._draw()
+        drawn = self.config.plot and not (stopped or undrawn)
         steps, loss = 0, None
         for row in metrics_rows(self.config.metrics):
             steps, loss = steps + 1, row["loss"]
@@ -538,8 +539,20 @@ class _Log:
         last = f"{text} after {steps} steps" if steps else "no steps"
         files = "metrics, plot and checkpoints" if drawn else "metrics and checkpoints"
         print(f"{last}; {files} in {self.config.out}", flush=True)
-        if self.config.plot and not drawn:
-            print("no plot was drawn: matplotlib is not installed (pip install 'fsharding[plot]')", flush=True)
+        if undrawn:
+            print(f"no plot was drawn: {undrawn}", flush=True)
+
+    def _draw(self) -> str:
+        """Draw the plot; return why it could not be drawn, or ""."""
+        if not has_matplotlib():
+            return "matplotlib is not installed (pip install 'fsharding[plot]')"
+        path = self.config.out / "loss.png"
+        try:
+            with naming_path(path):
+                plot_loss(self.config.metrics, path)
+        except OSError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         self.progress.stop()
@@ -575,23 +588,41 @@ def _log(config: TrainConfig, checkpoint: Path | None, first: int, meter: Meter 
         first: steps that it has behind it.
         meter: of rank 0; None on the others, whose log writes nothing.
     """
-    if meter is not None and checkpoint is not None and _is_own(config, checkpoint):
-        _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
-        cut_rows(config.metrics, first)
-    elif meter is not None:
-        plot = config.out / "loss.png"
-        files = (config.metrics, config.checkpoints, plot, traces(config.out), *tracker_files(config.out))
-        _set_aside(config, [p for p in files if p.exists()])
+    with _writing(config.out):
+        if meter is not None and checkpoint is not None and _is_own(config, checkpoint):
+            _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
+            cut_rows(config.metrics, first)
+        elif meter is not None:
+            plot = config.out / "loss.png"
+            files = (config.metrics, config.checkpoints, plot, traces(config.out), *tracker_files(config.out))
+            _set_aside(config, [p for p in files if p.exists()])
     if dist.is_initialized():
         dist.barrier()
     log = _Log(config, first, meter) if meter is not None else _Silent()
     try:
         if meter is not None:
             options = {k: str(v) for k, v in asdict(config).items()}
-            log.trackers = open_trackers(config.log, config.out, first, options)
+            with _writing(config.out):
+                log.trackers = open_trackers(config.log, config.out, first, options)
         yield log
     finally:
         log.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Word an error of the file system, such as a full disk, with the path.
+
+    Raises:
+        CheckpointError: in place of an OSError.
+    """
+    try:
+        with naming_path(path):
+            yield
+    except OSError as error:
+        rule = f"cannot write {error.filename}: {error.strerror or error}."
+        mend = "Make room there, then continue from the newest checkpoint with --resume auto."
+        raise CheckpointError(message("fsharding train", rule, mend=mend)) from error
 
 
 def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:

@@ -695,7 +695,8 @@ class TrainStep:
                 first=plan.first,
             )
             buffers = beside.buffers
-            auxes += [tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux)] * loss_fn.has_aux
+            if loss_fn.has_aux:
+                auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
             losses.append(loss)
             weights.append(weight)
         buffers = sync_buffers(buffers, layout.mesh)

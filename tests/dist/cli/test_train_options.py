@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ from fsharding.cli.options import TrainConfig
 from fsharding.cli.train import _train
 from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import run_ranks
-from tests.helpers import full
+from tests.commands import clean_environment
+from tests.helpers import full, small_disk
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -67,6 +71,21 @@ def test_every_mesh_has_the_same_validation_and_it_changes_no_bit(
     for picture in pictures:
         plot_loss(tmp_path / picture.stem / "metrics.jsonl", picture)
     assert pictures[0].read_bytes() != pictures[1].read_bytes(), "the curve of the validation"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_ends_a_run_with_the_path_and_whole_rows(tmp_path: Path, ranks: int):
+    with small_disk(tmp_path, 16):
+        command = [sys.executable, "-m", "fsharding", "train", "--out", str(tmp_path / "run"), "--ranks", str(ranks)]
+        command += [*SMALL, "--steps", "100", "--log", "json"]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100)
+        path = tmp_path / "run" / "metrics.jsonl"
+        written = path.read_text()
+        read = read_metrics(path)
+    assert done.returncode != 0
+    assert re.search(rf"fsharding train cannot write {tmp_path}/run/(metrics|log).jsonl: No space left on", done.stderr)
+    assert "continue from the newest checkpoint with --resume auto" in done.stderr and "Traceback" not in done.stderr
+    assert written.endswith("}\n") and [row["step"] for row in read] == [*range(1, written.count("\n") + 1)]
 
 
 def test_validation_moves_no_gradient(tmp_path: Path):

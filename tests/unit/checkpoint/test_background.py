@@ -90,7 +90,7 @@ def test_a_failure_is_raised_by_the_next_save(tmp_path, monkeypatch, call):
         pending = ck.save_async(tmp_path / "a", at_step(2))
         while not pending.done:
             time.sleep(0.01)
-    text = "fs.checkpoint.save failed.\n  OSError: [Errno 28] No space left on device"
+    text = f"fs.checkpoint.save failed.\n  OSError: [Errno 28] No space left on device: '{tmp_path / 'a'}'"
     assert refusal(call, tmp_path / "b", at_step(3)) == text
     assert sorted(os.listdir(tmp_path)) == ["a"]
     assert ck.load(tmp_path / "a", planned()).step == 1
@@ -150,7 +150,8 @@ def test_the_end_of_the_process_waits(tmp_path):
 def test_a_failure_at_the_end_of_the_process_is_its_exit_status(tmp_path):
     done = run_program(tmp_path, "fail")
     assert (done.returncode, done.stdout) == (1, "not flushed")
-    assert done.stderr == "CheckpointError: fs.checkpoint.save failed.\n  OSError: [Errno 28] No space left on device\n"
+    full_disk = f"OSError: [Errno 28] No space left on device: '{tmp_path / 'a'}'"
+    assert done.stderr == f"CheckpointError: fs.checkpoint.save failed.\n  {full_disk}\n"
     assert os.listdir(tmp_path) == ["program.py"]
     done = run_program(tmp_path, "fail", "raise")
     assert done.returncode == 1

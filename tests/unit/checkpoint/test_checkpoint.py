@@ -560,7 +560,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(saved, monkeypatch, where):
     with monkeypatch.context() as patch:
         patch.setattr(where, fail)
         assert refusal(ck.save, saved, at_step(13)) == (
-            "fs.checkpoint.save failed.\n  OSError: [Errno 28] No space left on device"
+            f"fs.checkpoint.save failed.\n  OSError: [Errno 28] No space left on device: '{saved}'"
         )
     assert os.listdir(saved.parent) == ["12"]
     assert ck.load(saved, planned()).step == 12

@@ -451,7 +451,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     text = refusal(hf.save, tmp_path / "out", params_of(layout), CONFIGS["llama"], kind=CheckpointError)
-    assert text == "fs.hf.save failed.\n  OSError: [Errno 28] No space left on device"
+    assert text == f"fs.hf.save failed.\n  OSError: [Errno 28] No space left on device: '{tmp_path / 'out'}'"
     assert os.listdir(tmp_path) == []
 
 
