@@ -8,6 +8,7 @@ defaults and reads the entries of older versions. Choices of training (dropout, 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -119,7 +120,7 @@ def _of_modules(entries: Mapping[str, Any], config: ModuleConfig) -> list[str]:
     if entries["model_type"] != ours.get("model_type"):
         return _rows({"model_type": entries["model_type"]}, {"model_type": ours.get("model_type")})
     try:
-        theirs = _plain(config.kind.from_dict(dict(entries)).to_dict())
+        theirs = _plain(config.kind.from_dict(copy.deepcopy(dict(entries))).to_dict())  # it writes into them
     except Exception as error:  # whatever a class of another library raises for entries that it cannot have
         return [f"{config.kind.__name__} cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
     kept = [key for key in ours if not _HARMLESS.fullmatch(key)]

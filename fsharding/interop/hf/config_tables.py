@@ -1,7 +1,7 @@
 """Families of models: `config.json` of a Hugging Face directory, and the decoder that it means.
 
-In: the entries of a `config.json`. Out: a `DecoderConfig`, and back. Families are Llama, Qwen2, Qwen3, Mixtral and
-Qwen3-MoE. What `models.decoder` lacks is refused by name: other activations, sliding windows, biases elsewhere.
+In: the entries of a `config.json`. Out: a `DecoderConfig`, and back. Families are Llama, Mistral, Qwen2, Qwen3, Mixtral
+and Qwen3-MoE. What `models.decoder` lacks is refused by name: other activations, sliding windows, biases elsewhere.
 Law: `config_of(config_json(c))` computes what `c` computes, for every config that a family can say.
 """
 
@@ -42,6 +42,8 @@ class Family:
         qk_norm: query and key heads have norms.
         experts: the key of the number of experts; None for a dense family.
         head_dim: where `config.json` has none; None for the width over the heads.
+        kv_heads: where it has none; None for as many as heads.
+        window: of the attention, in tokens, where it has none; None for all tokens.
         rope_base: where it has none.
         eps: where it has none.
     """
@@ -51,12 +53,15 @@ class Family:
     qk_norm: bool = False
     experts: str | None = None
     head_dim: int | None = None
+    kv_heads: int | None = None
+    window: int | None = None
     rope_base: float = 10_000.0
     eps: float = 1e-6
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", kv_heads=8, window=4096),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
     "mixtral": Family("MixtralForCausalLM", experts="num_local_experts", rope_base=1_000_000.0, eps=1e-5),
@@ -211,7 +216,8 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
 
     kinds = entries.get("layer_types") or []
     windows = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    sliding = on("sliding_window") and (on("use_sliding_window") or "use_sliding_window" not in entries)
+    window = entries.get("sliding_window", family.window)
+    sliding = bool(window) and (on("use_sliding_window") or "use_sliding_window" not in entries)
     lacked = {
         "hidden_act": entries.get("hidden_act", "silu") not in ("silu", "swish"),
         "attention_bias": on("attention_bias") and family.architecture != "Qwen2ForCausalLM",
@@ -222,9 +228,10 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
         "router_jitter_noise": on("router_jitter_noise"),
         "mlp_only_layers": on("mlp_only_layers"),
         "decoder_sparse_step": entries.get("decoder_sparse_step", 1) != 1,
-        "partial_rotary_factor": entries.get("partial_rotary_factor") not in (None, 1, 1.0),
+        "partial_rotary_factor": entries.get("partial_rotary_factor") not in (None, 1),
     }
-    rows = [f"{key} is {entries.get(key)!r}: {_LACKS}" for key, is_so in lacked.items() if is_so]
+    said = {**entries, "sliding_window": window}
+    rows = [f"{key} is {said.get(key)!r}: {_LACKS}" for key, is_so in lacked.items() if is_so]
     try:
         blocks_of(entries)
     except ValueError as error:
@@ -262,8 +269,9 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     wrong = [f"{key} of the rotary positions is {x!r}: a number" for key, x in numbers.items() if not _is_number(x)]
     if not wrong and not _is_number(numbers.get("factor", 1), most=_MOST_FACTOR):
         wrong.append(f"factor of the rotary positions is {numbers['factor']!r}: at most {_MOST_FACTOR:,}")
-    others = ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor")
+    others = ("attention_factor", "mscale", "mscale_all_dim")
     odd = [key for key in others if rope.get(key) is not None]
+    odd += ["partial_rotary_factor"] if rope.get("partial_rotary_factor") not in (None, 1) else []
     odd += ["truncate"] if kind == "yarn" and rope.get("truncate") is False else []
     wrong += [f"{key} of the rotary positions is {rope[key]!r}: {_LACKS}" for key in odd]
     rows += wrong
@@ -299,7 +307,7 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
         dim=dim,
         layers=entries["num_hidden_layers"],
         heads=heads,
-        kv_heads=entries.get("num_key_value_heads") or heads,
+        kv_heads=entries.get("num_key_value_heads", family.kv_heads) or heads,
         hidden=entries["intermediate_size"],
         tied=bool(entries.get("tie_word_embeddings", False)),
         rope_base=float(_rope(entries).get("rope_theta", family.rope_base)),
@@ -361,6 +369,7 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         **_rope_json(config),
     }
+    result |= {"sliding_window": None} if family.window is not None else {}
     if experts is not None:
         result |= {
             str(family.experts): experts.count,
@@ -417,4 +426,5 @@ def _kind(config: DecoderConfig) -> str:
     if rows:
         mend = f"Families are {', '.join(FAMILIES)}; give the entries of a config.json of another one yourself."
         raise ConfigError(message("fs.hf.config_json", "finds no family that computes as this decoder.", rows, mend))
-    return fits[0]
+    before = (config.published or {}).get("config.json", {}).get("model_type")
+    return before if before in fits else fits[0]

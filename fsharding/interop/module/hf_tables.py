@@ -114,6 +114,12 @@ def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
     return model.drop(model.wte(tokens) + model.wpe(_positions(tokens)))
 
 
+_LLAMA_PARTS = Parts(
+    lambda module, batch: module.model.embed_tokens(batch["tokens"]),
+    _llama_block,
+    lambda module, x_BTD, batch: _loss(module.lm_head(module.model.norm(x_BTD)), batch),
+    cp=True,
+)
 _LLAMA = Family(
     units=("model.embed_tokens", "model.layers.*", ("model.norm", "lm_head")),
     names={
@@ -149,12 +155,58 @@ _LLAMA = Family(
         "*.mlp.down_proj": "row",
     },
     heads=("num_attention_heads", "num_key_value_heads"),
-    parts=Parts(
-        lambda module, batch: module.model.embed_tokens(batch["tokens"]),
-        _llama_block,
-        lambda module, x_BTD, batch: _loss(module.lm_head(module.model.norm(x_BTD)), batch),
-        cp=True,
-    ),
+    parts=_LLAMA_PARTS,
+)
+
+# Its embedding, which is the head too, has a forward of its own that scales, so no role can take its place over tp.
+_WHOLE = ("model.embed_tokens", "lm_head")
+_GEMMA = replace(
+    _LLAMA,
+    names={**_LLAMA.names, **{f"{name}.weight": (None, "embed") for name in _WHOLE}},
+    roles={name: role for name, role in _LLAMA.roles.items() if name not in _WHOLE},
+)
+
+# Queries, keys and values are one layer, as are gate and up. No role splits these over tp, so tp computes them whole.
+_PHI3 = replace(
+    _LLAMA,
+    names={
+        "model.embed_tokens.weight": ("vocab", "embed"),
+        "lm_head.weight": ("vocab", "embed"),
+        "*.qkv_proj.weight": (None, "embed"),
+        "*.o_proj.weight": ("embed", None),
+        "*.mlp.gate_up_proj.weight": (None, "embed"),
+        "*.mlp.down_proj.weight": ("embed", None),
+        "*norm.weight": (None,),
+    },
+    roles={"model.embed_tokens": "vocab", "lm_head": "logits"},
+    heads=(),
+)
+
+_PHI = Family(
+    units=("model.embed_tokens", "model.layers.*", ("model.final_layernorm", "lm_head")),
+    names={
+        **_LLAMA.names,
+        "lm_head.bias": ("vocab",),
+        "*.self_attn.dense.weight": ("embed", "heads"),
+        "*.self_attn.dense.bias": ("embed",),
+        "*.mlp.fc1.weight": ("mlp", "embed"),
+        "*.mlp.fc1.bias": ("mlp",),
+        "*.mlp.fc2.weight": ("embed", "mlp"),
+        "*.mlp.fc2.bias": ("embed",),
+        "*layernorm.weight": (None,),
+        "*layernorm.bias": (None,),
+    },
+    roles={
+        "model.embed_tokens": "vocab",
+        "lm_head": "logits",
+        "*.self_attn.q_proj": "column",
+        "*.self_attn.k_proj": "column",
+        "*.self_attn.v_proj": "column",
+        "*.self_attn.dense": "row",
+        "*.mlp.fc1": "column",
+        "*.mlp.fc2": "row",
+    },
+    heads=_LLAMA.heads,
 )
 
 _EXPERTS = "model.layers.{i}.mlp.experts.{j}."
@@ -217,6 +269,11 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN_MOE,
     "gpt2": _GPT2,
+    "mistral": _LLAMA,
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, parts=None),
+    "phi": _PHI,
+    "phi3": _PHI3,
 }
 """By `config.model_type`."""
 

@@ -30,6 +30,7 @@ FAMILIES = {
     "tied": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LONG}),
     "qwen2": ("Qwen2Config", {"rope_parameters": YARN, "max_position_embeddings": 64}),
     "qwen3": ("Qwen3Config", {"head_dim": 6}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
     "mixtral": ("MixtralConfig", {"num_experts_per_tok": 2, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 12, "head_dim": 8}),
 }
@@ -596,5 +597,6 @@ def save_on_a_full_disk(out):
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
     found = run_ranks(save_on_a_full_disk, 2, tmp_path / "out")
-    text = "fs.hf.save failed on 1 of 2 ranks.\n  rank 1: OSError: [Errno 9] Bad file descriptor"
+    path = tmp_path / "out"
+    text = f"fs.hf.save failed on 1 of 2 ranks.\n  rank 1: OSError: [Errno 9] Bad file descriptor: '{path}'"
     assert found == [text, text] and os.listdir(tmp_path) == []

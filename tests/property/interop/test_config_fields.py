@@ -3,6 +3,7 @@
 The oracle is transformers: it reads the changed file and the same weights, and its logits are those of before or not.
 """
 
+import copy
 import functools
 import json
 import shutil
@@ -23,6 +24,7 @@ DECODERS = {
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LONG, "max_position_embeddings": 128}),
     "qwen2": ("Qwen2", {"rope_parameters": YARN, "max_position_embeddings": 64}),
     "qwen3": ("Qwen3", {"head_dim": 6}),
+    "mistral": ("Mistral", {"sliding_window": None}),
     "mixtral": ("Mixtral", {"num_experts_per_tok": 2, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}),
 }
@@ -31,6 +33,7 @@ MODULES = {
     **DECODERS,
     "gpt2": ("GPT2", GPT2),
     "phi": ("Phi", SIZES),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": None}),
     "gemma3": ("Gemma3Text", {"head_dim": 4, "sliding_window": 8}),
     "deepseek_v3": (
         "DeepseekV3",
@@ -131,7 +134,7 @@ def logits_of(name, entries):
     import transformers
 
     try:
-        config = transformers.AutoConfig.for_model(entries["model_type"]).from_dict(entries)
+        config = transformers.AutoConfig.for_model(entries["model_type"]).from_dict(copy.deepcopy(entries))
         model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         model.load_state_dict(model_of(name).state_dict())
         with torch.no_grad():
@@ -160,8 +163,9 @@ def check(name, model, names, folders, tmp_path_factory, data):
     assume(got is not None)
     (folder / "config.json").write_text(json.dumps(entries))
     layout = fs.plan_layout(model, fs.make_mesh(dp=1))
-    read, out = refused(hf.load, folder, layout, names), folder.parent / "out"
-    written = refused(hf.save, out, hf.load(folders(name), layout, names), entries, layout, names=names)
+    read, out, given = refused(hf.load, folder, layout, names), folder.parent / "out", copy.deepcopy(entries)
+    written = refused(hf.save, out, hf.load(folders(name), layout, names), given, layout, names=names)
+    assert given == entries, "a config that is given stays as it is"
     if not torch.equal(got, want):
         assert read and written, (field, before.get(field), entries[field], read, written)
 

@@ -106,7 +106,7 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
     assert refusal(hf.config_of, {"model_type": "gpt2"}, kind=ConfigError) == (
         "fs.hf.config_of knows no such family.\n"
         "  model_type is 'gpt2': it has learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU\n"
-        "Families are llama, qwen2, qwen3, mixtral, qwen3_moe. Use another model, or bring its weights into a tree of "
+        "Families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe. Use another model, or bring its weights into a tree of "
         "your own: fs.hf.load(path, layout, names)."
     )
     odd = {
@@ -150,6 +150,20 @@ def test_configs_that_the_decoder_cannot_be(tmp_path):
     assert "it holds a list, not an object" in refusal(hf.config_of, tmp_path, kind=ConfigError)
 
 
+def test_a_mistral_without_a_window_is_a_decoder_and_stays_a_mistral():
+    entries = {**LLAMA_8B, "model_type": "mistral", "rope_scaling": None, "sliding_window": None}
+    config = hf.config_of(entries)
+    assert config == hf.config_of({**entries, "model_type": "llama"})
+    written = hf.config_json(config)
+    assert (written["model_type"], written["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    assert written["sliding_window"] is None and hf.config_of(written) == config
+    # What transformers takes where the file says nothing.
+    assert hf.config_of({k: v for k, v in entries.items() if k != "num_key_value_heads"}).kv_heads == 8
+    for window in ({}, {"sliding_window": 4096}):
+        text = refusal(hf.config_of, {k: v for k, v in entries.items() if k != "sliding_window"} | window)
+        assert "  sliding_window is 4096: models.decoder has no such thing" in text
+
+
 def test_decoders_that_no_family_is():
     latent = Latent(4, 8, 8, 6, 4, 8)
     stacks = (Stack("a", 1), Stack("b", 1))
@@ -163,7 +177,7 @@ def test_decoders_that_no_family_is():
         "  its experts have scale=2.0\n"
         "  weights of its experts are not normalized, which only qwen3_moe knows, with qk_norm\n"
         "  bias=True and qk_norm=False, with experts, go not together\n"
-        "Families are llama, qwen2, qwen3, mixtral, qwen3_moe; give the entries of a config.json of another one yourself."
+        "Families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe; give the entries of a config.json of another one yourself."
     )
 
 
