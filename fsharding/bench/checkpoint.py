@@ -7,8 +7,6 @@ Law: what both load is what both saved, bit by bit, before a time counts.
 
 from __future__ import annotations
 
-import json
-import platform
 import shutil
 import statistics
 import tempfile
@@ -21,8 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -32,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsharding as fs
 from fsharding import checkpoint
 from fsharding.bench.options import CheckpointConfig
-from fsharding.bench.rounds import counted_rounds, give_back, in_turn
+from fsharding.bench.rounds import counted_rounds, give_back, in_turn, print_rows
 from fsharding.checkpoint.state_leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -160,14 +156,13 @@ def _show(config: CheckpointConfig, times: dict[str, list[_Time]], ranks: int) -
             "min_s": min(result).wall, "max_s": max(result).wall, "cpu_s": statistics.median(x.cpu for x in result),
             "speed_to_dcp": medians[f"dcp.{verb}"] / medians[name],
         })  # fmt: skip
-    machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    if config.json:
-        print(json.dumps({"machine": machine, "rows": rows}), flush=True)
-        return
-    table = Table(title=f"a state of {config.mb} MB on {ranks} ranks, {config.rounds} rounds")
-    for column in ("call", "median s", "min s", "max s", "cpu s", "speed to dcp"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        numbers = (f"{row[key]:.3f}" for key in ("median_s", "min_s", "max_s", "cpu_s"))
-        table.add_row(row["call"], *numbers, f"{row['speed_to_dcp']:.2f}")
-    Console().print(table)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "call": lambda row: row["call"],
+        "median s": lambda row: f"{row['median_s']:.3f}",
+        "min s": lambda row: f"{row['min_s']:.3f}",
+        "max s": lambda row: f"{row['max_s']:.3f}",
+        "cpu s": lambda row: f"{row['cpu_s']:.3f}",
+        "speed to dcp": lambda row: f"{row['speed_to_dcp']:.2f}",
+    }
+    title = f"a state of {config.mb} MB on {ranks} ranks, {config.rounds} rounds"
+    print_rows(title, columns, rows, as_json=config.json)

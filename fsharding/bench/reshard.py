@@ -7,8 +7,6 @@ Law: what arrives is bitwise what was sent, and the bytes that are counted are t
 
 from __future__ import annotations
 
-import json
-import platform
 import re
 import shutil
 import statistics
@@ -21,13 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import fsharding as fs
 from fsharding import checkpoint
 from fsharding.bench.options import ReshardBenchConfig
-from fsharding.bench.rounds import counted_rounds, give_back, in_turn
+from fsharding.bench.rounds import counted_rounds, give_back, in_turn, print_rows
 from fsharding.comm.counters import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -167,27 +163,15 @@ def _status(name: str) -> int:
 
 
 def _show(config: ReshardBenchConfig, rows: list[dict[str, Any]]) -> None:
-    machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    if config.json:
-        print(json.dumps({"machine": machine, "rows": rows}), flush=True)
-        return
-    table = Table(title=f"{config.mb} MiB of parameters on 4 ranks, {config.rounds} rounds")
-    columns = (
-        "case",
-        "MiB sent",
-        "reshard ms",
-        "raw ms",
-        "speed to raw",
-        "save + load ms",
-        "times faster",
-        "extra MiB",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row["case"], f"{row['bytes_sent'] / 2**20:.0f}", f"{row['reshard_ms']:.0f}", f"{row['raw_ms']:.0f}",
-            f"{row['speed_to_raw']:.2f}", f"{row['save_load_ms']:.0f}", f"{row['speed_to_save_load']:.1f}",
-            f"{row['extra_bytes'] / 2**20:.0f}",
-        )  # fmt: skip
-    Console(width=120).print(table)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "case": lambda row: row["case"],
+        "MiB sent": lambda row: f"{row['bytes_sent'] / 2**20:.0f}",
+        "reshard ms": lambda row: f"{row['reshard_ms']:.0f}",
+        "raw ms": lambda row: f"{row['raw_ms']:.0f}",
+        "speed to raw": lambda row: f"{row['speed_to_raw']:.2f}",
+        "save + load ms": lambda row: f"{row['save_load_ms']:.0f}",
+        "times faster": lambda row: f"{row['speed_to_save_load']:.1f}",
+        "extra MiB": lambda row: f"{row['extra_bytes'] / 2**20:.0f}",
+    }
+    title = f"{config.mb} MiB of parameters on 4 ranks, {config.rounds} rounds"
+    print_rows(title, columns, rows, as_json=config.json)

@@ -13,6 +13,7 @@ import json
 import platform
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from fsharding.comm.shared_memory import segments
 from fsharding.mesh.device_mesh import own_rank
 
 __all__ = [
+    "WIDTH",
     "Steps",
     "agree",
     "allocated",
@@ -39,6 +41,12 @@ __all__ = [
     "say",
     "take_turns",
 ]
+
+WIDTH = 80
+"""Columns of a terminal that tables and lines of progress fit into."""
+
+_BORDER = 3
+"""Columns that a table has beside the text of each of its own."""
 
 
 class Steps(NamedTuple):
@@ -139,9 +147,9 @@ def counted_rounds(rounds: int, warm_up: int, title: str) -> Generator[int]:
 
 
 def say(text: str) -> None:
-    """Prints a line on standard error, on rank 0."""
+    """Print a line on standard error, on rank 0; a long one goes on in the next line."""
     if own_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  "), file=sys.stderr, flush=True)
 
 
 def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
@@ -201,7 +209,9 @@ def machine() -> dict[str, Any]:
 
 
 def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], *, as_json: bool) -> None:
-    """Prints one JSON object of the machine and all rows, or a table of some of what is in them.
+    """Print one JSON object of the machine and all rows, or tables of some of what is in them.
+
+    Columns that do not fit into `WIDTH` are in further tables, whose first column is that of the first.
 
     Args:
         title: of the table.
@@ -212,12 +222,31 @@ def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Se
     if as_json:
         print(json.dumps({"machine": machine(), "rows": list(rows)}), flush=True)
         return
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(show(row) for show in columns.values()))
-    Console(width=120).print(table)
+    shown = {name: [show(row) for row in rows] for name, show in columns.items()}
+    for i, names in enumerate(_fitting({name: max(map(len, (name, *cells))) for name, cells in shown.items()})):
+        table = Table(title=title if i == 0 else None)
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for cells in zip(*(shown[name] for name in names), strict=True):
+            table.add_row(*cells)
+        Console(width=max(WIDTH, _width(table))).print(table)
+
+
+def _fitting(widths: Mapping[str, int]) -> list[list[str]]:
+    """The columns of each table."""
+    first, *rest = widths
+    tables = [[first]]
+    for name in rest:
+        if sum(widths[x] + _BORDER for x in (*tables[-1], name)) + 1 > WIDTH and len(tables[-1]) > 1:
+            tables.append([first])
+        tables[-1].append(name)
+    return tables
+
+
+def _width(table: Table) -> int:
+    """How wide a table is where nothing limits it."""
+    console = Console(width=10_000)
+    return table.__rich_measure__(console, console.options).maximum
 
 
 def allocated(run: Callable[[], object]) -> tuple[int, int]:

@@ -322,7 +322,7 @@ def _show(config: StepConfig, rows: list[dict[str, Any]]) -> None:
         "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
         "to fsdp2": ratio("fsdp2"),
         "to ddp": ratio("ddp"),
-        "without shared memory": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
+        "every byte sent": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
         "floor ms": lambda row: f"{row['floor_ms']:.1f}" if row["floor_ms"] else "-",
         "to floor": lambda row: f"{row['median_ms'] / row['floor_ms']:.2f}" if row["floor_ms"] else "-",
         "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",

@@ -23,6 +23,7 @@ from fsharding.errors import CheckpointError, printable
 
 __all__ = ["Inspection", "inspect"]
 
+_WIDTH = 80
 _FUNCTION = "fs.checkpoint.inspect"
 
 
@@ -166,10 +167,14 @@ def _bytes(leaf: SavedLeaf) -> int:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns side by side; the last one, numbers, to the right."""
+    """Columns side by side; the last one, numbers, to the right. A name that is too long has a line of its own."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths[0] = max(len(rows[0][0]), min(widths[0], _WIDTH - sum(width + 2 for width in widths[1:])))
     lines: list[str] = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        lines.append("  ".join([*cells, row[-1].rjust(widths[-1])]).rstrip())
+    for name, *rest in rows:
+        if len(name) > widths[0]:
+            lines.append(name)
+            name = ""
+        cells = [cell.ljust(width) for cell, width in zip((name, *rest[:-1]), widths, strict=False)]
+        lines.append("  ".join([*cells, rest[-1].rjust(widths[-1])]).rstrip())
     return lines

@@ -98,7 +98,9 @@ def doctor(config: DoctorConfig) -> int:
     Returns:
         The exit status: 1 if two local ranks cannot run, or if other machines can reach them; else 0.
     """
-    result = [*_machine(), *_variables(), *_ranks()]
+    result = [*_machine(), *_variables()]
+    print("fsharding doctor: starts two ranks, which takes some seconds", file=sys.stderr, flush=True)
+    result += _ranks()
     healthy = not any(finding.grave for finding in result)
     if config.json:
         print(json.dumps({"healthy": healthy, "findings": [*map(dataclasses.asdict, result)]}), flush=True)

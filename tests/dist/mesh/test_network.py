@@ -111,6 +111,7 @@ def asked(*options, **env):
 def test_doctor_says_how_ranks_talk_and_that_nobody_else_reaches_them():
     done = asked("--json")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "fsharding doctor: starts two ranks" in done.stderr
     answer = json.loads(done.stdout)
     found = {row["name"]: row for row in answer["findings"]}
     assert answer["healthy"] and not any(row["grave"] for row in answer["findings"])

@@ -48,6 +48,23 @@ def test_a_checkpoint_is_shown_as_before(a_run, capsys):
     assert status == 2 and err.startswith("ConfigError: fsharding inspect finds nothing at 1 of its paths.")
 
 
+def test_a_table_with_long_names_fits_a_terminal(tmp_path, capsys):
+    long = {
+        "a_stack_of_blocks_with_a_name": {"and_a_weight_with_another_one": torch.ones(1000, 64)},
+        "b": torch.ones(2),
+    }
+    state = fs.init_state(
+        lambda key: long, fs.adamw(0.1), fs.random.key(0), fs.plan_layout(long, fs.make_mesh(device="cpu"))
+    )
+    fs.checkpoint.save(tmp_path / "5", state)
+    status, out, _ = run(capsys, "inspect", str(tmp_path / "5"))
+    lines = out.splitlines()[3:]
+    assert status == 0 and max(map(len, lines)) <= 80
+    name = "opt_state.mu.a_stack_of_blocks_with_a_name.and_a_weight_with_another_one"
+    assert lines[lines.index(name) + 1].split() == ["float32[1000,", "64]", "P()", "256,000"]
+    assert any(line.split() == ["params.b", "float32[2]", "P()", "8"] for line in lines)
+
+
 def test_the_version(capsys):
     assert run(capsys, "--version") == (0, f"fsharding {fs.__version__}\n", "")
 
