@@ -122,7 +122,7 @@ def _show(config: MemoryConfig, rows: list[dict[str, Any]]) -> None:
         "peak MiB": mib("peak_bytes"),
         "to fsdp2": ratio("fsdp2"),
         "to ddp": ratio("ddp"),
-        "without shared memory": mib("sent_peak_bytes"),
+        "every byte sent": mib("sent_peak_bytes"),
         "has to hold MiB": mib("needed_bytes"),
         "to that": lambda row: f"{row['peak_bytes'] / row['needed_bytes']:.2f}" if row["needed_bytes"] else "-",
     }

@@ -138,7 +138,7 @@ def _show(config: OverheadConfig, rows: list[dict[str, Any]], ranks: int) -> Non
         "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
         "a unit, us": lambda row: f"{1e3 * row['median_ms'] / config.units:.0f}",
         "to fsdp2": lambda row: f"{row['median_ms'] / peer:.2f}" if peer else "-",
-        "without shared memory": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
+        "every byte sent": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
         "that to fsdp2": lambda row: f"{row['sent_ms'] / peer:.2f}" if row["sent_ms"] and peer else "-",
     }
     title = f"host overhead of a step: {config.units} units of {config.leaves} leaves, {ranks} ranks"

@@ -108,7 +108,7 @@ def _show(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
         "units": lambda row: str(row["units"]),
         "median ms": number("median_ms", 1),
         "iqr ms": number("iqr_ms", 1),
-        "without shared memory": number("sent_ms", 1),
+        "every byte sent": number("sent_ms", 1),
         "line: ms a step": number("fixed_ms", 1),
         "ms a unit": number("unit_ms", 2),
         "r2": number("r2", 3),
