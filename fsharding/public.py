@@ -17,6 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -44,6 +45,7 @@ __all__ = [
     "check_optimizer",
     "check_path",
     "check_precision",
+    "check_timeout",
     "is_optimizer",
     "kind_of",
     "missing_name",
@@ -421,6 +423,17 @@ def check_path(function: str, what: str, path: Any, call: str) -> None:
     """
     if not isinstance(path, str | os.PathLike):
         raise refuse(function, what, path, f"Give the directory first: {call}.")
+
+
+def check_timeout(function: str, timeout: Any) -> None:
+    """Refuse a timeout that isn't a timedelta.
+
+    Raises:
+        ArgumentError: it is something else, such as a number of seconds.
+    """
+    if not isinstance(timeout, timedelta):
+        mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
+        raise refuse(function, "timeout= as a timedelta", timeout, mend)
 
 
 def check_precision(function: str, precision: Any) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsharding as fs
 from fsharding import checkpoint
 from fsharding.bench.options import CheckpointConfig
-from fsharding.bench.rounds import counted_rounds, give_back, in_turn, print_rows
+from fsharding.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
 from fsharding.checkpoint.state_leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -158,11 +158,11 @@ def _show(config: CheckpointConfig, times: dict[str, list[_Time]], ranks: int) -
         })  # fmt: skip
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "call": lambda row: row["call"],
-        "median s": lambda row: f"{row['median_s']:.3f}",
-        "min s": lambda row: f"{row['min_s']:.3f}",
-        "max s": lambda row: f"{row['max_s']:.3f}",
-        "cpu s": lambda row: f"{row['cpu_s']:.3f}",
-        "speed to dcp": lambda row: f"{row['speed_to_dcp']:.2f}",
+        "median s": cell("median_s", 3),
+        "min s": cell("min_s", 3),
+        "max s": cell("max_s", 3),
+        "cpu s": cell("cpu_s", 3),
+        "speed to dcp": cell("speed_to_dcp", 2),
     }
     title = f"a state of {config.mb} MB on {ranks} ranks, {config.rounds} rounds"
     print_rows(title, columns, rows, as_json=config.json)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding.bench.options import MemoryConfig, StepConfig
 from fsharding.bench.peers import Task, forward_bytes
-from fsharding.bench.rounds import counted_rounds, print_rows
+from fsharding.bench.rounds import cell, counted_rounds, print_rows
 from fsharding.bench.step import OURS, build, check, make_task, transport_of
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.models.presets import recipe
@@ -113,17 +113,14 @@ def _show(config: MemoryConfig, rows: list[dict[str, Any]]) -> None:
     def ratio(peer: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: f"{row['peak_bytes'] / by_name[peer]:.2f}" if peer in by_name else "-"
 
-    def mib(name: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row[name] / 2**20:.0f}" if row[name] is not None else "-"
-
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "contender": lambda row: row["contender"],
-        "kept MiB": mib("kept_bytes"),
-        "peak MiB": mib("peak_bytes"),
+        "kept MiB": cell("kept_bytes", 0, 2**20),
+        "peak MiB": cell("peak_bytes", 0, 2**20),
         "to fsdp2": ratio("fsdp2"),
         "to ddp": ratio("ddp"),
-        "every byte sent": mib("sent_peak_bytes"),
-        "has to hold MiB": mib("needed_bytes"),
+        "every byte sent": cell("sent_peak_bytes", 0, 2**20),
+        "has to hold MiB": cell("needed_bytes", 0, 2**20),
         "to that": lambda row: f"{row['peak_bytes'] / row['needed_bytes']:.2f}" if row["needed_bytes"] else "-",
     }
     title = f"memory of a step of {config.preset}, {config.batch} x {config.seq_len} tokens a rank, {config.dtype}"

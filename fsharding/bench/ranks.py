@@ -26,7 +26,7 @@ import fsharding as fs
 from fsharding import _compat
 from fsharding.bench.options import RanksConfig
 from fsharding.bench.peers import Task, first_dims, fsdp2_module
-from fsharding.bench.rounds import in_turn, print_rows
+from fsharding.bench.rounds import cell, in_turn, print_rows
 from fsharding.comm.bucket import plan_bucket
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.rendezvous import under_launcher
@@ -187,18 +187,15 @@ def _in_group(run: Callable[[], object]) -> float:
 
 
 def _show(config: RanksConfig, rows: list[dict[str, Any]]) -> None:
-    def number(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row[name]:.{digits}f}" if row[name] is not None else "-"
-
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "ranks": lambda row: f"{row['ranks']:,}",
         "contender": lambda row: row["contender"],
-        "median ms": number("median_ms", 1),
-        "of it the fake group": number("group_ms", 1),
-        "to fsdp2": number("ratio", 2),
-        "first ms": number("first_ms", 1),
-        "to fsdp2's first": number("first_ratio", 2),
-        "plan ms": number("plan_ms", 1),
+        "median ms": cell("median_ms", 1),
+        "of it the fake group": cell("group_ms", 1),
+        "to fsdp2": cell("ratio", 2),
+        "first ms": cell("first_ms", 1),
+        "to fsdp2's first": cell("first_ratio", 2),
+        "plan ms": cell("plan_ms", 1),
     }
     title = f"forward and backward of one rank of many, {config.blocks} blocks of width {config.dim}"
     print_rows(title, columns, rows, as_json=config.json)

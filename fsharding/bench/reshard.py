@@ -23,7 +23,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding import checkpoint
 from fsharding.bench.options import ReshardBenchConfig
-from fsharding.bench.rounds import counted_rounds, give_back, in_turn, print_rows
+from fsharding.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
 from fsharding.comm.counters import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -165,13 +165,13 @@ def _status(name: str) -> int:
 def _show(config: ReshardBenchConfig, rows: list[dict[str, Any]]) -> None:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "case": lambda row: row["case"],
-        "MiB sent": lambda row: f"{row['bytes_sent'] / 2**20:.0f}",
-        "reshard ms": lambda row: f"{row['reshard_ms']:.0f}",
-        "raw ms": lambda row: f"{row['raw_ms']:.0f}",
-        "speed to raw": lambda row: f"{row['speed_to_raw']:.2f}",
-        "save + load ms": lambda row: f"{row['save_load_ms']:.0f}",
-        "times faster": lambda row: f"{row['speed_to_save_load']:.1f}",
-        "extra MiB": lambda row: f"{row['extra_bytes'] / 2**20:.0f}",
+        "MiB sent": cell("bytes_sent", 0, 2**20),
+        "reshard ms": cell("reshard_ms", 0),
+        "raw ms": cell("raw_ms", 0),
+        "speed to raw": cell("speed_to_raw", 2),
+        "save + load ms": cell("save_load_ms", 0),
+        "times faster": cell("speed_to_save_load", 1),
+        "extra MiB": cell("extra_bytes", 0, 2**20),
     }
     title = f"{config.mb} MiB of parameters on 4 ranks, {config.rounds} rounds"
     print_rows(title, columns, rows, as_json=config.json)

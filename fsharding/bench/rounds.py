@@ -15,7 +15,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "Steps",
     "agree",
     "allocated",
+    "cell",
     "counted_rounds",
     "give_back",
     "in_turn",
@@ -147,7 +148,7 @@ def counted_rounds(rounds: int, warm_up: int, title: str) -> Generator[int]:
 
 
 def say(text: str) -> None:
-    """Print a line on standard error, on rank 0; a long one goes on in the next line."""
+    """Print a line on standard error, on rank 0; a long one is wrapped."""
     if own_rank() == 0:
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "), file=sys.stderr, flush=True)
 
@@ -211,7 +212,7 @@ def machine() -> dict[str, Any]:
 def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], *, as_json: bool) -> None:
     """Print one JSON object of the machine and all rows, or tables of some of what is in them.
 
-    Columns that do not fit into `WIDTH` are in further tables, whose first column is that of the first.
+    Columns that do not fit into `WIDTH` are in further tables, which repeat the first column.
 
     Args:
         title: of the table.
@@ -223,13 +224,25 @@ def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Se
         print(json.dumps({"machine": machine(), "rows": list(rows)}), flush=True)
         return
     shown = {name: [show(row) for row in rows] for name, show in columns.items()}
-    for i, names in enumerate(_fitting({name: max(map(len, (name, *cells))) for name, cells in shown.items()})):
+    widths = {name: max(map(len, (name, *cells))) for name, cells in shown.items()}
+    for i, names in enumerate(_fitting(widths)):
         table = Table(title=title if i == 0 else None)
         for name in names:
             table.add_column(name, justify="right", no_wrap=True)
         for cells in zip(*(shown[name] for name in names), strict=True):
             table.add_row(*cells)
-        Console(width=max(WIDTH, _width(table))).print(table)
+        Console(width=max(WIDTH, _width(widths, names))).print(table)
+
+
+def cell(name: str, digits: int, scale: float = 1) -> Callable[[dict[str, Any]], str]:
+    """The cell of a number of a row, divided by a scale; "-" where a row has none.
+
+    Args:
+        name: of the number in a row.
+        digits: after the decimal point.
+        scale: such as 2**20 for bytes in MiB.
+    """
+    return lambda row: f"{row[name] / scale:.{digits}f}" if row[name] is not None else "-"
 
 
 def _fitting(widths: Mapping[str, int]) -> list[list[str]]:
@@ -237,16 +250,15 @@ def _fitting(widths: Mapping[str, int]) -> list[list[str]]:
     first, *rest = widths
     tables = [[first]]
     for name in rest:
-        if sum(widths[x] + _BORDER for x in (*tables[-1], name)) + 1 > WIDTH and len(tables[-1]) > 1:
+        if _width(widths, (*tables[-1], name)) > WIDTH and len(tables[-1]) > 1:
             tables.append([first])
         tables[-1].append(name)
     return tables
 
 
-def _width(table: Table) -> int:
-    """How wide a table is where nothing limits it."""
-    console = Console(width=10_000)
-    return table.__rich_measure__(console, console.options).maximum
+def _width(widths: Mapping[str, int], names: Iterable[str]) -> int:
+    """The width of a table of these columns, with its borders."""
+    return sum(widths[name] + _BORDER for name in names) + 1
 
 
 def allocated(run: Callable[[], object]) -> tuple[int, int]:

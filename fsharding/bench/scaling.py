@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsharding.bench.options import ScalingConfig, StepConfig
-from fsharding.bench.rounds import print_rows, say
+from fsharding.bench.rounds import cell, print_rows, say
 from fsharding.bench.step import check, measure
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -98,20 +98,17 @@ def _line(points: list[tuple[int, float]]) -> dict[str, float | None]:
 
 
 def _show(config: ScalingConfig, rows: list[dict[str, Any]]) -> None:
-    def number(name: str, digits: int) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row[name]:.{digits}f}" if row[name] is not None else "-"
-
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "contender": lambda row: row["contender"],
         "ranks": lambda row: str(row["ranks"]),
         "dim": lambda row: str(row["dim"]),
         "units": lambda row: str(row["units"]),
-        "median ms": number("median_ms", 1),
-        "iqr ms": number("iqr_ms", 1),
-        "every byte sent": number("sent_ms", 1),
-        "line: ms a step": number("fixed_ms", 1),
-        "ms a unit": number("unit_ms", 2),
-        "r2": number("r2", 3),
+        "median ms": cell("median_ms", 1),
+        "iqr ms": cell("iqr_ms", 1),
+        "every byte sent": cell("sent_ms", 1),
+        "line: ms a step": cell("fixed_ms", 1),
+        "ms a unit": cell("unit_ms", 2),
+        "r2": cell("r2", 3),
     }
     title = f"growth of a step, {config.batch} x {config.seq_len} tokens a rank"
     print_rows(title, columns, rows, as_json=config.json)

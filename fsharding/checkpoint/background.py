@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsharding.checkpoint.directory import naming_path
 from fsharding.errors import CheckpointError, FshardingError, message
 from fsharding.mesh.failures import is_fake_world, own_rank
-from fsharding.public import refuse
+from fsharding.public import check_timeout
 
 __all__ = ["SAVE_TIMEOUT", "PendingSave", "own_group", "settle", "start", "watched"]
 
@@ -153,10 +153,7 @@ def own_group(function: str, timeout: timedelta, use: str = "checkpoint") -> dis
     Raises:
         ArgumentError: the timeout is no timedelta.
     """
-    if not isinstance(timeout, timedelta):
-        raise refuse(
-            function, "timeout= as a timedelta", timeout, f"Write timeout=datetime.timedelta(seconds={timeout})."
-        )
+    check_timeout(function, timeout)
     if not dist.is_initialized() or is_fake_world():
         return None
     world = dist.group.WORLD

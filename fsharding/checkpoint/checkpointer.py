@@ -73,7 +73,8 @@ class Checkpointer:
         self.directory = real_path(directory, "fs.checkpoint.Checkpointer")
         if data is not None:
             check_stateful("fs.checkpoint.Checkpointer", data)
-        self.keep, self.every, self.background, self.data, self.timeout = keep, every, background, data, timeout
+        self.keep, self.every, self.background, self.data = keep, every, background, data
+        self.timeout = timeout
 
     def __enter__(self) -> Self:
         return self

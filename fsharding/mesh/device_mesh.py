@@ -33,7 +33,7 @@ from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, wo
 from fsharding.mesh.groups import close_unused, find_group, group_among
 from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
-from fsharding.public import public, refuse
+from fsharding.public import check_timeout, public, refuse
 
 __all__ = [
     "AxisSizes",
@@ -159,9 +159,7 @@ def make_mesh(
     if communicators not in (None, 1, 2) or isinstance(communicators, bool):
         mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
         raise refuse("fs.make_mesh", "communicators= as 1 or 2", communicators, mend)
-    if not isinstance(timeout, timedelta):
-        mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
-        raise refuse("fs.make_mesh", "timeout= as a timedelta", timeout, mend)
+    check_timeout("fs.make_mesh", timeout)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = _own_gpu() if device == "cuda" else None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -648,7 +648,7 @@ def _in_lines(places: Sequence[Mapping[str, Any]]) -> str:
     result: list[str] = []
     for place in places:
         ranks = place.get("peers") or place.get("waits") or ()
-        waits = f"{place['collective'] or 'an answer'} of {_numbers([*ranks])}" if ranks else place["collective"]
+        waits = f"{place['collective'] or 'an answer'} of {rank_numbers([*ranks])}" if ranks else place["collective"]
         result += [f"call: {place['call']}"] if "call" in place else []
         result += [f"{name}: {text}" for name, text in (("doing", place["region"]), ("waits for", waits)) if text]
         result += [place["raised"]] if "raised" in place else []
@@ -779,7 +779,7 @@ def _exchanged(key: str, own: Mapping[str, Any], ranks: Sequence[int]) -> dict[i
 def _lost_text(call: _Call, causes: Mapping[int, Cause], names: Mapping[int, str], noticed: str, *, slow: bool) -> str:
     rows = [f"{_who([rank], names)} {it.text}" for rank, it in [*causes.items()][:_SHOWN]]
     rows += [f"and {len(causes) - _SHOWN} more"] if len(causes) > _SHOWN else []
-    mend = f"Look at what {_numbers([*causes])} said last; all ranks have to start again."
+    mend = f"Look at what {rank_numbers([*causes])} said last; all ranks have to start again."
     if slow:
         mend = f"If it is only slow, give {_TIMED.get(call.function, 'make_mesh')} a longer timeout=. {mend}"
     return message(call.function, f"lost {_who([*causes], names)}.", [*rows, noticed], mend)
@@ -845,7 +845,8 @@ def _who(ranks: Sequence[int], names: Mapping[int, str]) -> str:
     return f"ranks {', '.join(f'{rank}{names.get(rank, str())}' for rank in ranks[:_SHOWN])}{more}"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def rank_numbers(ranks: Sequence[int]) -> str:
+    """Name ranks by their numbers, such as "rank 2" or "ranks 0, 3"."""
     return _who(ranks, {})
 
 
@@ -892,7 +893,7 @@ def write_stacks(error: RankError, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text("\n\n".join(parts) + "\n")
-        line = f"Where {_numbers([*error.stacks])} {'stands' if len(error.stacks) == 1 else 'stand'}: {file}"
+        line = f"Where {rank_numbers([*error.stacks])} {'stands' if len(error.stacks) == 1 else 'stand'}: {file}"
     except OSError as reason:
         line = f"Stacks could not be written: {reason}"
     error.args = (f"{error}\n{line}", *error.args[1:])

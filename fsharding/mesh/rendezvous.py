@@ -20,6 +20,7 @@ from typing import Any
 
 from fsharding.errors import ConfigError, RankError, message
 from fsharding.mesh.backends import launchers_store, open_store, prefixed
+from fsharding.mesh.failures import rank_numbers
 
 __all__ = [
     "FRESH_STORE",
@@ -43,7 +44,6 @@ _REMIND_S = 10.0
 _LOOK_S = 0.02
 _SPEAKERS = 2
 """So many ranks say that they wait."""
-_SHOWN = 10
 
 _log = logging.getLogger("fsharding")
 
@@ -130,7 +130,7 @@ def meet_all(timeout: timedelta) -> dict[str, Any]:
     finally:
         timer.cancel()
     if lost:
-        rows = [f"{_numbers(lost)}: not there after {timeout.total_seconds():g} s"]
+        rows = [f"{rank_numbers(lost)}: not there after {timeout.total_seconds():g} s"]
         raise RankError(_not_met(rank, size, place, rows), ranks=tuple(lost))
     return {"store": prefixed("default_pg", store), "rank": rank, "world_size": size}
 
@@ -156,7 +156,7 @@ def _wait(store: Any, rank: int, size: int, until: float, place: str) -> list[in
 
 def _remind(rank: int, size: int, place: str, lost: list[int]) -> None:
     if rank < _SPEAKERS:
-        rule = f"on rank {rank} is waiting for {len(lost)} of {size} ranks at {place}: {_numbers(lost)}."
+        rule = f"on rank {rank} is waiting for {len(lost)} of {size} ranks at {place}: {rank_numbers(lost)}."
         mend = "Every rank has to call it. For one process, unset RANK and WORLD_SIZE."
         _log.warning(message("fs.make_mesh", rule, mend=mend))
 
@@ -164,8 +164,3 @@ def _remind(rank: int, size: int, place: str, lost: list[int]) -> None:
 def _not_met(rank: int, size: int, place: str, rows: list[str]) -> str:
     mend = "Every rank has to call it; look at what the others said last. For one process, unset RANK and WORLD_SIZE."
     return message("fs.make_mesh", f"on rank {rank} has not met all of {size} ranks at {place}.", rows, mend)
-
-
-def _numbers(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -19,6 +19,7 @@ from fsharding.mesh import call_stacks
 
 __all__ = [
     "DIGEST_BITS",
+    "SAME_BUFFERS",
     "SAME_CONSTANTS",
     "SAME_RATES",
     "Comparison",
@@ -174,10 +175,11 @@ _ORDER = (
     "Gather the same units in the same order on every rank: choose branches and dropped layers by a key that all ranks"
     " share, such as the step's, and gather a unit on the ranks that don't need it, too."
 )
-_CONSTANTS = (
+SAME_BUFFERS = (
     "Build the module from one seed or file on every rank, or send the buffers of one rank to all before"
     " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
 )
+"""The edit for modules whose buffers differ between ranks."""
 _RATES = (
     "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from a"
     " checkpoint of before that update."
@@ -208,7 +210,7 @@ def differences(
         if rows := _at_first_difference({rank: reports[rank] for rank in ranks}):
             odd, others = rows[0][0], [rank for ranks, _ in rows[1:] for rank in ranks]
             rule = f"does different things on {who(odd)} than on {who(sorted(others))}."
-            mends = {SAME_CONSTANTS: _CONSTANTS, SAME_RATES: _RATES}
+            mends = {SAME_CONSTANTS: SAME_BUFFERS, SAME_RATES: _RATES}
             kinds = (kind for kind in mends if all(text.startswith(kind) for _, text in rows))
             mend = mends.get(next(kinds, ""), _ORDER)
             text = message(function, rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)

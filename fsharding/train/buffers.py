@@ -1,8 +1,8 @@
 """Buffers of a state after a step: the values of one rank on all of them.
 
 In: what the forward of each rank has written. Out: the buffers of the first rank of the mesh, on every rank.
-Sums of integers carry them, with zeros from all other ranks, so every transport gives the same bits.
-Law: buffers of any dtype arrive bit for bit, in memory of their own.
+They are sent as sums of integers with zeros from all other ranks, so every transport gives the same bits.
+Law: buffers of any dtype are copied bit for bit, into memory of their own.
 """
 
 from __future__ import annotations

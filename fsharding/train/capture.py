@@ -32,7 +32,7 @@ from fsharding.public import kind_of, public
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.operations import check_operations
-from fsharding.train.state import TrainState, refuse_changed, sealed
+from fsharding.train.state import STATE_FIELDS, TrainState, refuse_changed, sealed
 from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics, Verdict
 from fsharding.train.verdict import PendingVerdict
 from fsharding.transforms.value_and_grad import refuse_backward
@@ -251,7 +251,7 @@ def _copy_state(static: TrainState, state: TrainState, function: str) -> None:
 
 def _fields(state: TrainState) -> dict[str, Any]:
     """All of a state that a step computes with. The key is the host's alone, and the same from step to step."""
-    return {name: getattr(state, name) for name in ("step", "params", "main", "opt_state", "loss_scale", "buffers")}
+    return {name: getattr(state, name) for name in STATE_FIELDS if name != "key"}
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

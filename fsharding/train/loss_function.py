@@ -23,7 +23,7 @@ from fsharding.public import kind_of
 from fsharding.random import fold_in
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.train.state import Buffers, TrainState
-from fsharding.transforms.value_and_grad import Loss
+from fsharding.transforms.value_and_grad import Loss, results_text
 from fsharding.tree import Tree
 
 __all__ = ["Beside", "LossFunction", "scaled"]
@@ -112,7 +112,7 @@ class LossFunction(NamedTuple):
         if not isinstance(result, tuple) or isinstance(result, Loss) or len(parts) != count:
             mend = f"Return ({self.results})"
             mend += ", or leave has_aux out." if self.has_aux else "; loss may be (sum, weight)."
-            rule = f"needs ({self.results}); got {_results_text(result)}."
+            rule = f"needs ({self.results}); got {results_text(result)}."
             raise TransformError(message(self.function, rule, mend=mend))
         buffers = self._checked(parts[1], before) if self.takes_buffers else {}
         return parts[0], Beside(parts[-1] if self.has_aux else None, buffers)
@@ -152,13 +152,6 @@ def scaled(fn: Callable[[Tree, Tree], Any], scale: Tensor | None) -> Callable[[T
         return _times(loss, scale), beside
 
     return run
-
-
-def _results_text(x: Any) -> str:
-    """Describes a result, for an error."""
-    if isinstance(x, tuple):
-        return f"({', '.join(map(_results_text, cast('tuple[Any, ...]', x)))})"
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _times(loss: Any, scale: Tensor | None) -> Any:

@@ -28,6 +28,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
+from fsharding.mesh.unit_order import SAME_BUFFERS
 from fsharding.optim.base import GradientTransformation
 from fsharding.precision import Precision, ScaleState
 from fsharding.public import (
@@ -442,10 +443,6 @@ _SAME_DRAWS = (
     "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed says"
     " there; or give every rank the same key and tensors."
 )
-_SAME_BUFFERS = (
-    "Build the module from one seed or file on every rank, or send the buffers of one rank to all before"
-    " fs.functionalize: torch.distributed.broadcast(buffer, 0)."
-)
 
 
 def _refuse_other_draws(function: str, named: Mapping[str, Any], key: Tensor, layout: Layout) -> None:
@@ -459,7 +456,7 @@ def _refuse_other_draws(function: str, named: Mapping[str, Any], key: Tensor, la
     with naming_lost(function, layout.mesh):
         answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     different = {name for own in answers.values() for name in own if len({it.get(name) for it in answers.values()}) > 1}
-    mend = _SAME_BUFFERS if all(name.startswith("buffers.") for name in different) else _SAME_DRAWS
+    mend = SAME_BUFFERS if all(name.startswith("buffers.") for name in different) else _SAME_DRAWS
     refuse_differences(function, answers, "got other first values on different ranks.", mend)
 
 

@@ -50,7 +50,7 @@ from fsharding.tree import Tree
 
 __all__ = [
     "Agreement", "GradFn", "Loss", "Tape", "agreement_of_call", "global_loss", "is_divisor", "loss_and_grads",
-    "refuse_backward", "value_and_grad",
+    "refuse_backward", "results_text", "value_and_grad",
 ]  # fmt: skip
 
 
@@ -596,12 +596,12 @@ def _take_apart(result: Any, has_aux: bool, function: str = "fs.value_and_grad")
     is_pair = isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2
     if has_aux and (not is_pair or isinstance(result, Loss)):
         mend = "Return (loss, aux), or leave has_aux out."
-        raise TransformError(message(function, f"needs (loss, aux); got {_kind(result)}.", mend=mend))
+        raise TransformError(message(function, f"needs (loss, aux); got {results_text(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
     total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
-        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {_kind(loss)}."
+        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {results_text(loss)}."
         raise TransformError(message(function, rule, mend=_mend(total)))
     if weight is not None:
         if isinstance(weight, Tensor):
@@ -620,10 +620,10 @@ def _mend(total: Any) -> str:
     return "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
 
 
-def _kind(x: Any) -> str:
-    """Describes a value, for an error."""
+def results_text(x: Any) -> str:
+    """Describe what a loss function returned, for an error."""
     if isinstance(x, tuple):
-        return f"({', '.join(map(_kind, cast(tuple[Any, ...], x)))})"
+        return f"({', '.join(map(results_text, cast(tuple[Any, ...], x)))})"
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 

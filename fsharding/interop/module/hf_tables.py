@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsharding import ops
 from fsharding.interop.hf.naming import Joined, Name
-from fsharding.interop.module.layers import Roles
+from fsharding.interop.module.layers import Role, Roles
 from fsharding.interop.module.structure import NameTable
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.tree import Tree
@@ -114,12 +114,8 @@ def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
     return model.drop(model.wte(tokens) + model.wpe(_positions(tokens)))
 
 
-_LLAMA_PARTS = Parts(
-    lambda module, batch: module.model.embed_tokens(batch["tokens"]),
-    _llama_block,
-    lambda module, x_BTD, batch: _loss(module.lm_head(module.model.norm(x_BTD)), batch),
-    cp=True,
-)
+_VOCAB: dict[str, Role] = {"model.embed_tokens": "vocab", "lm_head": "logits"}
+_QKV: dict[str, Role] = {f"*.self_attn.{x}_proj": "column" for x in "qkv"}
 _LLAMA = Family(
     units=("model.embed_tokens", "model.layers.*", ("model.norm", "lm_head")),
     names={
@@ -142,11 +138,8 @@ _LLAMA = Family(
         "*norm.weight": (None,),
     },
     roles={
-        "model.embed_tokens": "vocab",
-        "lm_head": "logits",
-        "*.self_attn.q_proj": "column",
-        "*.self_attn.k_proj": "column",
-        "*.self_attn.v_proj": "column",
+        **_VOCAB,
+        **_QKV,
         "*.self_attn.o_proj": "row",
         "*.self_attn.q_norm": "inside",
         "*.self_attn.k_norm": "inside",
@@ -155,15 +148,19 @@ _LLAMA = Family(
         "*.mlp.down_proj": "row",
     },
     heads=("num_attention_heads", "num_key_value_heads"),
-    parts=_LLAMA_PARTS,
+    parts=Parts(
+        lambda module, batch: module.model.embed_tokens(batch["tokens"]),
+        _llama_block,
+        lambda module, x_BTD, batch: _loss(module.lm_head(module.model.norm(x_BTD)), batch),
+        cp=True,
+    ),
 )
 
 # Its embedding, which is the head too, has a forward of its own that scales, so no role can take its place over tp.
-_WHOLE = ("model.embed_tokens", "lm_head")
 _GEMMA = replace(
     _LLAMA,
-    names={**_LLAMA.names, **{f"{name}.weight": (None, "embed") for name in _WHOLE}},
-    roles={name: role for name, role in _LLAMA.roles.items() if name not in _WHOLE},
+    names={**_LLAMA.names, **{f"{name}.weight": (None, "embed") for name in _VOCAB}},
+    roles={name: role for name, role in _LLAMA.roles.items() if name not in _VOCAB},
 )
 
 # Queries, keys and values are one layer, as are gate and up. No role splits these over tp, so tp computes them whole.
@@ -178,7 +175,7 @@ _PHI3 = replace(
         "*.mlp.down_proj.weight": ("embed", None),
         "*norm.weight": (None,),
     },
-    roles={"model.embed_tokens": "vocab", "lm_head": "logits"},
+    roles=_VOCAB,
     heads=(),
 )
 
@@ -197,11 +194,8 @@ _PHI = Family(
         "*layernorm.bias": (None,),
     },
     roles={
-        "model.embed_tokens": "vocab",
-        "lm_head": "logits",
-        "*.self_attn.q_proj": "column",
-        "*.self_attn.k_proj": "column",
-        "*.self_attn.v_proj": "column",
+        **_VOCAB,
+        **_QKV,
         "*.self_attn.dense": "row",
         "*.mlp.fc1": "column",
         "*.mlp.fc2": "row",

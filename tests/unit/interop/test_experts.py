@@ -65,4 +65,5 @@ def test_own_experts_are_refused_and_rules_that_leave_them_everywhere_are_not():
 
 
 def test_dense_modules_have_ep_as_one_more_data_axis():
-    fs.plan_layout(fs.functionalize(nn.Linear(4, 4), ()), mesh(dp=2, ep=2))
+    layout = fs.plan_layout(fs.functionalize(nn.Linear(4, 4), ()), mesh(dp=2, ep=2))
+    assert layout.main["weight"].data_axes == layout.main["bias"].data_axes == ("dp", "ep")
