@@ -35,6 +35,7 @@ from fsharding.errors import (
     did_you_mean,
     listed,
     message,
+    named,
 )
 from fsharding.precision import Precision
 
@@ -84,6 +85,7 @@ def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params
                     raise
                 raise ArgumentError(result) from error
 
+        named(name)(function)
         return _compat.left_to_python(call)
 
     return mark
