@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsharding.calls import named
 from fsharding.errors import LayoutError, message
 
 __all__ = [
@@ -221,6 +222,7 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
+@named("foreach_add")
 def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here.
 
@@ -231,6 +233,7 @@ def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_add(list(xs), list(ys))) if xs else []
 
 
+@named("foreach_add_")
 def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Adds the second list to the first in place.
 
@@ -242,6 +245,7 @@ def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
         torch._foreach_add_(list(xs), list(ys))
 
 
+@named("foreach_copy_")
 def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Copies the second list into the first, casting as needed.
 
@@ -359,6 +363,7 @@ def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...
     return len(now) == len(before) and all(same)
 
 
+@named("packed")
 def packed(xs: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype one after the other, flat, in one call.
 
@@ -370,6 +375,7 @@ def packed(xs: Sequence[Tensor]) -> Tensor:
     return torch._utils._flatten_dense_tensors(tuple(xs))
 
 
+@named("unpack")
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of it, in the shapes of what it was packed from; it may be longer.
 
@@ -677,6 +683,7 @@ def torch_pipeline_order(
     return [[tuple(map(numbers_of, parts)) for parts in row] for row in rows]
 
 
+@named("fused_adamw_")
 def fused_adamw_(
     params: list[Tensor],
     grads: list[Tensor],

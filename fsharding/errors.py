@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from types import CodeType, FrameType
-from typing import Any, TypeVar
 
 __all__ = [
     "ArgumentError",
@@ -45,13 +41,9 @@ __all__ = [
     "did_you_mean",
     "listed",
     "message",
-    "name_of",
-    "named",
     "printable",
-    "public_name",
 ]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 _MOST_ROWS = 10
 _MOST_LINES = 40
@@ -179,38 +171,6 @@ class RankError(FshardingError, RuntimeError):
     def __init__(self, text: str = "", ranks: tuple[int, ...] = (), stacks: Mapping[int, str] | None = None) -> None:
         super().__init__(text)
         self.ranks, self.stacks = ranks, dict(stacks or {})
-
-
-_names: dict[CodeType, str] = {}
-"""By the code of a function: the name by which users call it."""
-
-
-def named(name: str) -> Callable[[_F], _F]:
-    """Mark a function as the one that users call by `name`, which begins the errors that it raises.
-
-    Nothing is wrapped, so calls cost nothing: the name is looked for on the stack when an error is worded.
-    """
-
-    def mark(function: _F) -> _F:
-        _names[inspect.unwrap(function).__code__] = name
-        return function
-
-    return mark
-
-
-def name_of(code: CodeType) -> str:
-    """Return the public name of a function; "" if it isn't marked."""
-    return _names.get(code, "")
-
-
-def public_name(frame: FrameType | None = None) -> str:
-    """Return the name of the innermost public call on a stack, by default the caller's; "fsharding" outside of any."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        if name := name_of(frame.f_code):
-            return name
-        frame = frame.f_back
-    return "fsharding"
 
 
 def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") -> str:

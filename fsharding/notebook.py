@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, RankError, message
 from fsharding.mesh.failures import is_network_error, own_rank
 from fsharding.public import Immutable
@@ -292,12 +293,14 @@ class ObjectRef(Immutable, instead="pool.all(lambda x: setattr(x, {name!r}, ...)
         ObjectRef(0) [10, 11]
     """
 
+    @named("fs.notebook.ObjectRef")
     def __init__(self, processes: _Processes, lookup: Callable[[str, str], Any], key: str, text: str) -> None:
         self._processes, self._lookup, self._key, self._text = processes, lookup, key, text
 
     def __repr__(self) -> str:
         return f"ObjectRef({'of ranks that have ended' if self._processes.ended else self._text})"
 
+    @named("fs.notebook.ObjectRef")
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -416,6 +419,7 @@ class Ranks:
         [1] [2, 2]
     """
 
+    @named("fs.notebook.Ranks")
     def __init__(self, size: int, timeout: float | None = None) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ArgumentError(message(_NAME, f"cannot start {size!r} ranks.", mend="Give 1 or more, such as 2."))
@@ -427,6 +431,7 @@ class Ranks:
         self._ready()
         _OPEN.add(self)
 
+    @named(_NAME)
     def _ready(self) -> _Processes:
         """The processes that the next call runs on, new ones where the earlier ones were ended."""
         if self._closed:
@@ -447,6 +452,7 @@ class Ranks:
             weakref.finalize(self, processes.end).atexit = False
         return processes
 
+    @named(_NAME)
     def _call(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, key: str | None, everyone: bool
     ) -> list[Any]:
@@ -588,6 +594,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @named(_NAME)
     def __reduce__(self) -> NoReturn:
         mend = "Pass what its functions need as arguments; they can call each other, also those with @pool.on_ranks."
         raise ArgumentError(message(_NAME, "cannot send a pool to its own ranks.", mend=mend))
@@ -610,6 +617,7 @@ def _close_all() -> None:
         pool.close()
 
 
+@named(_NAME)
 def ranks(size: int, timeout: float | None = None) -> Ranks:
     """Starts local ranks behind a notebook, or behind an interpreter that you type into.
 
@@ -669,6 +677,7 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython.register_magic_function(_run_cell, "cell", "ranks")
 
 
+@named("%%ranks")
 def _run_cell(line: str, cell: str) -> None:
     size, pool = line.strip(), _latest
     if size and not size.isdigit():
@@ -680,6 +689,7 @@ def _run_cell(line: str, cell: str) -> None:
     pool.execute(cell)
 
 
+@named(_NAME)
 def _packed(name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
     try:
         return _pickled((fn, tuple(args), kwargs))

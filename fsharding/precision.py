@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsharding import formats
+from fsharding.calls import named
 from fsharding.errors import ConfigError, LayoutError, did_you_mean, listed, message
 from fsharding.formats import Blocks
 from fsharding.formats.blocks import Rounding
@@ -65,6 +66,7 @@ class LossScale:
     interval: int = 2000
     least: float = 1.0
 
+    @named("LossScale")
     def __post_init__(self) -> None:
         if not (self.initial >= self.least > 0 and self.interval > 0):
             mend = "Numbers are above 0, and initial is at least as large as least."
@@ -161,6 +163,7 @@ class Precision:
     columnwise: tuple[str, ...] = ()
     rounded: bool = False
 
+    @named("Precision")
     def __post_init__(self) -> None:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."

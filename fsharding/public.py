@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.errors import (
     ArgumentError,
     FrozenError,
@@ -35,7 +36,6 @@ from fsharding.errors import (
     did_you_mean,
     listed,
     message,
-    named,
 )
 from fsharding.precision import Precision
 

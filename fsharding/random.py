@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, _functorch
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
 from fsharding.formats.philox import uniform_as_numpy
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
@@ -246,6 +247,7 @@ class Draw:
         """The whole array."""
         return self.slice(boxes.full(self.shape), device=device)
 
+    @named("Draw.slice")
     def slice(self, box: Box, *, device: torch.device | str = "cpu") -> Tensor:
         """The values inside a box of the global array.
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 
+from fsharding.calls import named
 from fsharding.errors import TreeError, listed, message
 
 __all__ = [
@@ -110,6 +111,7 @@ def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
     return _paths_of(optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE))
 
 
+@named("fs.tree.named_leaves")
 def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
     """The leaves of a tree by path: the form in which checkpoints hold a state.
 
@@ -130,6 +132,7 @@ def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
     return result
 
 
+@named("tree.map")
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
     """Applies `fn` to the leaves of `tree` and to what stands at the same place in each of `rest`.
 
@@ -147,6 +150,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
     return unflatten(spec, [fn(*group) for group in zip(flat, *others, strict=True)])
 
 
+@named("tree.map_with_path")
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
     """As `map`; `fn` gets the dotted path of the leaf first.
 
@@ -279,6 +283,7 @@ def register_node(
     _registered.add(cls)
 
 
+@named("tree.at")
 def at(tree: Tree, path: str) -> Any:
     """The subtree at a dotted path.
 

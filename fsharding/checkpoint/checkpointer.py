@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from fsharding.calls import named
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, settle
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
@@ -54,6 +55,7 @@ class Checkpointer:
         4
     """
 
+    @named("fs.checkpoint.Checkpointer")
     def __init__(
         self,
         directory: StrPath,
@@ -88,6 +90,7 @@ class Checkpointer:
             error.add_note(str(failed))
 
     @called_by_all("fs.checkpoint.Checkpointer.save")
+    @named("fs.checkpoint.Checkpointer.save")
     def save(self, state: TrainState, extra: Any = None, *, number: int | None = None) -> None:
         """Saves to `directory/<number>`, and then removes what is too old; see `save_async`.
 
@@ -131,6 +134,7 @@ class Checkpointer:
         settle()
         return latest(self.directory)
 
+    @named("fs.checkpoint.Checkpointer.load")
     def load(self, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
         """The newest complete checkpoint in a layout, and `data` at its position; see `load`.
 

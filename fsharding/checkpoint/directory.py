@@ -17,6 +17,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from fsharding.calls import named
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
 from fsharding.errors import CheckpointError, message
@@ -507,6 +508,7 @@ def metadata(path: StrPath) -> Manifest:
         return read_manifest(function, find(path, function))
 
 
+@named(_LATEST)
 def latest(directory: StrPath) -> Path | None:
     """The complete checkpoint of a directory with the highest step; None if there is none.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.calls import named
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import StrPath
@@ -85,6 +86,7 @@ class _Item(NamedTuple):
         return math.prod(self.part.shape) * self.dtype.itemsize
 
 
+@named(_FUNCTION)
 def export(
     source: StrPath,
     target: StrPath,

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.checkpoint import coded_weights
 from fsharding.checkpoint.byte_ranges import Range, contiguous, read_range
 from fsharding.checkpoint.directory import StrPath
@@ -85,6 +86,7 @@ class Weights:
             raise _Refusal(f"{name}: {error}").worded(self.function, self.path) from error
 
 
+@named(_FUNCTION)
 def open_weights(path: StrPath, prefix: str = "") -> Weights:
     """Finds out what is at a path and where its tensors are. Reads no tensor.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fsharding.calls import named
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
@@ -108,6 +109,7 @@ class Inspection:
         return "\n".join(lines)
 
 
+@named(_FUNCTION)
 def inspect(path: StrPath) -> Inspection:
     """Looks at a checkpoint, and reads all of its files once to compare checksums. On one process.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
@@ -106,6 +107,7 @@ def load(
     return result
 
 
+@named(_LEAVES)
 def load_leaves(
     path: StrPath, paths: str | Sequence[str], layout: Layout | None = None, *, cast: bool = False
 ) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from fsharding.calls import named
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
@@ -37,6 +38,7 @@ __all__ = ["reshard_checkpoint"]
 _FUNCTION = "fs.checkpoint.reshard_checkpoint"
 
 
+@named(_FUNCTION)
 def reshard_checkpoint(
     source: StrPath, target: StrPath, axes: Mapping[str, int], strategy: Strategy | None = None
 ) -> Manifest:

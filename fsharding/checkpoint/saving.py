@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start, watched
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
@@ -153,6 +154,7 @@ def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
     """
     copied = job.copied()
 
+    @named(_ASYNC)
     def run() -> None:
         with naming_lost(_ASYNC, range(world_size())):
             copied.run(group)
@@ -184,6 +186,7 @@ class Job:
         writes = tuple((path, shape, box, x.detach().to("cpu", copy=True)) for path, shape, box, x in self.writes)
         return dataclasses.replace(self, writes=writes)
 
+    @named(_FUNCTION)
     def run(self, group: dist.ProcessGroup | None = None) -> None:
         """Everything that touches the disk. Collective.
 
@@ -247,6 +250,7 @@ def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> 
     return whole
 
 
+@named(_FUNCTION)
 def plan_save(
     path: StrPath,
     state: TrainState,

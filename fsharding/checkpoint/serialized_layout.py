@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.errors import CheckpointError, FshardingError, listed, message
 from fsharding.formats import Blocks
@@ -117,6 +118,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
     }
 
 
+@named("fs.checkpoint.layout_of")
 def layout_of(
     manifest: Manifest, mesh: Mesh, strategy: Strategy | None = None, stages: Mapping[str, Any] | None = None
 ) -> Layout:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
 from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -118,6 +119,7 @@ class StateLeaf(NamedTuple):
     shape: tuple[int, ...]
 
 
+@named("fs.checkpoint.save")
 def content(state: TrainState) -> dict[str, StateLeaf]:
     """Every leaf of a state by path.
 

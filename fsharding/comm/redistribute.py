@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding._compat import cache_on_its_mesh
+from fsharding.calls import named
 from fsharding.comm.bucket_queue import BucketQueue, Started
 from fsharding.comm.steps import Step, kinds_of, plan_steps, start_steps, whole_sizes
 from fsharding.errors import LayoutError, message
@@ -136,6 +137,7 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
     return start_redistribute(values, shardings, BucketQueue(0), dtypes=dtypes, into=into).wait()
 
 
+@named("fs.redistribute")
 def start_redistribute(
     values: Tree, shardings: Tree, queue: BucketQueue, *, dtypes: Tree = None, into: Tree = None
 ) -> Moving:
@@ -263,6 +265,7 @@ def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = F
     return start_reduce_grads(values, sources, targets, BucketQueue(0), native=native).wait()
 
 
+@named("fs.redistribute")
 def start_reduce_grads(
     values: Tree, sources: Tree, targets: Tree, queue: BucketQueue, *, native: bool = False
 ) -> Moving:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding._compat import cache_on_mesh
+from fsharding.calls import named
 from fsharding.comm import codes
 from fsharding.comm.bucket_queue import Bucketed, BucketQueue, Started
 from fsharding.comm.codes import CodePlan
@@ -277,6 +278,7 @@ def _batches(leaves: Sequence[_Leaf], mesh: Mesh) -> list[Bucketed]:
 
 
 # --------------------------------------------------------------------------------------------------------- whole trees
+@named("fs.redistribute")
 def start_rounded(
     values: Tree,
     shardings: Tree,

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
 from fsharding.comm.native import Message, Native
@@ -175,6 +176,7 @@ def choice_for(group: Group, device: torch.device) -> Choice:
     return Choice(Pairwise, sharing.reason)
 
 
+@named("fs.make_mesh")
 def _refusal(asked: str, reason: str) -> MeshError:
     rule = f'cannot use transport="{asked}".'
     return MeshError(message("fs.make_mesh", rule, [reason], 'Leave transport="auto", or ask for another one.'))

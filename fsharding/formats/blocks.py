@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 
 __all__ = [
@@ -84,6 +85,7 @@ class Blocks:
     scale: ScaleKind = "float32"
     rounding: Rounding = "nearest"
 
+    @named("fs.Blocks")
     def __post_init__(self) -> None:
         rows: list[str] = []
         if self.dtype not in ELEMENTS:

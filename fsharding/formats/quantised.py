@@ -22,6 +22,7 @@ from torch.autograd.function import Function
 from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, _functorch, tree
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, NotDequantisedError, message
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
@@ -68,6 +69,7 @@ def _refuses(use: str) -> Any:
     return refuse
 
 
+@named("fs.dequantise")
 def _not_dequantised(node: Quantised, use: str) -> NotDequantisedError:
     mend = "Write fs.dequantise(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
     return NotDequantisedError(message("fs.dequantise", f"was not called for a tensor that {use}.", [repr(node)], mend))
@@ -243,6 +245,7 @@ torch_pytree.register_pytree_node(Quantised, _flatten, _unflatten)
 
 # ----------------------------------------------------------------------------------------------------------- in and out
 @_compat.outside_of_graphs
+@named("fs.quantise")
 def quantise(
     x: Tensor,
     format: Blocks,
@@ -293,6 +296,7 @@ def quantise(
 
 
 @_compat.outside_of_graphs
+@named("fs.dequantise")
 def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that a node holds; a plain tensor is its own.
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
@@ -71,6 +72,7 @@ _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
 @called_by_all(_LOAD)
+@named("fs.megatron.load")
 def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse", "ignore"] = "refuse") -> Tree:
     """Read the parameters of a Megatron checkpoint. Collective over all ranks, which must see one file system.
 
@@ -111,6 +113,7 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
 
 
 @called_by_all(_LOAD_STATE)
+@named("fs.megatron.load_state")
 def load_state(
     path: StrPath, opt: GradientTransformation, key: Tensor, layout: Layout, config: Any, *, step: int | None = None
 ) -> TrainState:
@@ -319,6 +322,7 @@ class _Kind(NamedTuple):
 
 
 @called_by_all(_SAVE)
+@named("fs.megatron.save")
 def save(
     path: StrPath,
     state: TrainState,

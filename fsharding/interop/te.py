@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, formats, tree
+from fsharding.calls import named
 from fsharding.errors import ConfigError, TransformError, TreeError, message
 from fsharding.formats import Blocks
 from fsharding.interop.module import functionalize as modules
@@ -309,6 +310,7 @@ _KNOWN = (
 )
 
 
+@named("fs.te.functionalize")
 def functionalize(
     module: nn.Module, recipe: Any, units: UnitPatterns = (), *, names: NameTable | None = None
 ) -> TeModule:
@@ -434,6 +436,7 @@ def _following() -> Generator[_Call]:
         _calls.reset(token)
 
 
+@named("fs.te.scaled_linear")
 def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` by a linear of Transformer Engine that rounds both sides to a format.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, MeshError, message
 
 __all__ = ["AXES", "DATA_AXES", "AbstractMesh", "make_shape", "parse_axes", "unknown_axis"]
@@ -48,6 +49,7 @@ class AbstractMesh:
     sizes: tuple[int, ...]
     ranks: tuple[int, ...] = ()
 
+    @named("fs.AbstractMesh")
     def __post_init__(self) -> None:
         if wrong := _faults(self.names, self.sizes, self.ranks):
             mend = 'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.'

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
 from fsharding._compat import cache_on_mesh, kept_by
+from fsharding.calls import named
 from fsharding.errors import ConfigError, MeshError, RankError, message
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.backends import backend_of, has_fake_backend
@@ -80,6 +81,7 @@ class AxisSizes(TypedDict, total=False):
     tp: int
 
 
+@named("fs.abstract")
 def abstract(mesh: Mesh) -> AbstractMesh:
     """The shape of a mesh as a pure value; an `AbstractMesh` is its own.
 
@@ -398,6 +400,7 @@ def print0(*values: Any, **options: Any) -> None:
         print(*values, **options)
 
 
+@named("fs.coordinate")
 def coordinate(mesh: Mesh) -> dict[str, int]:
     """This process's coordinate along each axis; all zeros on an `AbstractMesh`.
 
@@ -500,6 +503,7 @@ def _index_of(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 @cache_on_mesh(256)
+@named("fs.axis_group")
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls.
 
@@ -610,6 +614,7 @@ class _Setting:
         _current.set(self._before)
 
 
+@named("fs.set_mesh")
 def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
     """Set the mesh that `fs.ops` collectives use, in this thread, as `jax.set_mesh` does.
 

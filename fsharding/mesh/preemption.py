@@ -19,6 +19,7 @@ from types import FrameType
 
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, message
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, everyone, world_size
@@ -93,6 +94,7 @@ _agreed: bool | Tensor = False
 
 
 @contextmanager
+@named("fs.preemption.watch")
 def watch(
     signals: Sequence[signal.Signals] = SIGNALS,
     *,

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fsharding import ops, random
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
@@ -115,6 +116,7 @@ class DecoderConfig:
     stacks: tuple[Stack, ...] = ()
     published: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
+    @named("DecoderConfig")
     def __post_init__(self) -> None:
         sizes = {"vocab": self.vocab, "dim": self.dim, "layers": self.layers, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads, "hidden": self.hidden, "head_size": self.head_size}
@@ -163,6 +165,7 @@ class DecoderConfig:
         return [self.parts(stack) for stack in self.stacks] if self.stacks else [self.parts()]
 
 
+@named("models.decoder")
 def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = "ring") -> Model:
     """The model of a config.
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, ops, random, tree
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, TransformError, TreeError, message
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
@@ -284,6 +285,7 @@ class _Uncached:
         device = next((x.device for x in tree.leaves(self.params)), None)
         return torch.zeros(rows, length, dtype=torch.int64, device=device)
 
+    @named(_NAME)
     def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
         store(cache[:, :used], tokens_BT, positions_BT)
         width = min(used, self.context or used)

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.formats.quantised import dequantise
 from fsharding.mesh.device_mesh import axis_index
@@ -58,6 +59,7 @@ class Grouped:
     qk_norm: bool = False
     fused: bool = False
 
+    @named("models.Grouped")
     def __post_init__(self) -> None:
         wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads}

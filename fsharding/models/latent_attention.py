@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.formats.quantised import dequantise
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
@@ -60,6 +61,7 @@ class Latent:
     rope_base: float = 10_000.0
     rope_scaling: Scaling | None = None
 
+    @named("models.Latent")
     def __post_init__(self) -> None:
         if self.rotary_dim % 2:
             wrong = [f"rotary_dim {self.rotary_dim} is not even"]

@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops, random
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.formats.quantised import dequantise
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
@@ -70,6 +71,7 @@ class Experts:
     z: float = 0.0
     bias_rate: float | None = None
 
+    @named("Experts")
     def __post_init__(self) -> None:
         least = {"count": 1, "hidden": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
         given = {name: getattr(self, name) for name in least}

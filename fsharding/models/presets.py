@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, did_you_mean, message
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.latent_attention import Latent
@@ -233,6 +234,7 @@ RECIPES = {
 """Recipes by name."""
 
 
+@named("fs.models.presets.recipe")
 def recipe(name: str) -> Recipe:
     """The recipe of a name; `-` and `.` are as good as `_`.
 

@@ -22,6 +22,7 @@ from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch
+from fsharding.calls import named
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, Works
 from fsharding.comm.transport import send_recv
@@ -54,6 +55,7 @@ class _Settings:
 _ALONE = Group((0,), 0, None)
 
 
+@named("ops.attention")
 def attention(
     q_BHTE: Tensor,
     k_BKTE: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.errors import BatchError, SpecError, message
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather
@@ -47,6 +48,7 @@ def zigzag_order(length: int, size: int, device: torch.device | str | None = Non
     return whole.view(2 * size, -1)[torch.tensor(zigzag(size), device=device).flatten()].flatten()
 
 
+@named("ops.positions")
 def positions(
     length: int, *, axis: str = "cp", mesh: Mesh | None = None, device: torch.device | str | None = None
 ) -> Tensor:
@@ -75,6 +77,7 @@ def positions(
     return zigzag_order(length, size, device).view(size, -1)[index]
 
 
+@named("ops.document_positions")
 def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
     """Positions that begin anew at 0 with each document, of this rank's tokens.
 
@@ -107,6 +110,7 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
     return (at_T - begins_BT.cummax(1).values).index_select(1, order.view(size, -1)[index])
 
 
+@named("ops.cut_sequence")
 def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None = None) -> Tree:
     """Takes this rank's tokens out of whole tensors: tokens, targets and documents of a batch, in one call.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _functorch
+from fsharding.calls import named
 from fsharding.errors import DataError, message
 from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
@@ -29,6 +30,7 @@ _ADDED_IN_ORDER = (torch.float32, torch.float64)
 """The dtypes in which `index_add_` sums the vectors of a token as the gradient of `F.embedding` does."""
 
 
+@named("ops.embedding")
 def embedding(
     tokens: Tensor,
     table_VD: Tensor | Quantised,

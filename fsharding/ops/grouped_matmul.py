@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _compat, _functorch
+from fsharding.calls import named
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.formats.quantised import Quantised, dequantise
 
@@ -159,6 +160,7 @@ def _sums(x_MK: Tensor, y_MN: Tensor, counts_X: Tensor) -> Tensor:
     return _grouped(x_MK, y_MN, _Groups(counts_X, outer=True))
 
 
+@named("ops.grouped_matmul")
 def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantised, counts_X: Tensor) -> Tensor:
     """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.errors import SpecError, message
 from fsharding.formats.quantised import Quantised
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
@@ -46,6 +47,7 @@ def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
     return vary(x, axis, mesh=mesh) if sequence_dim is None else gather(x, axis, dim=sequence_dim, mesh=mesh)
 
 
+@named("ops.leave")
 def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
     """Out of the region: the terms of all ranks are summed, and with `sequence_dim` cut along it. Transpose of `enter`.
 
@@ -105,6 +107,7 @@ def column_linear(
     return tuple(product(whole, w, 1) for w in weights_FD)
 
 
+@named("ops.split_parts")
 def split_parts(
     x: Tensor, sizes: Sequence[int], *, dim: int = -1, axis: str = "tp", mesh: Mesh | None = None
 ) -> tuple[Tensor, ...]:

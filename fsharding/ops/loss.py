@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum
 from fsharding.ops.embedding import checked_ids
@@ -19,6 +20,7 @@ from fsharding.sharding import boxes
 __all__ = ["cross_entropy"]
 
 
+@named("ops.cross_entropy")
 def cross_entropy(
     logits_V: Tensor,
     targets: Tensor,

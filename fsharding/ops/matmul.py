@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fsharding import _compat, _functorch
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
@@ -37,6 +38,7 @@ from fsharding.ops.scaled_mm import (
 __all__ = ["product"]
 
 
+@named("ops.product")
 def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import _compat, _functorch
+from fsharding.calls import named
 from fsharding.comm.transport import transport_for
 from fsharding.comm.turns import wait_in_turn
 from fsharding.errors import MeshError, SpecError, TransformError, message
@@ -122,6 +123,7 @@ def owned_experts(experts: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int]
     return tuple(boxes.nested_chunk(experts, list(zip(sizes, cut, strict=True))) for cut in cuts)
 
 
+@named("ops.dispatch")
 def dispatch(
     x_ND: Tensor,
     routing: Routing,
@@ -224,6 +226,7 @@ def _rows_between(
     return send, (send[group.index],) * group.size if fake else tuple(map(int, coming_RE.sum(1).tolist()))
 
 
+@named("ops.combine")
 def combine(y_MD: Tensor, plan: Plan) -> Tensor:
     """Brings the results of experts back to their tokens and sums them with the weights of the routing.
 
@@ -254,6 +257,7 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
     return (y_NKD * plan.weights.to(y_MD.dtype).unsqueeze(-1)).sum(1)
 
 
+@named("ops.experts_swiglu")
 def experts_swiglu(
     x_ND: Tensor,
     gate_EFD: Tensor | Quantised,

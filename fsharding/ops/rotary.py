@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, SpecError, message
 
 __all__ = ["LlamaScaling", "Scaling", "YarnScaling", "rotary", "rotary_frequencies"]
@@ -150,6 +151,7 @@ def rotary_frequencies(
     return plain if scaling is None else scaling.frequencies(plain, base)
 
 
+@named("ops.rotary")
 def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scaling: Scaling | None = None) -> Tensor:
     """Rotates queries or keys by their positions (Su et al. 2021, "RoFormer", eq. 34).
 

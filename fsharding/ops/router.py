@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding import _compat, _functorch
+from fsharding.calls import named
 from fsharding.errors import ConfigError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_size
@@ -54,6 +55,7 @@ class Routing(NamedTuple):
     scores: Tensor
 
 
+@named("ops.route")
 def route(
     logits_NX: Tensor,
     *,
@@ -148,6 +150,7 @@ def count_choices(chosen: Tensor, experts: int) -> Tensor:
     return torch.bincount(chosen.reshape(-1), minlength=experts)
 
 
+@named("ops.expert_counts")
 def expert_counts(
     routing: Routing,
     *,

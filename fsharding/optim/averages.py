@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.errors import TreeError, message
 from fsharding.optim.base import (
     ContextTransformation,
@@ -64,6 +65,7 @@ class LookaheadState(NamedTuple):
     inner: Tree
 
 
+@named("fs.optim.ema")
 def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     """An exponential moving average of the parameters, for evaluation; updates pass through unchanged.
 
@@ -108,6 +110,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     return ContextTransformation(init, update)
 
 
+@named("fs.optim.ema_of")
 def ema_of(opt_state: Tree) -> Tree:
     """The average that an `ema` somewhere in an optimizer state keeps, in the sharding of the main parameters.
 
@@ -140,6 +143,7 @@ def _is_ema(node: Any) -> bool:
     return isinstance(node, EmaState)
 
 
+@named("fs.optim.lookahead")
 def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0.5) -> ContextTransformation:
     """Lookahead (Zhang et al. 2019): after some updates, back to a point between their first and last parameters.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.errors import ConfigError, LayoutError, message
@@ -81,6 +82,7 @@ class LeafSquares(NamedTuple):
         return [path for path, wrong in zip(self.paths, bad, strict=True) if wrong]
 
 
+@named("fs.global_norm")
 def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) -> LeafSquares:
     """The squares of `global_norm`; one sum also adds up the step's agreement over axes that no earlier one covered.
 

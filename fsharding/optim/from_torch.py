@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.comm.redistribute import redistribute
 from fsharding.errors import ConfigError, message
 from fsharding.optim.base import (
@@ -78,6 +79,7 @@ class _StateKinds(NamedTuple):
     scalars: dict[str, Any]
 
 
+@named(_NAME)
 def from_torch(
     optimizer: type[torch.optim.Optimizer], *, moments: torch.dtype | None = None, **settings: Any
 ) -> ContextTransformation:

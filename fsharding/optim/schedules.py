@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 
 __all__ = [
@@ -106,6 +107,7 @@ def constant(value: float) -> Schedule:
     return tensor_schedule(lambda count: value)
 
 
+@named("fs.optim.schedules.linear")
 def linear(start: float, end: float, steps: int) -> Schedule:
     """From `start` to `end` in `steps` equal steps, `end` from there on.
 
@@ -123,6 +125,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return tensor_schedule(lambda count: start + (end - start) * _at_most_1(count / steps))
 
 
+@named("fs.optim.schedules.warmup_cosine")
 def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> Schedule:
     """Linear up to `peak` in `warmup` steps, then half a cosine to `end` at `total` (Loshchilov & Hutter 2017).
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
 from fsharding.optim.base import (
@@ -39,6 +40,7 @@ __all__ = ["add_updates", "apply_gradients", "apply_updates", "change_slices"]
 _NAME = "fs.optim.apply_updates"
 
 
+@named("fs.optim.apply_gradients")
 def apply_gradients(
     opt: GradientTransformation,
     grads: Tree,
@@ -141,6 +143,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     return change_slices(params, updates, add, donate=donate)
 
 
+@named(_NAME)
 def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
     """As `apply_updates`; parameters are rounded as the context of the update says.
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+from fsharding.calls import named
 from fsharding.errors import ScheduleError, message
 
 __all__ = [
@@ -83,6 +84,7 @@ class Action(NamedTuple):
     __str__ = __repr__
 
     @staticmethod
+    @named("fs.pipeline.Action.parse")
     def parse(text: str) -> Action:
         """The action that prints so: `Action.parse("3SEND_F0")`.
 

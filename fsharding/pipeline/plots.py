@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.pipeline.actions import Action, computes_in
 from fsharding.pipeline.schedule import Schedule
@@ -140,6 +141,7 @@ def _number(row: dict[str, Any], key: str) -> float:
     return math.nan if row.get(key) is None else row[key]
 
 
+@named("fs.pipeline.draw_schedule")
 def draw_schedule(
     schedule: Schedule,
     path: str | Path,

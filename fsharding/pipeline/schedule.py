@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, cast, get_args
 
 from fsharding import _compat
+from fsharding.calls import named
 from fsharding.errors import ScheduleError, did_you_mean, message
 from fsharding.pipeline import simulation, validation
 from fsharding.pipeline.actions import Action, Entry, Kind, Owner, Pair, Table, flat, parse_entry, peer
@@ -85,6 +86,7 @@ class Schedule:
         """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
         return simulation.in_flight(self.table)
 
+    @named("Schedule.simulate")
     def simulate(
         self,
         forward: float = 1.0,
@@ -190,6 +192,7 @@ PAIRED: tuple[str, ...] = ("dualpipev",)
 """Those whose order pairs forwards with backwards."""
 
 
+@named("fs.pipeline.plan_schedule")
 def plan_schedule(
     name: str,
     ranks: int,
@@ -340,6 +343,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 # ------------------------------------------------------------------------------------------------------ tables of users
+@named("fs.pipeline.make_schedule")
 def make_schedule(
     computes: Sequence[Sequence[Entry | str]],
     *,
@@ -381,6 +385,7 @@ def make_schedule(
     return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole, pairs))
 
 
+@named("fs.pipeline.check_schedule")
 def check_schedule(schedule: Schedule) -> Schedule:
     """Refuses a schedule that cannot be run, or would not give the whole gradient.
 
@@ -413,6 +418,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
+@named("fs.pipeline.layers_of")
 def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage: contiguous, in order.
 

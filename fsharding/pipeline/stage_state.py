@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.comm.bucket_queue import BucketQueue, Started
 from fsharding.comm.events import note
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
@@ -138,6 +139,7 @@ class StageState:
         return lambda leaf: next((place for path, place in stacks if begins(leaf, path)), None)
 
     # ------------------------------------------------------------------------------------------------------- parameters
+    @named("fs.pipeline")
     def gather(self, stage: int) -> None:
         """Starts to make the parameters of a stage whole over the data axes, in the dtype of compute.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -164,6 +165,7 @@ class Layout:
         format = self.format_of(leaf)
         return None if format is None or self._is_main(leaf) else format
 
+    @named("Layout.in_flight")
     def in_flight(self, precision: Precision) -> Precision:
         """The precision of a call that gathers parameters of this layout: what is rounded already is not once more.
 
@@ -187,6 +189,7 @@ class Layout:
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
         return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 
+    @named("Layout.memory")
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
 
@@ -248,6 +251,7 @@ class Layout:
         """
         return self._replan(strategy=_strategy(strategy))
 
+    @named("Layout.with_precision")
     def with_precision(self, precision: Precision) -> Layout:
         """The same layout with other dtypes at rest, and other formats of weights.
 
@@ -284,6 +288,7 @@ class Layout:
         wanted = self.align and dtype.is_floating_point
         return self.precision.format_of(path, len(shape) - is_stacked(names)) if wanted else None
 
+    @named("fs.plan_layout")
     def check_blocks(self) -> None:
         """Refuses cuts that go through blocks, where they must not; all of them are listed.
 

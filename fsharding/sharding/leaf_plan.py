@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.errors import LayoutError, SpecError, did_you_mean, listed, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
@@ -208,6 +209,7 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
         raise SpecError(message("fs.plan_layout", text, twice, mend))
 
 
+@named("fs.plan_layout")
 def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> None:
     """Refuses stages that do not fit the leaves and the mesh; all of them are listed."""
     size = abstract(mesh).axis_size("pp")

@@ -23,6 +23,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, _functorch, tree
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
+from fsharding.calls import named
 from fsharding.errors import NotGatheredError, SpecError, TransformError, message
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is_member
@@ -73,6 +74,7 @@ class NamedSharding:
     assigned: tuple[Assigned, ...] = ()
     owned: tuple[str, ...] = ()
 
+    @named("NamedSharding")
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh | AbstractMesh):
             raise refuse("NamedSharding", "a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
@@ -121,6 +123,7 @@ class NamedSharding:
         """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
         return _on_slice(self) if self.assigned else self
 
+    @named("NamedSharding")
     def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
         """The index ranges that a rank holds along each dim; None if it holds nothing of the leaf at all.
 
@@ -176,6 +179,7 @@ class NamedSharding:
         rest = tuple(a for a in self.assigned if a.dim is not None)
         return (0, *replace(self, assigned=rest).local_shape(shape, coord)[1:])
 
+    @named("NamedSharding")
     def device_mesh(self) -> DeviceMesh:
         """The DeviceMesh of this leaf at rest.
 
@@ -296,6 +300,7 @@ def home_of(x: DTensor) -> NamedSharding:
 
 
 @cache_on_mesh()
+@named("fs.typeof")
 def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
     base = mesh_view.base(mesh)
     cuts: dict[int, list[str]] = {}
@@ -322,6 +327,7 @@ def _refuses(use: str) -> Any:
     return refuse
 
 
+@named("fs.gather_unit")
 def _not_gathered(node: Local, use: str) -> NotGatheredError:
     held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
     mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
@@ -433,6 +439,7 @@ _OPERATORS = {
 
 
 @_compat.outside_of_graphs
+@named("fs.Local")
 def _elementwise(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
@@ -555,6 +562,7 @@ class LeafType:
         return f"{str(self.dtype).removeprefix('torch.')}[{dims}]{tail}"
 
 
+@named("fs.typeof")
 def typeof(x: Any) -> LeafType:
     """The type of a leaf: a DTensor at rest, a `Local` in flight, a plain tensor, or anything with shape and dtype.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Never, TypeAlias, cast
 
+from fsharding.calls import named
 from fsharding.errors import SpecError, did_you_mean, message
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.public import Immutable, refuse
@@ -45,6 +46,7 @@ class PartitionSpec(tuple[Entry, ...]):
 
     __slots__ = ()
 
+    @named("P")
     def __new__(cls, *entries: Entry) -> PartitionSpec:
         """Makes a spec; `P("dp", None) == P("dp")` and `P(("dp",)) == P("dp")`."""
         if odd := [entry for entry in entries if not _is_entry(entry)]:
@@ -138,6 +140,8 @@ class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules
         ('tp',)
     """
 
+    @named("fs.AxisRules")
+    @named("AxisRules")
     def __init__(self, *unnamed: Never, **dims: Entry) -> None:
         """Makes the rules from axis or axes by dim name; `unnamed` is refused."""
         if unnamed:

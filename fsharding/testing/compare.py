@@ -14,11 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.errors import message
 
 __all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 
 
+@named("assert_bitwise_equal")
 def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
     """Checks that two trees have the same paths and that leaf by leaf dtype, shape and every bit are the same.
 
@@ -45,6 +47,7 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
     compare("assert_bitwise_equal", a, b, what)
 
 
+@named("assert_trees_close")
 def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: float = 0.0, what: str = "") -> None:
     """Checks that two trees have the same paths and shapes and that |a - b| <= atol + rtol * |b| in float64.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, RankError, message
 
 __all__ = ["Host", "HostPair"]
@@ -180,6 +181,7 @@ class Host:
     def _net_option(self) -> str:
         return f"--net=/proc/{os.getpid()}/fd/{self._network}"
 
+    @named("Host.popen")
     def popen(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **kwargs: Any) -> Any:
         """Starts a command in it, in the directory of this process.
 
@@ -246,6 +248,7 @@ class HostPair:
         ...     assert names == ["host0\n", "host1\n"]
     """
 
+    @named("HostPair")
     def __init__(self, *, shared: Sequence[Path | str] = (), mtu: int = 1500) -> None:
         if reason := self.unavailable():
             raise _failure("cannot make two hosts.", [reason])
@@ -308,6 +311,7 @@ class HostPair:
         size = ["--nnodes", "2", "--nproc-per-node", str(ranks)]
         return [sys.executable, "-m", "torch.distributed.run", *size, *options, *where, *arguments]
 
+    @named("HostPair.run")
     def run(
         self,
         command: Sequence[str],

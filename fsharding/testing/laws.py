@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.errors import message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
@@ -58,6 +59,7 @@ def rank_values(
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
+@named("assert_adjoint")
 def assert_adjoint(
     op: Callable[[Any], Any],
     dual: Callable[[Any], Any],
@@ -116,6 +118,7 @@ def assert_adjoint(
         raise AssertionError(message("assert_adjoint", rule, rows))
 
 
+@named("assert_matches_reference")
 def assert_matches_reference(
     fn: Callable[..., Tree],
     reference: Callable[..., Tree],

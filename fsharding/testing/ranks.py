@@ -36,6 +36,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fsharding.calls import named
 from fsharding.errors import message
 from fsharding.mesh.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
@@ -189,6 +190,7 @@ class RankPool:
         False
     """
 
+    @named("RankPool")
     def __init__(self, size: int, timeout: float | None = None) -> None:
         if size < 1:
             raise RankFailure(message("RankPool", f"cannot start {size} ranks.", mend="Give one or more."))
@@ -204,6 +206,7 @@ class RankPool:
             self.kill()
             raise
 
+    @named("run_ranks")
     def _start(self) -> None:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
@@ -256,6 +259,7 @@ class RankPool:
         tasks = [Path(f"/proc/{pid}/task") for pid in self.pids[:1]]
         return any(folder.is_dir() and len(list(folder.iterdir())) > _CROWD for folder in tasks)
 
+    @named("RankPool.run")
     def run(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
     ) -> list[Result]:
@@ -410,6 +414,7 @@ def _close_pools() -> None:
         pool.close()
 
 
+@named("run_ranks")
 def run_ranks(
     fn: Callable[..., Result], n: int, /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
 ) -> list[Result]:

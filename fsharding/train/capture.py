@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.comm.buffer_pool import Pool
 from fsharding.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
 from fsharding.mesh import preemption
@@ -346,6 +347,7 @@ def refuse_host_work(step: TrainStep, state: TrainState, batch: Tree) -> None:
     _prepared(step, state, batch)
 
 
+@named(_NAME)
 def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     """Static memory, and a step that was tried on it."""
     with naming_lost(_NAME, state.layout.mesh):

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fsharding.calls import named
 from fsharding.errors import DataError, message
 from fsharding.train.documents import open_documents
 from fsharding.train.packed import Packed, packed, write_tokens
@@ -89,6 +90,7 @@ class Tokens:
     source: str = "an array"
     begins: npt.NDArray[np.int64] | None = dataclasses.field(default=None, repr=False)
 
+    @named("Tokens")
     def __post_init__(self) -> None:
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "vocab_size": self.vocab_size}
         rows = [f"{name} is {size}: not positive." for name, size in sizes.items() if size < 1]
@@ -118,6 +120,7 @@ class Tokens:
         words = np.random.Philox(key=self.seed, counter=first).random_raw(4 * count)[::4]
         return (words % np.uint64(self.stream.size - self.seq_len)).astype(np.int64)
 
+    @named("Tokens.batch")
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
         """The rows of `shard` at `step`; only these are read.
 
@@ -177,6 +180,7 @@ class Tokens:
         return digest.hexdigest()[:16]
 
 
+@named("from_files")
 def from_files(
     paths: StrPath | Iterable[StrPath], *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False
 ) -> Tokens:
@@ -209,6 +213,7 @@ def from_files(
     return Tokens(stream=stream, batch_size=batch_size, seq_len=seq_len, seed=seed, source=source, begins=at)
 
 
+@named("from_tokens")
 def from_tokens(
     path: StrPath,
     *,
@@ -277,6 +282,7 @@ def _after(stream: Stream, separator: int) -> npt.NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), *pieces])
 
 
+@named("open_data")
 def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False) -> Tokens:
     """Opens the data that a command line names.
 

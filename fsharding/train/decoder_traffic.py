@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fsharding.calls import named
 from fsharding.comm.counters import Sent, Traffic
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import coordinate
@@ -30,6 +31,7 @@ from fsharding.transforms.policies import Policy, check_policy
 __all__ = ["expected_traffic"]
 
 
+@named("fs.expected_traffic")
 def expected_traffic(
     config: DecoderConfig,
     layout: Layout,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, ScheduleError, message
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.pipeline.executor import Messages, pipeline_loss
@@ -150,6 +151,7 @@ class _Pipeline:
         self._layout: Layout | None = None
         self._messages: Messages = {}
 
+    @named(_NAME)
     def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
         """The global loss of parameters in a layout with stages."""
         if layout is not self._layout:

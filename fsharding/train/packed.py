@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from fsharding.calls import named
 from fsharding.errors import DataError, message
 from fsharding.public import kind_of
 from fsharding.train.documents import Source, check_column, source_of
@@ -187,6 +188,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         """The id that ends a document; None where documents are taken as they are."""
         return self._documents.encoder.eos
 
+    @named(_NAME)
     def __iter__(self) -> Self:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
@@ -207,6 +209,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         batch, self._next = result
         return batch
 
+    @named("Packed.batch")
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
         """The rows of `shard` at `step`; the position is then that of the step after it.
 
@@ -240,6 +243,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         """The position of the next batch, for a checkpoint: a few numbers, and the state of a stream that has one."""
         return {**self._next._asdict(), "data": self._facts()}
 
+    @named("Packed.load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a position of the same data.
 
@@ -351,6 +355,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
                 raise self._too_short(count, self.seq_len + 1, "a row")
             epoch, mark, skipped, whole = epoch + 1, self._documents.source.first, 0, True
 
+    @named(_NAME)
     def _too_short(self, count: int, need: int, unit: str) -> DataError:
         if count == 0:
             mend = "Give documents that have text."
@@ -363,6 +368,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         return DataError(message(_NAME, rule, mend=mend))
 
 
+@named(_NAME)
 def packed(
     documents: Any,
     *,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.comm import reshard_plan
 from fsharding.comm.reshard_plan import Leaf
 from fsharding.errors import LayoutError, message
@@ -84,6 +85,7 @@ class Moving:
 # ------------------------------------------------------------------------------------------------------------- a state
 
 
+@named(_FUNCTION)
 def check_same_model(a: Layout, b: Layout) -> None:
     """Refuses two layouts that cannot hold the same state; every leaf that differs is listed.
 
@@ -171,6 +173,7 @@ def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Paramet
     return [_parameter(old, new, a, b, p, copy, key) for new, old, p, copy in pairs]
 
 
+@named(_FUNCTION)
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors.
 
@@ -369,6 +372,7 @@ def _origins_in(state: TrainState, field: str) -> list[tuple[NamedSharding | Non
     return [(None, None) if owner is None else (owner.main, owner.shape) for owner in owners]
 
 
+@named(_FUNCTION)
 def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
     """By leaf of a structure, the shardings of a layout or tree, and global shapes where a layout knows them."""
     count = spec.num_leaves
@@ -387,6 +391,7 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
     return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]
 
 
+@named(_FUNCTION)
 def devices(moved: Sequence[Moving]) -> list[Mesh]:
     """The meshes on which leaves are and to which they go.
 

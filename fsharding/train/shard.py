@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from fsharding.calls import named
 from fsharding.errors import DataError, message
 
 __all__ = ["WHOLE", "Data", "Shard"]
@@ -33,11 +34,13 @@ class Shard:
     index: int = 0
     count: int = 1
 
+    @named("Shard")
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             rule = f"cannot be index {self.index} of count {self.count}."
             raise DataError(message("Shard", rule, mend="Give 0 <= index < count."))
 
+    @named("Shard.rows")
     def rows(self, batch_size: int) -> range:
         """The rows of a global batch that belong to this shard.
 

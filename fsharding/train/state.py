@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, random, tree
+from fsharding.calls import named
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
@@ -109,6 +110,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
     layout: Layout
     buffers: Buffers = field(default_factory=dict)
 
+    @named("TrainState")
     def __init__(
         self,
         step: Tensor,
@@ -127,6 +129,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         """What copies and pickles contain: no seal, since tensors made from them count their changes from zero."""
         return {name: x for name, x in vars(self).items() if name != _SEAL}
 
+    @named("TrainState")
     def __getattr__(self, name: str) -> Any:
         if name in _FIELDS:
             text = f"got a state that was donated: its {name} is gone."
@@ -134,6 +137,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
             raise DonatedError(message("TrainState", text, mend=mend))
         raise missing_name("TrainState", name, (*_FIELDS, "replace", "donate"), _ELSEWHERE)
 
+    @named("TrainState")
     def __getitem__(self, name: Any) -> Any:
         mend = f"Write state.{name}." if name in _FIELDS else f"Its fields are {', '.join(_FIELDS)}."
         raise ArgumentError(message("TrainState", f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
@@ -154,6 +158,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         rows += [f"loss scale {_shown(self.loss_scale.scale)}"] if self.loss_scale is not None else []
         return "\n  ".join(["TrainState", *rows])
 
+    @named("TrainState.replace")
     def replace(self, **changes: Any) -> TrainState:
         """A state with some fields changed.
 
@@ -287,6 +292,7 @@ def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
         raise SpecError(message(function, rule, mend=mend))
 
 
+@named("fs.init_state")
 def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
     """Evaluates each rank's slice of lazy draws.
 
@@ -588,6 +594,7 @@ def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision
     return random.fold_in_count(key, step)
 
 
+@named("fs.spread_main")
 def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
     """`spread_main` of leaves that are known to be in the layout."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]

@@ -20,17 +20,11 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
 from fsharding.comm.transport import start_sum
-from fsharding.errors import (
-    ArgumentError,
-    ConfigError,
-    FshardingError,
-    NonFiniteError,
-    ScheduleError,
-    message,
-)
+from fsharding.errors import ArgumentError, ConfigError, FshardingError, NonFiniteError, ScheduleError, message
 from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone
 from fsharding.mesh.failures import naming_lost, unlike_ranks
@@ -127,6 +121,7 @@ class Metrics(NamedTuple):
     skipped: bool | Tensor
     aux: tuple[Any, ...] = ()
 
+    @named("Metrics")
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
             rule = f"is a tuple with names, got [{index!r}]."
@@ -412,6 +407,7 @@ class TrainStep:
 
     # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
 
+    @named("train step")
     def __init__(
         self,
         model: Any,
@@ -518,6 +514,7 @@ class TrainStep:
                 result.order.note(SAME_RATES, rates, lambda: f"rates {', '.join(map(str, rates))}", None)
         return result
 
+    @named("train step")
     def judge(self, plan: StepPlan, state: TrainState, batch: Tree, agreement: StepAgreement) -> Verdict:
         """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing.
 
@@ -576,6 +573,7 @@ class TrainStep:
             buffers=buffers,
         )
 
+    @named("train step")
     def prepare(self, layout: Layout) -> StepPlan:
         """Decides for a layout: whether the step computes in this layout, its precision, pipeline or scan, and buffers.
 
@@ -606,6 +604,7 @@ class TrainStep:
             raise ConfigError(message("train step", text, mend="Leave columnwise out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
+    @named("train step")
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """The plan for the layout of a checked state. Collective at the first call in a layout.
 

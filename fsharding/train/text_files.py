@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from fsharding.calls import named
 from fsharding.errors import DataError, message
 from fsharding.untrusted import read_plain
 
@@ -96,6 +97,7 @@ def _walk(function: str, root: Path, keep: Callable[[str, bool], bool]) -> Itera
     yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
+@named("python_stdlib_files")
 def python_stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
     """The `.py` files of this Python's standard library: data that every machine has.
 

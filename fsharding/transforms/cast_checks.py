@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from fsharding import _compat
+from fsharding.calls import named
 from fsharding.errors import TransformError, message
 
 __all__ = ["refuse_bare_casts"]
@@ -30,6 +31,7 @@ _NEAR = 16
 _looked_at: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictionary()
 
 
+@named("fs.value_and_grad")
 def refuse_bare_casts(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
 ) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsharding.calls import named
 from fsharding.comm.step_agreement import comparison_of
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh
@@ -21,6 +22,7 @@ __all__ = ["compare_units"]
 
 
 @contextmanager
+@named("fs.compare_units")
 def compare_units(mesh: Mesh) -> Generator[None]:
     """Has ranks compare each unit inside the `with` block before they gather or reduce it. Collective.
 

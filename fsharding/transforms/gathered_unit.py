@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
+from fsharding.calls import named
 from fsharding.comm import bucket, codes
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Coded, CodedBucket, Noise
@@ -277,6 +278,7 @@ class GatheredUnit:
         self.buffers.append(whole.view(-1))
         return whole
 
+    @named("fs.gather_unit")
     def release(self, *, failed: bool = False) -> None:
         """Lets the buffers go; a view that somebody still has keeps its own.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.errors import (
     ArgumentError,
     BatchError,
@@ -55,6 +56,7 @@ _NOT_THE_USERS = (
 )
 
 
+@named(_NAME)
 def explained(
     error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
+from fsharding.calls import named
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
@@ -82,6 +83,7 @@ class Loss(NamedTuple):
     count: Tensor | float
 
     @property
+    @named("fs.Loss")
     def mean(self) -> Tensor:
         """The sum over the count, on the device of the sum.
 
@@ -547,6 +549,7 @@ _ON_NO_MESH: Any = None
 """In place of the sharding of a plain tensor."""
 
 
+@named("fs.value_and_grad")
 def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) -> GradTarget | None:
     """The target of a leaf's gradient; None for frozen leaves and for those that cannot be differentiated."""
     if sharding is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():

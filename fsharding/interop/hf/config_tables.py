@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsharding.calls import named
 from fsharding.checkpoint.coded_weights import CONFIG_LIMIT, blocks_of
 from fsharding.errors import ConfigError, listed, message
 from fsharding.models.decoder import DecoderConfig
@@ -76,6 +77,7 @@ _LACKED = {
 
 
 # ------------------------------------------------------------------------------------------------------------------ in
+@named("fs.hf.config_of")
 def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a `config.json` means.
 
@@ -334,6 +336,7 @@ def decoder_config(config: Any, function: str) -> DecoderConfig:
     return result
 
 
+@named("fs.hf.config_json")
 def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     """The `config.json` of a decoder: that of the family that computes the same.
 

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.checkpoint.coded_weights import CONFIG_KEY
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import StrPath
@@ -38,6 +39,7 @@ _HEAD = "lm_head.weight"
 
 
 @called_by_all(_FUNCTION)
+@named(_FUNCTION)
 def load(
     path: StrPath, layout: Layout, names: Names | None = None, *, extra: Literal["refuse", "ignore"] = "refuse"
 ) -> Tree:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
+from fsharding.calls import named
 from fsharding.checkpoint.name_map import Name as SimpleName
 from fsharding.checkpoint.name_map import Rows, Transposed, our_box, parts
 from fsharding.interop.hf.config_tables import decoder_config
@@ -265,6 +266,7 @@ def _fused(names: dict[str, Name]) -> dict[str, Name]:
     return {**left, **result}
 
 
+@named("fs.hf.names_of")
 def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
     """Where each leaf of `models.decoder(config)` is in a directory of its family.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
 from fsharding.checkpoint.byte_ranges import contiguous, pieces
 from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
@@ -88,6 +89,7 @@ class Saved:
 
 
 @called_by_all(_FUNCTION)
+@named(_FUNCTION)
 def save(
     path: StrPath,
     params: Tree | TrainState,

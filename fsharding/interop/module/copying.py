@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.interop.module.problems import FUNCTION
 
@@ -24,6 +25,7 @@ __all__ = ["copy_module"]
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
+@named("fs.functionalize")
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module and rebind the functions stored on it.
 

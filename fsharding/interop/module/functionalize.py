@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fsharding import _compat, tree
+from fsharding.calls import named
 from fsharding.checkpoint.name_map import ModuleNames, Rows, written_constants
 from fsharding.errors import ConfigError, message
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
@@ -74,6 +75,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     files: ModuleNames
     config: ModuleConfig | None
 
+    @named("PureModule")
     def __init__(
         self,
         module: nn.Module,
@@ -110,6 +112,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             config=config_of_module(module),
         )
 
+    @named("fs.functionalize")
     def init(self, key: Tensor) -> Tree:
         """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.
 
@@ -159,6 +162,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
     @_compat.outside_of_graphs
+    @named("fs.functionalize")
     def __call__(
         self,
         params: Tree,
@@ -197,6 +201,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         """The copy of the module that is called, whose parameters are put in for each call."""
         return self._engine.module
 
+    @named("PureModule.state_dict")
     def state_dict(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
 
@@ -222,6 +227,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             )
         return named | constants
 
+    @named("PureModule")
     def _leaves(self, params: Tree) -> list[Any]:
         """The values at the leaves, in the order of the anatomy."""
         result: list[Any] = [None] * len(self._order)
@@ -320,6 +326,7 @@ def functionalize(
     )  # fmt: skip
 
 
+@named("fs.functionalize")
 def made(
     kind: type[P],
     module: nn.Module,

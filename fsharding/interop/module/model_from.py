@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsharding import _compat, ops, tree
+from fsharding.calls import named
 from fsharding.errors import ConfigError, TransformError, message
 from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.experts import check_experts
@@ -97,6 +98,7 @@ class _Plan:
         }
 
 
+@named(_FUNCTION)
 def model_from(
     module: nn.Module,
     units: UnitPatterns | None = None,
@@ -216,6 +218,7 @@ def _attending() -> AbstractContextManager[Any]:
     return _Attending() if axis_size("cp") > 1 else nullcontext()
 
 
+@named(_FUNCTION)
 def _over_cp(
     query: Tensor,
     key: Tensor,

@@ -1,0 +1,61 @@
+"""The public name of a call: errors begin with it, and no function passes it down.
+
+In: a function, and the name by which users call it. Out: the name of the innermost such function on a stack.
+The stack is read when an error is worded, not when the error passes a public function: an error may become a row of
+another error or a line of a log first, and every rank has to repeat the same text. Law: a call that succeeds pays
+nothing for its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["call_as", "name_of", "named", "public_name"]
+
+_Args = ParamSpec("_Args")
+_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
+
+
+_names: dict[CodeType, str] = {}
+"""By the code of a function: the name by which users call it."""
+
+
+def named(name: str) -> Callable[[_F], _F]:
+    """Mark a function as the one that users call by `name`, which begins the errors that it raises.
+
+    Nothing is wrapped, so calls cost nothing: the name is looked for on the stack when an error is worded. The errors
+    of "fs.adamw(...).update" begin with "fs.adamw", which is all that a user has typed.
+    """
+
+    def mark(function: _F) -> _F:
+        _names[inspect.unwrap(function).__code__] = name.partition("(")[0]
+        return function
+
+    return mark
+
+
+def name_of(code: CodeType) -> str:
+    """Return the public name of a function; "" if it isn't marked."""
+    return _names.get(code, "")
+
+
+def call_as(name: str, function: Callable[_Args, _T], *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
+    """Call a function whose errors begin with `name`: for names that are known at the call alone."""
+    return function(*args, **kwargs)
+
+
+def public_name(frame: FrameType | None = None) -> str:
+    """Return the name of the innermost public call on a stack, by default the caller's; "fsharding" outside of any."""
+    inner = frame or sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while inner is not None:
+        if inner.f_code is call_as.__code__:
+            return inner.f_locals["name"]
+        if name := name_of(inner.f_code):
+            return name
+        inner = inner.f_back
+    return "fsharding"
