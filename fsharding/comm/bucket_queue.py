@@ -1,8 +1,8 @@
 """Buckets that are started in order, some bytes of them at a time, and finished in the order of their start.
 
-In: for each bucket its bytes and how to start it; moments to go on at. Out: the result of each bucket is handed to what
-finishes it. Law: whatever is started or finished depends on the calls alone and never on the time, so that ranks that
-make the same calls start the same collectives in the same order.
+In: for each bucket its bytes and how to start it; moments to continue at. Out: the handle of each bucket is waited for.
+Law: whatever is started or finished depends on the calls alone and never on the time, so that ranks that make the same
+calls start the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -11,32 +11,24 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 
-__all__ = ["Bucketed", "BucketQueue", "Started"]
+__all__ = ["BucketQueue", "Queued"]
 
 
-class Started(NamedTuple):
-    """A bucket in flight: its handle, and what takes its results."""
+class Queued(NamedTuple):
+    """A bucket that may be sent.
 
-    handle: Handle[Any]
-    take: Callable[[Any], None]
+    Attributes:
+        bytes: of memory that it takes while it is in flight.
+        start: starts its collectives; the handle's result is not looked at.
+    """
 
-
-class Bucketed(Protocol):
-    """A bucket that may be sent."""
-
-    @property
-    def bytes(self) -> int:
-        """Memory that it takes while it is in flight."""
-        ...
-
-    def start(self) -> Started:
-        """Starts its collectives."""
-        ...
+    bytes: int
+    start: Callable[[], Handle[Any]]
 
 
 class BucketQueue:
@@ -51,10 +43,10 @@ class BucketQueue:
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes, self._added, self._finished = limit, 0, 0, 0
-        self._waiting: deque[Bucketed] = deque()
-        self._flying: deque[tuple[int, Started]] = deque()
+        self._waiting: deque[Queued] = deque()
+        self._flying: deque[tuple[int, Handle[Any]]] = deque()
 
-    def add(self, buckets: Sequence[Bucketed]) -> int:
+    def add(self, buckets: Sequence[Queued]) -> int:
         """Puts buckets behind the others, and starts those that there is room for.
 
         Returns:
@@ -84,7 +76,7 @@ class BucketQueue:
 
     def release(self) -> None:
         """Lets all buckets go after a failure, without waiting for long."""
-        for _, (handle, _) in self._flying:
+        for _, handle in self._flying:
             with suppress(RuntimeError):
                 handle.release(timedelta(seconds=1))
         self._waiting.clear()
@@ -98,8 +90,8 @@ class BucketQueue:
             self._flying.append((bucket.bytes, bucket.start()))
 
     def _finish_oldest(self) -> None:
-        size, (handle, take) = self._flying.popleft()
-        take(handle.wait())
+        size, handle = self._flying.popleft()
+        handle.wait()
         note("wait", "bucket")
         self._bytes -= size
         self._finished += 1

@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.codes import Noise, is_packed
-from fsharding.comm.handles import Handle, Memory, Rows
+from fsharding.comm.handles import Handle, Memory, Rows, Terms
 from fsharding.comm.reduce import RowTransport, copy_terms, sum_rows, sums_at_once
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
@@ -152,7 +151,7 @@ def _dim_to_cut(shape: tuple[int, ...], members: int, format: Blocks) -> int:
 
 
 class CodedReduction:
-    """A `Reduction` whose terms travel as codes. It is its own handle.
+    """A `Reduction` whose terms travel as codes.
 
     A term that is not finite makes all of its block NaN, and so the sum of that block.
 
@@ -182,7 +181,6 @@ class CodedReduction:
         else:
             self._exchange = transport.all_to_all(width, torch.uint8, memory)
             self._slots = []
-        self._handle: Handle[Rows] | None = None
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`: codes are made of a whole term, which no kernel can write there."""
@@ -218,43 +216,35 @@ class CodedReduction:
             result.append(outer.expand(self._plan.codes.members, *outer.shape) if cut else outer)
         return result
 
-    def start(self) -> CodedReduction:
-        """See `Reduction`."""
-        self._handle = self._exchange.start()
-        return self
+    def start(self) -> Handle[Terms]:
+        """See `Reduction`: a large sum takes a second round, in which members gather the pieces that each has added."""
+        handle = self._exchange.start()
+        if self._plan.scatter or self._plan.at_once:
+            return Handle(handle, lambda rows: Terms(lambda into: self._sums(rows, into, handle)))
+        return Handle(handle, lambda rows: Terms(lambda into: self._sum_pieces(rows, into, handle)), communicates=True)
 
-    def is_ready(self) -> bool:
-        """See `Handle`: a sum in two rounds is not, before its second round has been started."""
-        one_round = self._plan.scatter or self._plan.at_once
-        return one_round and self._handle is not None and self._handle.is_ready()
+    # ------------------------------------------------------------------------------------------------------------ sums
+    @torch.no_grad()
+    def _sums(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
+        sums = [self._sum(i, rows, None if into is None else into[i]) for i in range(len(self._plan.terms))]
+        handle.release()
+        return sums
 
     @torch.no_grad()
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """See `Handle`."""
-        assert self._handle is not None
-        plan, rows = self._plan, self._handle.wait(timeout)
-        if plan.scatter or plan.at_once:
-            sums = [self._sum(i, rows, None if into is None else into[i]) for i in range(len(plan.terms))]
-            self._handle.release()
-            return sums
+    def _sum_pieces(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
+        plan = self._plan
         parts = self._transport.gather_rows(plan.sums.width, self._sum_dtype)
         for i, piece in enumerate(buckets.piece_views(parts.own, plan.sums, self._member)):
             self._sum(i, rows, piece)
-        self._handle.release()
+        handle.release()
         second = parts.start()
         if into is None:
             flat = _compat.fresh((plan.sums.size,), self._sum_dtype, parts.own.device)
             into = buckets.whole_views(flat, plan.sums)
-        result = buckets.fill(second.wait(timeout), list(into), plan.sums)
+        result = buckets.fill(second.wait(), list(into), plan.sums)
         second.release()
         return result
 
-    def release(self, timeout: timedelta | None = None) -> None:
-        """See `Handle`."""
-        if self._handle is not None:
-            self._handle.release(timeout)
-
-    # ------------------------------------------------------------------------------------------------------------ sums
     def _sum(self, i: int, rows: Rows, out: Tensor | None) -> Tensor:
         """The sum of this member's piece of a leaf: in `out`, if that is given."""
         shape, among = self._plan.sums.slots[i].piece_shape(self._member), wide(self._sum_dtype)

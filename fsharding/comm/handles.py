@@ -1,66 +1,137 @@
-"""The types of communication: `Exchange` and `Reduction` are filled and started, a `Handle` is in flight.
+"""The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is in flight.
 
-In: memory that a rank fills. Out: handles, which every transport implements.
+In: memory that a rank fills. Out: handles, the same class whatever the transport.
 Law: after `start` a rank's contribution must not change; after `release` results in the transport's memory must not be
 read; and every handle is ended by `release`, at the latest after a failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fsharding import _compat
 
-__all__ = ["Exchange", "FreshMemory", "Handle", "Memory", "Reduction", "Rows"]
+__all__ = ["Exchange", "FreshMemory", "Handle", "Memory", "Reduction", "Rows", "Terms", "Work", "done"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+_T_co = TypeVar("_T_co", covariant=True)
 
 Rows: TypeAlias = Tensor | Sequence[Tensor]
 """A row from each member: [members, width], or as many tensors [width]."""
 
-_T_co = TypeVar("_T_co", covariant=True)
 
-
-class Handle(Protocol[_T_co]):
-    """Communication in flight."""
+class Work(Protocol[_T_co]):
+    """What a transport waits for; a `Handle` is one too."""
 
     def is_ready(self) -> bool:
         """Whether `wait` would return at once, or raise."""
         ...
 
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> _T_co:
-        """Waits for it.
+    def wait(self, timeout: timedelta | None = None) -> _T_co:
+        """Wait until it is done, for at most `timeout` (by default the group's)."""
+        ...
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """End it, so that its buffers can be reused. Waits first, if `wait` has not been called."""
+        ...
+
+
+class Handle(Generic[_T_co]):
+    """Communication in flight, and what its result is made of once it is done.
+
+    Args:
+        work: what is waited for.
+        finish: makes the result of what `work.wait` returns.
+        communicates: `finish` starts a collective of its own, so the handle is never ready before it is waited for.
+    """
+
+    def __init__(self, work: Work[Any], finish: Callable[[Any], _T_co], *, communicates: bool = False) -> None:
+        self._work = work
+        self._finish = finish
+        self._communicates = communicates
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once, or raise."""
+        return not self._communicates and self._work.is_ready()
+
+    def wait(self, timeout: timedelta | None = None) -> _T_co:
+        """Wait for the result; call it once.
 
         Args:
-            timeout: by default that of the group.
-            into: contiguous tensors for the results of a `Reduction`, which may be written there; a result that is
-                another tensor has to be copied. Other handles do not look.
+            timeout: by default the group's.
 
         Raises:
             RuntimeError: a member is gone, or the timeout is over.
         """
-        ...
+        return self._finish(self._work.wait(timeout))
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """Ends it: its buffers may be used again. Waits for what is in flight, if `wait` has not been called."""
-        ...
+        """End it: its buffers can be reused. Waits for what is in flight, if `wait` has not been called."""
+        self._work.release(timeout)
+
+    def then(self, f: Callable[[_T_co], U], *, communicates: bool = False) -> Handle[U]:
+        """Return a handle of `f(result)`, which releases this one as soon as `f` has returned.
+
+        Args:
+            f: its result must not view memory of the transport.
+            communicates: `f` starts a collective of its own.
+        """
+
+        def finish(result: Any) -> U:
+            value = f(result)
+            self.release()
+            return value
+
+        return Handle(self, finish, communicates=communicates or self._communicates)
 
 
-class Exchange(Protocol):
+class _Done(NamedTuple):
+    """Nothing to wait for."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        return None
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        return None
+
+
+def done(result: Callable[[], T], *, communicates: bool = False) -> Handle[T]:
+    """Return a handle that waits for nothing; its result is made when it is asked for."""
+    return Handle(_Done(), lambda _: result(), communicates=communicates)
+
+
+@dataclass(frozen=True)
+class Exchange:
     """Rows to send.
 
     Attributes:
         own: to be filled: [width] for a gather, [members, width] for an all-to-all.
+        start: sends what was filled in.
     """
 
     own: Tensor
+    start: Callable[[], Handle[Rows]]
 
-    def start(self) -> Handle[Rows]:
-        """Sends what was filled in."""
-        ...
+
+class Terms(NamedTuple):
+    """The terms of a sum that all members have sent.
+
+    Attributes:
+        sum: adds them, leaf by leaf, and releases their memory. It takes contiguous tensors that the sums may be
+            written to, or None; a sum that is a different tensor has to be copied there. Call it once.
+    """
+
+    sum: Callable[[Sequence[Tensor] | None], list[Tensor]]
 
 
 class Reduction(Protocol):
@@ -74,8 +145,8 @@ class Reduction(Protocol):
         """Copies the terms of some leaves to where they are sent from; None counts as zeros."""
         ...
 
-    def start(self) -> Handle[list[Tensor]]:
-        """Sends the terms: the handle of the sum of each leaf, or of this member's piece of it."""
+    def start(self) -> Handle[Terms]:
+        """Sends the terms; the sum of each leaf, or of this member's piece of it, is that of `Terms`."""
         ...
 
 
@@ -87,7 +158,7 @@ class Memory(Protocol):
         ...
 
     def adopt(self, x: Tensor) -> None:
-        """Counts a buffer that comes from somewhere else, as long as somebody views it."""
+        """Counts a buffer that comes from somewhere else, as long as it is viewed."""
         ...
 
 

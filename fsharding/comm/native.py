@@ -7,10 +7,10 @@ Law: every transport gives the same bytes, and counts the same bytes as sent.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,10 @@ from fsharding.mesh.failures import among
 
 __all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
-S = TypeVar("S")
-T = TypeVar("T")
-
 
 @dataclass
 class Works:
-    """The handle of works of torch.
+    """Works of torch, as a `Work`.
 
     Attributes:
         works: that are waited for; none when that has been done, as gloo's messages can be waited for once only.
@@ -49,11 +46,11 @@ class Works:
     limit: timedelta | None = None
 
     def is_ready(self) -> bool:
-        """See `Handle`."""
+        """See `Work`."""
         return all(work.is_completed() for work in self.works)
 
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> None:
-        """See `Handle`; the error is torch's own."""
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """See `Work`; the error is torch's own."""
         timeout = self.limit if timeout is None else timeout
         for i, work in enumerate(self.works):
             with among(self.peers[min(i, len(self.peers) - 1)]):
@@ -64,7 +61,7 @@ class Works:
         self.works = ()
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """See `Handle`."""
+        """See `Work`."""
         self.wait(timeout)
 
 
@@ -110,16 +107,14 @@ class Native:
         memory = memory or FreshMemory(self.device)
         if self._gathers_in_place(bucket, shards, dtype):
             flat = memory.empty(bucket.size, dtype)
-            rows = self._start_in_place(bucket, shards, buckets.whole_views(flat, bucket), memory)
-            return _Joined(rows, lambda _: flat)
-        rows = self._start_gather(bucket, shards, dtype, memory)
+            return self._start_in_place(bucket, shards, buckets.whole_views(flat, bucket), memory).then(lambda _: flat)
 
         def join(rows: Rows) -> Tensor:
             flat = memory.empty(bucket.size, dtype)
             buckets.copy_out(rows, flat, bucket)
             return flat
 
-        return _Joined(rows, join)
+        return self._start_gather(bucket, shards, dtype, memory).then(join)
 
     def all_gather_into(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
@@ -128,9 +123,9 @@ class Native:
         own = buckets.pieces_of(leaves, bucket, self.group.index)
         there = self.group.index if all(map(_compat.is_same_view, own, shards)) else None
         if there is None and self._gathers_in_place(bucket, shards, leaves[0].dtype):
-            return _Joined(self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)), lambda _: leaves)
+            return self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)).then(lambda _: leaves)
         rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
-        return _Joined(rows, lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
+        return rows.then(lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
 
     def _gathers_in_place(self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype) -> bool:
         """Whether the backend can gather some leaves to where they are whole."""
@@ -167,7 +162,7 @@ class Native:
             outs.append(rows.view(-1))
         record_sent((group.size - 1) * sum(x.nbytes for x in own), group.axes)
         works = self._gather_several(outs, own)
-        return _Joined(works, lambda _: buckets.fill(rows, [leaves[i] for i in others], rest))
+        return Handle(works, lambda _: buckets.fill(rows, [leaves[i] for i in others], rest))
 
     def _gather_several(self, outs: Sequence[Tensor], own: Sequence[Tensor]) -> Works:
         """Starts to fill flat tensors with the data of all members, whose bytes are not counted here."""
@@ -207,7 +202,7 @@ class Native:
         """See `Transport`."""
         rows = self._rows(width, dtype, memory)
         own = self._own_row(rows)
-        return _SentRows(own, lambda: (rows, self._gather(own, rows)))
+        return Exchange(own, lambda: Handle(self._gather(own, rows), lambda _: rows))
 
     def _own_row(self, rows: Tensor) -> Tensor:
         """Where a gather begins: apart from the rows that it fills, this member's among them."""
@@ -219,12 +214,12 @@ class Native:
         """See `Transport`."""
         sent = self._rows(width, dtype, memory)
 
-        def send() -> tuple[Tensor, Works]:
+        def send() -> Handle[Rows]:
             # Not before: while rows are filled, those that an earlier exchange has received may still be in use.
             received = self._rows(width, dtype, memory)
-            return received, self._all_to_all(sent, received)
+            return Handle(self._all_to_all(sent, received), lambda _: received)
 
-        return _SentRows(sent, send)
+        return Exchange(sent, send)
 
     def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         memory, size = memory or FreshMemory(self.device), self.group.size
@@ -274,12 +269,12 @@ class Native:
         group, received = self.group, x.new_empty(sum(receive), *x.shape[1:])
         if group.process_group is None:
             received.copy_(x)
-            return _Joined(Works(), lambda _: received)
+            return Handle(Works(), lambda _: received)
         width = x[:1].nbytes if x.shape[0] else 0
         record_sent((sum(send) - send[group.index]) * width, group.axes)
         if self.group.in_order:
             works = Works((self._all_to_all_single(received, x, ([*receive], [*send])),), (x,), (group.ranks,))
-            return _Joined(works, lambda _: received)
+            return Handle(works, lambda _: received)
         members = group.by_rank
         pieces, by_rank = x.split([*send]), torch.empty_like(received)
         sizes = [[rows[m] for m in members] for rows in (receive, send)]
@@ -288,10 +283,10 @@ class Native:
         targets = received.split([*receive])
         for member, piece in zip(members, by_rank.split(sizes[0]), strict=True):
             targets[member].copy_(piece)
-        return _Joined(Works(), lambda _: received)
+        return Handle(Works(), lambda _: received)
 
     # -------------------------------------------------------------------------------------------------------- messages
-    def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Works:
+    def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
         """See `Transport`."""
         group = self.group
         if sends:
@@ -309,50 +304,8 @@ class Native:
             with among(peers[0]):
                 works = dist.batch_isend_irecv(ops)
         buffers = tuple(m.data for m in (*sends, *receives))
-        return Works(tuple(works), buffers, tuple(peers) or ((),), message_limit(group, self.device))
-
-
-class _SentRows:
-    """Rows that are sent, into a buffer of this rank. An `Exchange`, and its own handle.
-
-    `send` starts, and gives the buffer.
-    """
-
-    def __init__(self, own: Tensor, send: Callable[[], tuple[Tensor, Works]]) -> None:
-        self.own, self._send = own, send
-        self._rows, self._works = own, Works()
-
-    def start(self) -> Handle[Rows]:
-        self._rows, self._works = self._send()
-        return self
-
-    def is_ready(self) -> bool:
-        return self._works.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Rows:
-        self._works.wait(timeout)
-        return self._rows
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        self._works.wait(timeout)
-
-
-class _Joined(Generic[S, T]):
-    """A handle whose result is made of that of another one, when it is waited for."""
-
-    def __init__(self, first: Handle[S], join: Callable[[S], T]) -> None:
-        self._first, self._join = first, join
-
-    def is_ready(self) -> bool:
-        return self._first.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> T:
-        result = self._join(self._first.wait(timeout))
-        self._first.release()
-        return result
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        self._first.release(timeout)
+        sent = Works(tuple(works), buffers, tuple(peers) or ((),), message_limit(group, self.device))
+        return Handle(sent, lambda _: None)
 
 
 # -------------------------------------------------------------------------------------------------- between two ranks

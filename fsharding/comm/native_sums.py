@@ -9,7 +9,6 @@ as the backend says so: gloo always, NCCL with one algorithm and protocol. Anoth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import FreshMemory, Memory, Reduction
+from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms
 from fsharding.comm.native import Works
 from fsharding.comm.reduce import copy_terms
 from fsharding.mesh.device_mesh import Group, index_of
@@ -54,7 +53,7 @@ def native_reduction(
 
 
 class _Native:
-    """What both sums have in common; each is its own handle."""
+    """What both sums have in common."""
 
     def __init__(
         self, bucket: Bucket, group: Group, wire_dtype: torch.dtype, sum_dtype: torch.dtype, memory: Memory
@@ -63,26 +62,18 @@ class _Native:
         self._bucket, self._group, self._process_group = bucket, group, group.process_group
         self._sum_dtype = sum_dtype
         self._terms = memory.empty(bucket.members * bucket.width, wire_dtype)
-        self._works = Works()
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`: the memory of terms is that of the sums, and a kernel writes nothing into it."""
         return None
 
-    def is_ready(self) -> bool:
-        """See `Handle`."""
-        return self._works.is_ready()
+    def _sent(self, works: Works, sums: Tensor, member: int) -> Handle[Terms]:
+        """The handle of works that add the terms into a row of sums, of which a member wants its pieces."""
 
-    def release(self, timeout: timedelta | None = None) -> None:
-        """See `Handle`."""
-        self._works.release(timeout)
+        def pieces(into: Sequence[Tensor] | None) -> list[Tensor]:
+            return [piece.to(self._sum_dtype) for piece in buckets.piece_views(sums, self._bucket, member)]
 
-    def _track(self, work: dist.Work, *buffers: Tensor) -> None:
-        self._works = Works((work,), buffers, (self._group.ranks,))
-
-    def _pieces(self, flat: Tensor, member: int, timeout: timedelta | None) -> list[Tensor]:
-        self._works.wait(timeout)
-        return [piece.to(self._sum_dtype) for piece in buckets.piece_views(flat, self._bucket, member)]
+        return Handle(works, lambda _: Terms(pieces))
 
 
 class _AllReduce(_Native):
@@ -91,20 +82,16 @@ class _AllReduce(_Native):
         slots = buckets.piece_views(self._terms, self._bucket, 0)
         copy_terms([slots[i] for i in leaves], terms)
 
-    def start(self) -> _AllReduce:
+    def start(self) -> Handle[Terms]:
         """See `Reduction`."""
-        k, n = self._group.size, self._terms.numel()
+        k, n, works = self._group.size, self._terms.numel(), Works()
         if n:
             record_sent(2 * (k - 1) * -(-n // k) * self._terms.element_size(), self._group.axes)
             with among(self._group.ranks):
                 work = dist.all_reduce(self._terms, group=self._process_group, async_op=True)
             assert work is not None
-            self._track(work)
-        return self
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """See `Handle`."""
-        return self._pieces(self._terms, 0, timeout)
+            works = Works((work,), (), (self._group.ranks,))
+        return self._sent(works, self._terms, 0)
 
 
 class _ReduceScatter(_Native):
@@ -113,20 +100,16 @@ class _ReduceScatter(_Native):
         rows = self._terms.view(self._bucket.members, self._bucket.width)
         buckets.copy_in(terms, rows, [self._bucket.slots[i] for i in leaves])
 
-    def start(self) -> _ReduceScatter:
+    def start(self) -> Handle[Terms]:
         """See `Reduction`."""
-        group, rows = self._group, self._terms.view(self._bucket.members, self._bucket.width)
-        self._sums = _compat.fresh((self._bucket.width,), rows.dtype, rows.device)
+        group, rows, works = self._group, self._terms.view(self._bucket.members, self._bucket.width), Works()
+        sums = _compat.fresh((self._bucket.width,), rows.dtype, rows.device)
         if rows.numel():
             record_sent((group.size - 1) * rows[0].nbytes, group.axes)
             if not group.in_order:
                 rows = rows.index_select(0, index_of(group.by_rank, rows.device))
             with among(group.ranks):
-                work = dist.reduce_scatter_single(self._sums, rows.view(-1), group=self._process_group, async_op=True)
+                work = dist.reduce_scatter_single(sums, rows.view(-1), group=self._process_group, async_op=True)
             assert work is not None
-            self._track(work, rows)
-        return self
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """See `Handle`."""
-        return self._pieces(self._sums, self._group.index, timeout)
+            works = Works((work,), (rows,), (group.ranks,))
+        return self._sent(works, sums, group.index)

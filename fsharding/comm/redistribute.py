@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, tree
 from fsharding._compat import cache_on_its_mesh
 from fsharding.calls import named
-from fsharding.comm.bucket_queue import BucketQueue, Started
+from fsharding.comm.bucket_queue import BucketQueue, Queued
+from fsharding.comm.handles import Handle
 from fsharding.comm.steps import Step, kinds_of, plan_steps, start_steps, whole_sizes
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, is_member
@@ -49,26 +50,18 @@ class _Move(NamedTuple):
     home: Tensor | None = None
 
 
-class _Batch(NamedTuple):
-    """Leaves that travel together: a bucket of a `BucketQueue`."""
+def _queued(
+    moves: list[_Move], mesh: Mesh, take: Callable[[list[_Move], list[Tensor]], None], *, native: bool = False
+) -> Queued:
+    """Leaves that are sent together; `take` gets them with their results."""
 
-    moves: list[_Move]
-    mesh: Mesh
-    native: bool
-    take: Callable[[list[_Move], list[Tensor]], None]
-
-    @property
-    def bytes(self) -> int:
-        """See `Bucketed`."""
-        return sum(move.bytes for move in self.moves)
-
-    def start(self) -> Started:
-        """See `Bucketed`."""
-        moves, take = self.moves, self.take
+    def start() -> Handle[None]:
         at_home = [m.home for m in moves if m.home is not None] or None
         steps, wholes = [m.steps for m in moves], [m.wholes for m in moves]
-        handle = start_steps([m.local for m in moves], steps, self.mesh, wholes, at_home, native=self.native)
-        return Started(handle, lambda moved: take(moves, moved))
+        handle = start_steps([m.local for m in moves], steps, mesh, wholes, at_home, native=native)
+        return handle.then(lambda moved: take(moves, moved))
+
+    return Queued(sum(move.bytes for move in moves), start)
 
 
 class Moving(NamedTuple):
@@ -197,7 +190,7 @@ def start_redistribute(
         for m, local in zip(moves, moved, strict=True):
             result[m.index] = targets[m.index].simplified().at_rest(local, shapes[m.index])
 
-    batches = [_Batch(batch, mesh, False, take) for (mesh, *_), moves in groups.items() for batch in _batches(moves)]
+    batches = [_queued(batch, mesh, take) for (mesh, *_), moves in groups.items() for batch in _batches(moves)]
     return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
 
 
@@ -298,10 +291,10 @@ def start_reduce_grads(
         for m, local in zip(moves, moved, strict=True):
             result[m.index] = flat[1][m.index].simplified().at_rest(local, shapes[m.index])
 
-    batches: list[_Batch] = []
+    batches: list[Queued] = []
     for (route, _), moves in groups.items():
         if route:
-            batches += [_Batch(b, flat[1][b[0].index].mesh, native, take) for b in _batches(moves)]
+            batches += [_queued(b, flat[1][b[0].index].mesh, take, native=native) for b in _batches(moves)]
         else:
             take(moves, [m.local for m in moves])
     return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))

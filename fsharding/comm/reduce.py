@@ -9,7 +9,6 @@ processes of one machine do, it is k - 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
-from fsharding.comm.handles import Exchange, Handle, Memory, Rows
+from fsharding.comm.handles import Exchange, Handle, Memory, Rows, Terms
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.precision import wide
 
@@ -176,7 +175,7 @@ class RowTransport(Protocol):
 
 
 class AllReduce:
-    """A `Reduction` whose sums all members get. It is its own handle.
+    """A `Reduction` whose sums all members get.
 
     Args:
         transport: that sends the rows.
@@ -199,7 +198,6 @@ class AllReduce:
         flat = self._exchange.own.view(-1)
         flat[n:].zero_()
         self._slots = self._cut(flat)
-        self._handle: Handle[Rows] | None = None
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         return buckets.piece_views(flat, self._bucket, 0)
@@ -212,36 +210,27 @@ class AllReduce:
         """See `Reduction`."""
         copy_terms([self._slots[i] for i in leaves], terms)
 
-    def start(self) -> AllReduce:
-        """See `Reduction`."""
-        self._handle = self._exchange.start()
-        return self
-
-    def is_ready(self) -> bool:
-        """See `Handle`: a sum in two rounds is not, before its second round has been started."""
-        return self._at_once and self._handle is not None and self._handle.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """See `Handle`."""
-        assert self._handle is not None
-        rows = self._handle.wait(timeout)
+    def start(self) -> Handle[Terms]:
+        """See `Reduction`: a large sum takes a second round, in which members gather the parts that each has added."""
+        handle = self._exchange.start()
         if self._at_once:
-            sums = sum_pieces(rows, self._bucket, 0, self._terms, self._sum_dtype, into)
-            self._handle.release()
-            return sums
+            return Handle(handle, lambda rows: Terms(lambda into: self._sum(rows, into, handle)))
+        return Handle(handle, lambda rows: Terms(lambda _: self._sum_parts(rows, handle)), communicates=True)
+
+    def _sum(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
+        sums = sum_pieces(rows, self._bucket, 0, self._terms, self._sum_dtype, into)
+        handle.release()
+        return sums
+
+    def _sum_parts(self, rows: Rows, handle: Handle[Rows]) -> list[Tensor]:
         parts = self._transport.gather_rows(rows[0].numel(), self._sum_dtype)
         sum_rows(rows, self._terms, self._sum_dtype, out=parts.own, donate=True)
-        self._handle.release()
+        handle.release()
         second = parts.start()
-        whole = second.wait(timeout)
+        whole = second.wait()
         flat = whole.view(-1) if isinstance(whole, Tensor) else _join(whole)
         second.release()
         return self._cut(flat)
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        """See `Handle`."""
-        if self._handle is not None:
-            self._handle.release(timeout)
 
 
 def _join(rows: Sequence[Tensor]) -> Tensor:
@@ -250,7 +239,7 @@ def _join(rows: Sequence[Tensor]) -> Tensor:
 
 
 class ReduceScatter:
-    """A `Reduction` of which each member gets its own pieces: an all-to-all of rows, and sums. It is its own handle.
+    """A `Reduction` of which each member gets its own pieces: an all-to-all of rows, and sums.
 
     Args:
         transport: that sends the rows.
@@ -270,7 +259,6 @@ class ReduceScatter:
     ) -> None:
         self._group, self._bucket, self._sum_dtype = transport.group, bucket, sum_dtype
         self._exchange = transport.all_to_all(bucket.width, wire_dtype, memory)
-        self._handle: Handle[Rows] | None = None
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         """See `Reduction`: rows have pieces of a leaf, and a kernel wants it whole."""
@@ -280,24 +268,13 @@ class ReduceScatter:
         """See `Reduction`."""
         buckets.copy_in(terms, self._exchange.own, [self._bucket.slots[i] for i in leaves])
 
-    def start(self) -> ReduceScatter:
+    def start(self) -> Handle[Terms]:
         """See `Reduction`."""
-        self._handle = self._exchange.start()
-        return self
+        handle = self._exchange.start()
+        return Handle(handle, lambda rows: Terms(lambda into: self._sum(rows, into, handle)))
 
-    def is_ready(self) -> bool:
-        """See `Handle`."""
-        return self._handle is not None and self._handle.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """See `Handle`."""
-        assert self._handle is not None
-        group, rows = self._group, self._handle.wait(timeout)
+    def _sum(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
+        group = self._group
         pieces = sum_pieces(rows, self._bucket, group.index, group.terms, self._sum_dtype, into)
-        self._handle.release()
+        handle.release()
         return pieces
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        """See `Handle`."""
-        if self._handle is not None:
-            self._handle.release(timeout)

@@ -9,6 +9,7 @@ Law: the result is the whole leaf rounded, whatever the cut. Parts and buckets f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ from fsharding import tree
 from fsharding._compat import cache_on_mesh
 from fsharding.calls import named
 from fsharding.comm import codes
-from fsharding.comm.bucket_queue import Bucketed, BucketQueue, Started
+from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.codes import CodePlan
+from fsharding.comm.handles import Handle
 from fsharding.comm.redistribute import (
     BUCKET_BYTES,
     Moving,
@@ -180,29 +182,18 @@ class _Piece(NamedTuple):
     scales: Scales | None = None
 
 
-class _Batch(NamedTuple):
-    """Parts that travel together: a bucket of a `BucketQueue`. All of them have a plan, or none has."""
-
-    pieces: list[_Piece]
-    mesh: Mesh
-
-    @property
-    def bytes(self) -> int:
-        """See `Bucketed`."""
-        return sum(piece.part.bytes for piece in self.pieces)
-
-    def start(self) -> Started:
-        """See `Bucketed`; shards are rounded now, and what arrives is decoded as soon as it is waited for."""
-        results, steps = [piece.result for piece in self.pieces], [piece.part.steps for piece in self.pieces]
-        if self.pieces[0].part.plan is None:
-            shards = [piece.shard.to(piece.part.dtype) for piece in self.pieces]
-            wholes = [(x.shape[step.dim],) for x, (step,) in zip(results, steps, strict=True)]
-            return Started(start_steps(shards, steps, self.mesh, wholes, results), lambda _: None)
-        axes = steps[0][0].axes
-        plans, own = _encoded(self.pieces)
-        bucket = codes.code_bucket(plans, [step.dim for (step,) in steps], _sizes(self.mesh, axes))
-        handle = codes.gather_codes(bucket, own, axis_group(self.mesh, axes))
-        return Started(handle, lambda flat: codes.decoded(plans, codes.from_bytes(bucket, flat, own), results))
+def _start(pieces: list[_Piece], mesh: Mesh) -> Handle[Any]:
+    """Send pieces together; with plans, they are quantized now and decoded once they are gathered."""
+    results, steps = [piece.result for piece in pieces], [piece.part.steps for piece in pieces]
+    if pieces[0].part.plan is None:
+        shards = [piece.shard.to(piece.part.dtype) for piece in pieces]
+        wholes = [(x.shape[step.dim],) for x, (step,) in zip(results, steps, strict=True)]
+        return start_steps(shards, steps, mesh, wholes, results)
+    axes = steps[0][0].axes
+    plans, own = _encoded(pieces)
+    bucket = codes.code_bucket(plans, [step.dim for (step,) in steps], _sizes(mesh, axes))
+    handle = codes.gather_codes(bucket, own, axis_group(mesh, axes))
+    return handle.then(lambda flat: codes.decoded(plans, codes.from_bytes(bucket, flat, own), results))
 
 
 def _encoded(pieces: Sequence[_Piece]) -> tuple[list[CodePlan], list[codes.Coded]]:
@@ -259,7 +250,7 @@ class _Leaf(NamedTuple):
 
 
 @torch.no_grad()
-def _batches(leaves: Sequence[_Leaf], mesh: Mesh) -> list[Bucketed]:
+def _batches(leaves: Sequence[_Leaf], mesh: Mesh) -> list[Queued]:
     """Rounds parts that stay where they are, and makes buckets of the others.
 
     Collective where ranks share blocks: they tell each other the largest magnitudes of all leaves at once.
@@ -274,7 +265,10 @@ def _batches(leaves: Sequence[_Leaf], mesh: Mesh) -> list[Bucketed]:
             piece.result.copy_(piece.shard)
         else:
             codes.decoded(*_encoded([piece]), [piece.result])
-    return [_Batch([pieces[i] for i in batch], mesh) for batch in batches_of([piece.part for piece in pieces])]
+    batches = [[pieces[i] for i in batch] for batch in batches_of([piece.part for piece in pieces])]
+    return [
+        Queued(sum(piece.part.bytes for piece in batch), functools.partial(_start, batch, mesh)) for batch in batches
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- whole trees

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from fsharding._compat import cache_on_its_mesh
 from fsharding.comm import bucket as buckets
 from fsharding.comm.coded_sums import CodedReduction, plan_cut_sums, plan_whole_sums
 from fsharding.comm.codes import Noise
-from fsharding.comm.handles import Handle, Memory, Reduction
+from fsharding.comm.handles import Handle, Memory, Reduction, Terms, done
 from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.transport import transport_for
 from fsharding.formats.blocks import Blocks
@@ -237,53 +236,30 @@ class SteppedReduction:
                     slot.add_(x)
         self.filled.update(leaves)
 
-    def start(self) -> Handle[list[Tensor]]:
+    def start(self) -> Handle[Terms]:
         """See `Reduction`; leaves without a term count as zeros."""
-        steps, mesh, first = self._steps, self._mesh, self._first
+        mesh, native, first = self._mesh, self._native, self._first
         if first is None:
-            kind = self._wire_dtype if steps and steps[0] else self._dtype
-            values = [_zeros(self._terms.get(i), s, kind, self._device) for i, s in enumerate(self._shapes)]
-            return _Steps(None, [x.to(self._dtype) for x in values], steps, mesh, self._wholes, None, self._native)
+            kind = self._wire_dtype if self._steps and self._steps[0] else self._dtype
+            values = [
+                _zeros(self._terms.get(i), s, kind, self._device).to(self._dtype) for i, s in enumerate(self._shapes)
+            ]
+            sums = Terms(lambda into: run_steps(values, self._steps, mesh, self._wholes, into, native=native))
+            return done(lambda: sums, communicates=True)
         if len(self.filled) < len(self._shapes):
             empty = [i for i in range(len(self._shapes)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
-        later, wholes = [s[1:] for s in steps], [sizes[1:] for sizes in self._wholes]
-        return _Steps(first.start(), [], later, mesh, wholes, None, self._native)
+        handle = first.start()
+        later = [steps[1:] for steps in self._steps]
+        if not later[0]:
+            return handle
+        wholes = [sizes[1:] for sizes in self._wholes]
 
+        def continued(terms: Terms) -> Terms:
+            return Terms(lambda into: run_steps(terms.sum(None), later, mesh, wholes, into, native=native))
 
-class _Steps:
-    """The handle of several steps: the first collective is in flight, the others follow when it is waited for."""
-
-    def __init__(
-        self,
-        first: Handle[list[Tensor]] | Handle[Sequence[Tensor]] | None,
-        values: list[Tensor],
-        steps: Sequence[tuple[Step, ...]],
-        mesh: Mesh,
-        wholes: Sequence[tuple[int, ...]],
-        into: Sequence[Tensor] | None,
-        native: bool,
-    ) -> None:
-        self._first, self._values, self._steps, self._mesh, self._wholes = first, values, steps, mesh, wholes
-        self._into, self._native = into, native
-
-    def _is_last(self) -> bool:
-        return not self._steps or not self._steps[0]
-
-    def is_ready(self) -> bool:
-        return self._first is not None and self._is_last() and self._first.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        values, into = self._values, self._into if into is None else into
-        if self._first is not None:
-            values = list(self._first.wait(timeout, into=into if self._is_last() else None))
-        if self._is_last():
-            return values
-        return run_steps(values, self._steps, self._mesh, self._wholes, into, native=self._native)
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        if self._first is not None:
-            self._first.release(timeout)
+        # Not `then`, which would release the terms before they are summed.
+        return Handle(handle, continued, communicates=True)
 
 
 def _zeros(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -370,19 +346,23 @@ def start_steps(
         place += 1
     left, lengths = [s[place:] for s in steps], [w[place:] for w in wholes]
     if not left or not left[0]:
-        return _Steps(None, current, [], mesh, (), None, native)
-    later, wholes = [s[1:] for s in left], [w[1:] for w in lengths]
-    out = None if later[0] else into
+        return done(lambda: current)
+    later, later_lengths = [s[1:] for s in left], [w[1:] for w in lengths]
+    last = not later[0]
+
+    def continued(moved: Sequence[Tensor]) -> list[Tensor]:
+        return [*moved] if last else run_steps(moved, later, mesh, later_lengths, into, native=native)
+
     if left[0][0].kind == "gather":
-        first = _gather(current, [w[0] for w in lengths], [s[0].dim for s in left], left[0][0].axes, mesh, out)
-    else:
-        x, shapes = current[0], [tuple(leaf.shape) for leaf in current]
-        reduction = SteppedReduction(
-            [s[:1] for s in left], shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype, native=native
-        )
-        reduction.add(range(len(current)), current)
-        first = reduction.start()
-    return _Steps(first, [], later, mesh, wholes, into, native)
+        dims, out = [s[0].dim for s in left], into if last else None
+        gather = _gather(current, [w[0] for w in lengths], dims, left[0][0].axes, mesh, out)
+        return gather.then(continued, communicates=not last)
+    x, shapes = current[0], [tuple(leaf.shape) for leaf in current]
+    reduction = SteppedReduction(
+        [s[:1] for s in left], shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype, native=native
+    )
+    reduction.add(range(len(current)), current)
+    return reduction.start().then(lambda terms: continued(terms.sum(into if last else None)), communicates=not last)
 
 
 def _slice(x: Tensor, dim: int, sizes: tuple[int, ...], index: int) -> Tensor:

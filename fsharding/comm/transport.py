@@ -8,7 +8,6 @@ Law: all transports give the same bits, and count the same bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 import torch
@@ -182,23 +181,6 @@ def _refusal(asked: str, reason: str) -> MeshError:
     return MeshError(message("fs.make_mesh", rule, [reason], 'Leave transport="auto", or ask for another one.'))
 
 
-# ---------------------------------------------------------------------------------------------------------------- sums
-class _Sum:
-    """The handle of the sum of one tensor."""
-
-    def __init__(self, sums: Handle[list[Tensor]]) -> None:
-        self._sums = sums
-
-    def is_ready(self) -> bool:
-        return self._sums.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Tensor:
-        return self._sums.wait(timeout)[0]
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        self._sums.release(timeout)
-
-
 def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
     """Starts the sum of a tensor over a group, which all members get, in its shape.
 
@@ -210,4 +192,4 @@ def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
     bucket = plan_bucket(((tuple(x.shape), 0),), ())
     reduction = transport_for(group, x.device).reduction(bucket, scatter=False, wire_dtype=x.dtype, sum_dtype=dtype)
     reduction.add([0], [x])
-    return _Sum(reduction.start())
+    return reduction.start().then(lambda terms: terms.sum(None)[0])

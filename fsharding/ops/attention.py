@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch
 from fsharding.calls import named
-from fsharding.comm.handles import Handle
-from fsharding.comm.native import Message, Works
+from fsharding.comm.handles import Handle, done
+from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
 from fsharding.errors import SpecError, TransformError, message
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
@@ -287,7 +287,7 @@ def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, theirs: Tensor | None
 def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Tensor], Handle[None]]:
     """Starts to send tensors to the next member, and to receive the same of the one before."""
     if group.size == 1:
-        return list(xs), Works()
+        return list(xs), done(lambda: None)
     received = [torch.empty_like(x) for x in xs]
     after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
     sends = [Message(after, tag + i, x) for i, x in enumerate(xs)]
@@ -311,7 +311,7 @@ class _Ring(Function):
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
         steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
         for step in steps:
-            come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, settings.group)
+            come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
             for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
                 part = _compat.attend_block(q[at], held[0][of], held[1][of], mask, causal=causal, scale=settings.scale)
                 _merge(out[at], lse[at], *part)
@@ -374,10 +374,10 @@ def _ring_backward(
     grad, q = grad.contiguous(), q.contiguous()
     held = [x.contiguous() for x in (k, v, documents) if x is not None]
     dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
-    sums_pending = Works()
+    sums_pending = done(lambda: None)
     steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
     for step in steps:
-        come, pending = (held, Works()) if step is steps[-1] else _pass_on(held, settings.group)
+        come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
         terms = [torch.zeros_like(x) for x in sums]
         for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
             parts = _compat.attend_block_backward(

@@ -134,7 +134,8 @@ class _Scatter:
             bucket, scatter=True, wire_dtype=x.dtype, sum_dtype=wide(x.dtype)
         )
         reduction.add([0], [x])
-        return wait_in_turn(reduction.start(), self.group, "scatter")[0].to(x.dtype)
+        terms = wait_in_turn(reduction.start(), self.group, "scatter")
+        return terms.sum(None)[0].to(x.dtype)
 
     def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)

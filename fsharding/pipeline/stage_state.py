@@ -12,9 +12,8 @@ Law: each leaf is reduced once, with the last SCATTER of the stages that have it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
 from fsharding.calls import named
-from fsharding.comm.bucket_queue import BucketQueue, Started
+from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.events import note
+from fsharding.comm.handles import done
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
 from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.mesh.device_mesh import axis_group, axis_index
@@ -220,7 +220,7 @@ class StageState:
         parts = dict(zip(trained, sums, strict=True))
         with _compat.region("scatter"):
             if last is not None:
-                self._reductions.add([_Before(last)])
+                self._reductions.add([_before(last)])
             self._reduce(stage, {i: x for i, x in parts.items() if self._reduced_with.get(i, stage) == stage})
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
@@ -258,28 +258,9 @@ class StageState:
         self._reductions.release()
 
 
-@dataclass(frozen=True)
-class _Before:
-    """A bucket that sends nothing: what has to be done before the next one is started. It is its own handle.
-
-    There is no room for another bucket beside it.
-    """
-
-    do: Callable[[], object]
-    bytes: int = 1 << 62
-
-    def start(self) -> Started:
-        return Started(self, lambda _: None)
-
-    def is_ready(self) -> bool:
-        return False
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        self.do()
-        return []
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        """Nothing is in flight here."""
+def _before(do: Callable[[], object]) -> Queued:
+    """What has to be done before the next bucket is started: it sends nothing, and leaves no room for a bucket."""
+    return Queued(1 << 62, lambda: done(do, communicates=True))
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

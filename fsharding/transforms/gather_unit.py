@@ -357,7 +357,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
             wholes=b.sizes,
         )  # fmt: skip
         reduction.add(range(len(members)), [given[i] for i in members])
-        for i, local in zip(members, reduction.start().wait(), strict=True):
+        for i, local in zip(members, reduction.start().wait().sum(None), strict=True):
             leaf = leaves[i]
             result[i] = named_sharding.like(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)

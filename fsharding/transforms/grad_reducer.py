@@ -24,7 +24,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.codes import Noise
-from fsharding.comm.handles import Handle, Memory
+from fsharding.comm.handles import Handle, Memory, Terms, done
 from fsharding.comm.steps import SteppedReduction, plan_steps, run_steps, whole_sizes
 from fsharding.comm.streams import streams_for
 from fsharding.mesh.device_mesh import coordinate
@@ -35,17 +35,15 @@ __all__ = ["GradReducer"]
 
 
 class _Pending(NamedTuple):
-    """A bucket whose collectives are under way: whether they are done, and what is left to do then.
+    """A bucket whose collectives are under way.
 
     Attributes:
-        is_ready: whether they are done.
-        finish: what is left to do.
-        sends: there are any.
+        handle: waits for them, and adds their sums to the gradients.
+        sends: there are any collectives.
         buckets: whose memory they read, where a device has several queues; what is left to do may add one.
     """
 
-    is_ready: Callable[[], bool]
-    finish: Callable[[], object]
+    handle: Handle[object]
     sends: bool
     buckets: list[SteppedReduction]
 
@@ -208,10 +206,10 @@ class GradReducer:
         with _compat.region("scatter"):
             for pending in self._pending:
                 if not pending.sends:
-                    pending.finish()
+                    pending.handle.wait()
             with self._streams.on("reduce"):
                 for pending in sent:
-                    pending.finish()
+                    pending.handle.wait()
                 event = self._streams.record("reduced") if sent else None
         self._pending.clear()
         before = self._reduced
@@ -240,7 +238,7 @@ class GradReducer:
             self._streams.wait(computed)
             yield
 
-    def _start(self, bucket: SteppedReduction) -> Handle[list[Tensor]]:
+    def _start(self, bucket: SteppedReduction) -> Handle[Terms]:
         """Starts a reduction on its queue, when the bucket is filled."""
         if not (self._streams.several and bucket.sends):
             return bucket.start()
@@ -252,13 +250,13 @@ class GradReducer:
     def follow(self, earlier: Callable[[], object]) -> None:
         """Has something be done before the first gradient is added: another reducer adds to the same sums before."""
         assert not self._pending, "a gradient may have been added"
-        self._pending.append(_Pending(lambda: False, earlier, sends=False, buckets=[]))
+        self._pending.append(_Pending(done(earlier, communicates=True), sends=False, buckets=[]))
 
     def settle(self, *, wait: bool = True) -> None:
         """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""
         with _compat.region("scatter"):
-            while self._pending and (wait or self._pending[0].is_ready()):
-                self._pending.pop(0).finish()
+            while self._pending and (wait or self._pending[0].handle.is_ready()):
+                self._pending.pop(0).handle.wait()
 
     # ------------------------------------------------------------------------------------------------------ one bucket
     def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
@@ -287,11 +285,15 @@ class GradReducer:
         """Starts a bucket; the steps that follow its first collective come when that is done."""
         first, several = self._start(bucket), self._streams.several
         buckets = [bucket] if several else []
-        if not b.late_steps[0]:
-            return _Pending(first.is_ready, lambda: self._accumulate(index, first), bucket.sends, buckets)
 
-        def start_late() -> Handle[list[Tensor]]:
-            terms = self._add_accumulated(index, first.wait())
+        def accumulate(terms: Terms) -> None:
+            self._accumulate(index, terms)
+
+        if not b.late_steps[0]:
+            return _Pending(first.then(accumulate), bucket.sends, buckets)
+
+        def start_late(first: Terms) -> Handle[Terms]:
+            terms = self._add_accumulated(index, first.sum(None))
             late = SteppedReduction(
                 b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
                 device=self._device, wholes=b.late_sizes, memory=self._memory_of_bucket(), native=b.native,
@@ -303,10 +305,11 @@ class GradReducer:
             return self._start(late)
 
         if b.steps[0]:
-            return _Pending(lambda: False, lambda: self._accumulate(index, start_late()), bucket.sends, buckets)
-        late = start_late()
+            both = first.then(lambda terms: accumulate(start_late(terms).wait()), communicates=True)
+            return _Pending(both, bucket.sends, buckets)
+        late = start_late(first.wait())
         sends = bool(buckets) and buckets[-1].sends
-        return _Pending(late.is_ready, lambda: self._accumulate(index, late), sends, buckets)
+        return _Pending(late.then(accumulate), sends, buckets)
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
         """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
@@ -328,8 +331,8 @@ class GradReducer:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
 
-    def _accumulate(self, index: Sequence[LeafIndex], reduced: Handle[list[Tensor]]) -> None:
-        """Waits for reduced gradients, and adds them to the result; first ones are summed right into it."""
+    def _accumulate(self, index: Sequence[LeafIndex], reduced: Terms) -> None:
+        """Sums the terms of gradients, and adds them to the result; first ones are summed right into it."""
         added: list[bool] = []
         for leaf, row in index:
             written = self._written.setdefault(leaf, set())
@@ -338,7 +341,7 @@ class GradReducer:
             added.append(leaf in self._accumulating or None in written or row in written)
             written.add(row)
         results = [self._view_of(i) for i in index]
-        terms = reduced.wait(into=None if any(added) else results)
+        terms = reduced.sum(None if any(added) else results)
         triples = list(zip(added, results, terms, strict=True))
         copies = [(to, term) for has_some, to, term in triples if not has_some and term is not to]
         _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])

@@ -9,10 +9,9 @@ send unlike things are told so before they read any.
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +27,7 @@ from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows
+from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows, Terms
 from fsharding.comm.native import as_bytes
 from fsharding.comm.pairwise import Pairwise, swap_rows
 from fsharding.comm.reduce import copy_terms, sum_rows, sums_at_once
@@ -385,6 +384,10 @@ class Joint:
         """Whether `wait` would return at once. Raises as that does."""
         return self._notes is not None and self._notes.is_ready()
 
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Work`: the buffer is acknowledged when it is no longer viewed."""
+        self.wait(timeout)
+
 
 def _acknowledge(pid: int, head: memoryview[int], slot: int, number: int) -> None:
     """For what nobody views any more in a process; a fork of it has nothing to say."""
@@ -412,7 +415,7 @@ class SharedMemory(Pairwise):
         _compat.foreach_copy_(buckets.pieces_of(wholes, bucket, self.group.index), list(shards))
         record_sent((self.group.size - 1) * bucket.width * dtype.itemsize, self.group.axes)
         joint.start()
-        return _Written(joint, flat)
+        return Handle(joint, lambda _: flat)
 
     def reduction(
         self,
@@ -439,64 +442,32 @@ class SharedMemory(Pairwise):
         """See `Transport`."""
         if width == 0:
             return super().gather_rows(width, dtype, memory)
-        return _PostedRows((width,), dtype, self.group, None)
+        own = segments.take(width * dtype.itemsize).view(dtype)
+        return Exchange(own, lambda: self._show(own, own.nbytes, lambda rows: rows))
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
         """See `Transport`."""
         if width == 0:
             return super().all_to_all(width, dtype, memory)
-        return _PostedRows((self.group.size, width), dtype, self.group, self.group.index)
+        group = self.group
+        own = segments.take(group.size * width * dtype.itemsize).view(dtype).view(group.size, width)
+        return Exchange(own, lambda: self._show(own, own[0].nbytes, lambda rows: [each[group.index] for each in rows]))
 
+    def _show(self, own: Tensor, sent: int, choose: Callable[[Sequence[Tensor]], Rows]) -> Handle[Rows]:
+        """Let the others read a buffer in place; of theirs, choose the rows for this rank.
 
-class _Written:
-    """The handle of leaves of which each member writes its pieces."""
-
-    def __init__(self, joint: Joint, flat: Tensor) -> None:
-        self._joint, self._flat = joint, flat
-
-    def is_ready(self) -> bool:
-        return self._joint.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Tensor:
-        self._joint.wait(timeout)
-        return self._flat
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        self._joint.wait(timeout)
-
-
-class _PostedRows:
-    """Rows that others read where this rank wrote them. An `Exchange`, and its own handle.
-
-    `row` says which row of another member's buffer is for this rank; None where a buffer is one row for all.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, group: Group, row: int | None) -> None:
-        self.own = segments.take(dtype.itemsize * math.prod(shape)).view(dtype).view(shape)
-        self._group, self._row = group, row
-        self._posted: Posted | None = None
-
-    def start(self) -> Handle[Rows]:
-        row = self.own if self._row is None else self.own[0]
-        record_sent((self._group.size - 1) * row.nbytes, self._group.axes)
-        self._posted = Posted(as_bytes(self.own), self._group)
-        return self
-
-    def is_ready(self) -> bool:
-        return self._posted is not None and self._posted.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> Rows:
-        assert self._posted is not None
-        result = [buffer.view(self.own.dtype).view(self.own.shape) for buffer in self._posted.wait(timeout)]
-        return result if self._row is None else [rows[self._row] for rows in result]
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        if self._posted is not None:
-            self._posted.release(timeout)
+        Args:
+            own: filled; the others' have its shape and dtype.
+            sent: bytes that each of the others reads.
+            choose: rows out of the buffer of each member.
+        """
+        record_sent((self.group.size - 1) * sent, self.group.axes)
+        posted = Posted(as_bytes(own), self.group)
+        return Handle(posted, lambda read: choose([each.view(own.dtype).view(own.shape) for each in read]))
 
 
 class _LeafReduction:
-    """A `Reduction` of leaves that lie whole where the others read them. It is its own handle.
+    """A `Reduction` of leaves that lie whole where the others read them.
 
     With `scatter` each member reads the pieces of its own, else the leaves.
     """
@@ -507,7 +478,6 @@ class _LeafReduction:
         self._bucket, self._group, self._sum_dtype, self._scatter = bucket, group, sum_dtype, scatter
         self._flat = segments.take(bucket.size * wire_dtype.itemsize).view(wire_dtype)
         self._slots = buckets.whole_views(self._flat, bucket)
-        self._posted: Posted | None = None
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         return self._slots[leaf] if self._slots[leaf].dtype == dtype else None
@@ -515,29 +485,21 @@ class _LeafReduction:
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
         copy_terms([self._slots[i] for i in leaves], terms)
 
-    def start(self) -> Handle[list[Tensor]]:
+    def start(self) -> Handle[Terms]:
         record_sent((self._group.size - 1) * self._bucket.width * self._flat.itemsize, self._group.axes)
-        self._posted = Posted(as_bytes(self._flat), self._group)
-        return self
+        posted = Posted(as_bytes(self._flat), self._group)
+        return Handle(posted, lambda read: Terms(lambda into: self._sum(read, into, posted)))
 
-    def is_ready(self) -> bool:
-        return self._posted is not None and self._posted.is_ready()
-
-    def wait(self, timeout: timedelta | None = None, *, into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        assert self._posted is not None
-        read = [self._part(buffer.view(self._flat.dtype)) for buffer in self._posted.wait(timeout)]
+    def _sum(self, read: Sequence[Tensor], into: Sequence[Tensor] | None, posted: Posted) -> list[Tensor]:
+        parts = [self._part(buffer.view(self._flat.dtype)) for buffer in read]
         outs = into or [None] * len(self._slots)
         sums = [
             sum_rows(terms, self._group.terms, self._sum_dtype, out=out)
-            for *terms, out in zip(*read, outs, strict=True)
+            for *terms, out in zip(*parts, outs, strict=True)
         ]
-        self._posted.release()
+        posted.release()
         return sums
 
     def _part(self, flat: Tensor) -> list[Tensor]:
         leaves = buckets.whole_views(flat, self._bucket)
         return buckets.pieces_of(leaves, self._bucket, self._group.index) if self._scatter else leaves
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        if self._posted is not None:
-            self._posted.release(timeout)

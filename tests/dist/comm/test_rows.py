@@ -115,9 +115,9 @@ def sums_into(ranks, dtype, transport):
             reduction.add(range(len(leaves)), leaves)
             return reduction.start()
 
-        plain = start(steps).wait()
+        plain = start(steps).wait().sum(None)
         into = [torch.full_like(x, torch.nan) for x in plain]
-        found = start(steps).wait(into=into)
+        found = start(steps).wait().sum(into)
         assert_bitwise_equal(found, plain)
         there.append(all(x is home for x, home in zip(found, into, strict=True)))
     return there

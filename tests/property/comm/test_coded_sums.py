@@ -53,7 +53,7 @@ class Posted:
         self.seat.table.posted[self.number, self.seat.group.index] = self.own
         return self
 
-    def wait(self, timeout=None, into=None):
+    def wait(self, timeout=None):
         table, size = self.seat.table, self.seat.group.size
         table.barrier.wait()
         rows = [table.posted[self.number, m] for m in range(size)]
@@ -78,7 +78,7 @@ def summed(plan, terms, order, *, stacked, into):
             piece = member if plan.scatter else 0
             shapes = [s.piece_shape(piece) if plan.scatter else s.shape for s in plan.sums.slots]
             places = [torch.full(shape, torch.nan) for shape in shapes]
-        return reduction.start().wait(into=places)
+        return reduction.start().wait().sum(places)
 
     with ThreadPoolExecutor(members) as pool:
         return list(pool.map(run, range(members)))

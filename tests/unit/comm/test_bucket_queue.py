@@ -2,8 +2,9 @@
 
 import pytest
 
-from fsharding.comm.bucket_queue import BucketQueue, Started
+from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.events import following
+from fsharding.comm.handles import Handle
 
 
 class Bucket:
@@ -14,9 +15,9 @@ class Bucket:
 
     def start(self):
         self.log.append(f"start {self.name}")
-        return Started(self, lambda result: self.log.append(f"take {result[0]}"))
+        return Handle(self, lambda result: self.log.append(f"take {result[0]}"))
 
-    def wait(self, timeout=None, *, into=None):
+    def wait(self, timeout=None):
         self.log.append(f"wait {self.name}")
         return [self.name]
 
