@@ -162,9 +162,9 @@ def recording_streams() -> Generator[RecordingStreams]:
     """Writes down what queues are given until the `with` block ends."""
     streams, plain = RecordingStreams(), Works.wait
 
-    def wait(works, timeout=None, *, into=None):
+    def wait(works, timeout=None):
         streams.waited_for(works.works)
-        plain(works, timeout, into=into)
+        plain(works, timeout)
 
     with use_streams(streams), patch.object(Works, "wait", wait), _Operations(streams):
         yield streams

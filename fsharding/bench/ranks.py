@@ -28,11 +28,13 @@ from fsharding.bench.options import RanksConfig
 from fsharding.bench.peers import Task, first_dims, fsdp2_module
 from fsharding.bench.rounds import cell, in_turn, print_rows
 from fsharding.comm.bucket import plan_bucket
+from fsharding.comm.wires import Plain
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.rendezvous import under_launcher
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.precision import Sums
 from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_params
 from fsharding.train.step import model_loss
@@ -126,17 +128,14 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     model, mesh = decoder(sizes), fs.AbstractMesh(("dp",), (ranks,))
     draws = model.init(fs.random.key(0))
 
+    def of_row(leaf: LeafLayout) -> UnitLeaf:
+        target = GradTarget(leaf.main.drop(), leaf.init)
+        return UnitLeaf(leaf.params.drop(), leaf.shape[1:], leaf.init, Plain(leaf.init), target)
+
     def plan(level: _Level) -> None:
         layout = plan_layout(draws, mesh, strategy=zero(level), names=first_dims(model.names))
         of_block = [leaf for leaf in layout.leaves if leaf.path.startswith("blocks.")]
-        unit = plan_unit(
-            tuple(
-                UnitLeaf(
-                    leaf.params.drop(), leaf.shape[1:], leaf.init, leaf.init, GradTarget(leaf.main.drop(), leaf.init)
-                )
-                for leaf in of_block
-            )
-        )
+        unit = plan_unit(tuple(map(of_row, of_block)))
         for b in unit.reductions:
             plan_bucket(tuple((x, steps[0].dim) for x, steps in zip(b.shapes, b.steps, strict=True)), (ranks,))
 

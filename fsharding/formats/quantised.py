@@ -131,6 +131,10 @@ class Quantised:
         """
         return cls(None, None, format, x.dtype, _block(format, tuple(x.shape)), x.shape[-1], carrier=x, strict=strict)
 
+    def stand_in(self) -> Tensor:
+        """A tensor without memory, in the shape and dtype of the numbers, that can be a carrier."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the numbers."""

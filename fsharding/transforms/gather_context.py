@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -43,6 +43,7 @@ from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.steps import has_slots
 from fsharding.comm.streams import streams_for
+from fsharding.comm.wires import Plain, Wire
 from fsharding.errors import ConfigError, TransformError, listed, message
 from fsharding.formats.quantised import Quantised, noting_numbers
 from fsharding.mesh import call_stacks
@@ -66,6 +67,7 @@ class _SavedView(NamedTuple):
     """Stands for a view of a gathered buffer among the tensors that autograd saves."""
 
     unit: GatheredUnit
+    bucket: int
     buffer: int
     dtype: torch.dtype
     offset: int
@@ -137,6 +139,7 @@ class _Watched(NamedTuple):
     """A storage whose views are weights of a unit. The weak reference keeps its id from being given to another one."""
 
     unit: GatheredUnit
+    bucket: int
     buffer: int
     reference: object
 
@@ -280,24 +283,19 @@ class GatherContext:
             The whole leaves.
         """
         unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
-        wholes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, policy)))
+        full = self.enter(unit, policy)
+        nodes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, full)))
         for large in unit.plan.large:
-            wholes[large.leaf] = _LargeLeafGrad.watch(wholes[large.leaf], self, unit, large)
+            nodes[large.leaf] = _LargeLeafGrad.watch(nodes[large.leaf], self, unit, large)
         if self._defers:
             taken = {large.leaf for large in unit.plan.large}
             for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
-                wholes[i] = cast(Tensor, _LeafGrad.apply(wholes[i], self, unit, i))
-        result: list[Tensor | Quantised] = [*wholes]
-        across = {i: number for number, i in enumerate(unit.plan.columnwise)}
-        for i, codes in unit.take_quantised().items():
-            columnwise = _Columnwise(self, unit, across[i]) if i in across else None
-            result[i] = replace(codes, carrier=wholes[i] if wholes[i].requires_grad else None, columnwise=columnwise)
-        formats = self._formats
-        if formats is not None and formats.precision.rounded:
-            for i, leaf in enumerate(leaves):
-                if (format := formats.of(index[i], len(leaf.shape))) is not None:
-                    result[i] = Quantised.of_numbers(wholes[i], format, strict=formats.precision.strict)
-        return result
+                nodes[i] = cast(Tensor, _LeafGrad.apply(nodes[i], self, unit, i))
+        columnwise = {i: _Columnwise(self, unit, number) for number, i in enumerate(unit.plan.across)}
+        return [
+            wire.as_seen(x, node, columnwise.get(i))
+            for i, (wire, x, node) in enumerate(zip(unit.plan.wires, full, nodes, strict=True))
+        ]
 
     def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
         """Starts the all-gathers of a unit, for which `gather` will be called later."""
@@ -314,19 +312,12 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            unit_leaf = UnitLeaf(leaf.sharding, leaf.shape, stored, compute, target, misaligned)
             formats, place = self._formats, LeafIndex(number, row)
-            if formats is not None and not formats.precision.rounded:
-                format, precision = formats.of(place, len(leaf.shape)), formats.precision
-                held = format is not None and precision.computes_quantised
-                across = held and precision.takes_columns(self.paths[number], len(leaf.shape))
-                unit_leaf = unit_leaf._replace(
-                    format=format, quantised=held, strict=held and precision.strict, columnwise=across
-                )
-            of_term = None if formats is None else formats.of_term(place, len(leaf.shape))
-            if target is not None and of_term is not None:
-                unit_leaf = unit_leaf._replace(target=replace(target, format=of_term))
-            described.append(unit_leaf)
+            wire: Wire = Plain(compute)
+            if formats is not None:
+                wire = formats.wire(place, len(leaf.shape), compute)
+                target = formats.with_terms(target, place, len(leaf.shape))
+            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, misaligned))
 
         def name() -> str:
             return self._name_of(index)
@@ -343,8 +334,8 @@ class GatherContext:
                 noise=self._noise_of(shards, places),
             )  # fmt: skip
 
-        across = [i for i, leaf in enumerate(described) if leaf.columnwise]
-        columns = gathered(across, [described[i].across() for i in across], None) if across else None
+        across = {i: second for i, leaf in enumerate(described) if (second := leaf.across()) is not None}
+        columns = gathered([*across], [*across.values()], None) if across else None
         return gathered(range(len(leaves)), described, columns)
 
     def _note(self, kind: str, unit: GatheredUnit) -> None:
@@ -366,6 +357,7 @@ class GatherContext:
         index, leaves = unit.index, unit.leaves
         return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
+    @torch.no_grad()
     def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantised]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
 
@@ -382,17 +374,18 @@ class GatherContext:
             # A view, so that autograd refuses to write where the state itself is.
             value = unit.leaves[i].value
             wholes[i] = value.view_as(value).to(dtype)
-        for b, gathered in zip(unit.plan.gathers, self._wait(unit), strict=True):
-            for i, leaf in zip(b.leaves, gathered, strict=True):
-                wholes[i] = leaf
+        for i, leaf in self._wait(unit).items():
+            wholes[i] = leaf
         return wholes
 
-    def _wait(self, unit: GatheredUnit) -> list[Sequence[Tensor | Quantised]]:
+    def _wait(self, unit: GatheredUnit) -> dict[int, Tensor | Quantised]:
         """Waits for a unit, and watches for tensors that autograd saves of it."""
-        wholes = unit.wait()
-        for number, buffer in enumerate(unit.buffers):
-            self._watched[_compat.storage_id(buffer)] = _Watched(unit, number, _compat.weak_storage(buffer))
-        return wholes
+        full = unit.wait()
+        for bucket, buffers in enumerate(unit.buffers):
+            for number, buffer in enumerate(buffers):
+                watched = _Watched(unit, bucket, number, _compat.weak_storage(buffer))
+                self._watched[_compat.storage_id(buffer)] = watched
+        return full
 
     def end_forward(self) -> None:
         """Forward is over, and backward comes later: releases the last unit, and those that were prefetched."""
@@ -429,8 +422,10 @@ class GatherContext:
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
             return x if x.grad_fn is None else x.detach()
-        known.unit.note_view(known.buffer)
-        return _SavedView(known.unit, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride())
+        known.unit.note_view(known.bucket)
+        return _SavedView(
+            known.unit, known.bucket, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride()
+        )
 
     def unpack(self, saved: Tensor | _SavedView | _SavedNumbers) -> Tensor:
         """Saved-tensors hook: a view of the unit's buffer, which is gathered again if it is not alive."""
@@ -445,7 +440,7 @@ class GatherContext:
             self._wait(unit)
         if first:
             self._prefetch_before(unit.order)
-        buffer = unit.buffers[saved.buffer]
+        buffer = unit.buffers[saved.bucket][saved.buffer]
         if buffer.dtype != saved.dtype:  # scales among codes
             buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return buffer.as_strided(saved.size, saved.stride, saved.offset)
@@ -459,10 +454,10 @@ class GatherContext:
         """
         assert unit.columns is not None
         first = self._reach(unit)
-        unit.columns.wait_for_codes()
+        unit.columns.wait_for_full()
         if first:
             self._prefetch_before(unit.order)
-        return unit.columns.codes[leaf]
+        return cast(Quantised, unit.columns.full[leaf])
 
     def _reach(self, unit: GatheredUnit) -> bool:
         """Backward needs a unit; returns whether that is the first time."""
@@ -622,14 +617,14 @@ class _GatherUnit(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, policy: Policy
+        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, full: list[Tensor | Quantised]
     ) -> tuple[Tensor, ...]:
         ctx.context, ctx.unit = context, unit
         ctx.set_materialize_grads(False)
-        wholes = unit.give_quantised(context.enter(unit, policy))
+        nodes = [x if isinstance(x, Tensor) else x.stand_in() for x in full]
         reduced = {i for b in unit.plan.reductions for i in b.leaves}
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(wholes) if i not in reduced))
-        return tuple(wholes)
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(nodes) if i not in reduced))
+        return tuple(nodes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, _functorch, tree
 from fsharding.comm.bucket import Slot
 from fsharding.comm.steps import SteppedReduction
+from fsharding.comm.wires import Plain
 from fsharding.errors import LayoutError, SpecError, TransformError, listed, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.call_stacks import site_here
@@ -202,18 +203,19 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         return result
     _note_plain(nodes)
     plan = plan_unit(
-        tuple(UnitLeaf(n.sharding, n.shape, v.dtype, v.dtype, None) for n, v in zip(nodes, values, strict=True))
+        tuple(UnitLeaf(n.sharding, n.shape, v.dtype, Plain(v.dtype), None) for n, v in zip(nodes, values, strict=True))
     )
     for i, _ in plan.aliases:
         everywhere = _data_axes(nodes[i])
         result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
-        widths = [math.prod(slot.piece_shape(0)) for slot in g.bucket.slots]
+        bucket = g.payload.bucket
+        widths = [math.prod(slot.piece_shape(0)) for slot in bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
         others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
         row = collectives.vary(row, others, mesh=plan.mesh) if others else row
-        rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(g.bucket.members, g.bucket.width)
-        for i, slot in zip(g.leaves, g.bucket.slots, strict=True):
+        rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
+        for i, slot in zip(g.leaves, bucket.slots, strict=True):
             result[i] = _joined(rows, slot)
     return result
 
@@ -344,7 +346,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
         raise LayoutError(message("fs.scatter_grads", "got gradients that are not those of whole leaves.", rows, mend))
     plans = tuple(
-        UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, given[i].dtype,
+        UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, Plain(given[i].dtype),
                  GradTarget(nodes[i].sharding, wide(given[i].dtype)))
         for i in chosen
     )  # fmt: skip

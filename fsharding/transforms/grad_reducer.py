@@ -40,19 +40,20 @@ class _Pending(NamedTuple):
     Attributes:
         handle: waits for them, and adds their sums to the gradients.
         sends: there are any collectives.
-        buckets: whose memory they read, where a device has several queues; what is left to do may add one.
+        in_use: buckets and their handles, whose memory is read where a device has several streams; `handle` may add to
+            them.
     """
 
     handle: Handle[object]
     sends: bool
-    buckets: list[SteppedReduction]
+    in_use: list[tuple[SteppedReduction, Handle[Terms]]]
 
 
 class _Reduced(NamedTuple):
-    """Buckets that the queue of reductions was given, and the event after which nobody reads their memory."""
+    """Buckets that the stream of reductions was given, and the event after which their memory is no longer read."""
 
     event: Any
-    buckets: list[SteppedReduction]
+    in_use: list[tuple[SteppedReduction, Handle[Terms]]]
 
 
 class _Memory(NamedTuple):
@@ -214,12 +215,12 @@ class GradReducer:
         self._pending.clear()
         before = self._reduced
         if sent:
-            self._reduced = [_Reduced(event, [bucket for pending in sent for bucket in pending.buckets])]
+            self._reduced = [_Reduced(event, [used for pending in sent for used in pending.in_use])]
             self._let_go(before)
 
     def _let_go(self, reduced: list[_Reduced]) -> None:
         """Has the queue that computes wait for reductions, and lets their memory go."""
-        memories = [bucket.memory for _, buckets in reduced for bucket in buckets]
+        memories = [bucket.memory for _, in_use in reduced for bucket, _ in in_use]
         for event in [event for event, _ in reduced]:  # no name is left that would hold a bucket
             self._streams.wait(event)
         reduced.clear()
@@ -250,7 +251,7 @@ class GradReducer:
     def follow(self, earlier: Callable[[], object]) -> None:
         """Has something be done before the first gradient is added: another reducer adds to the same sums before."""
         assert not self._pending, "a gradient may have been added"
-        self._pending.append(_Pending(done(earlier, communicates=True), sends=False, buckets=[]))
+        self._pending.append(_Pending(done(earlier, communicates=True), sends=False, in_use=[]))
 
     def settle(self, *, wait: bool = True) -> None:
         """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""
@@ -284,13 +285,13 @@ class GradReducer:
     ) -> _Pending:
         """Starts a bucket; the steps that follow its first collective come when that is done."""
         first, several = self._start(bucket), self._streams.several
-        buckets = [bucket] if several else []
+        in_use = [(bucket, first)] if several else []
 
         def accumulate(terms: Terms) -> None:
             self._accumulate(index, terms)
 
         if not b.late_steps[0]:
-            return _Pending(first.then(accumulate), bucket.sends, buckets)
+            return _Pending(first.then(accumulate), bucket.sends, in_use)
 
         def start_late(first: Terms) -> Handle[Terms]:
             terms = self._add_accumulated(index, first.sum(None))
@@ -300,16 +301,17 @@ class GradReducer:
                 format=None if b.steps[0] else b.format, noise=self._noise(unit, b),
             )  # fmt: skip
             late.add(range(len(terms)), terms)
+            handle = self._start(late)
             if several:
-                buckets.append(late)
-            return self._start(late)
+                in_use.append((late, handle))
+            return handle
 
         if b.steps[0]:
             both = first.then(lambda terms: accumulate(start_late(terms).wait()), communicates=True)
-            return _Pending(both, bucket.sends, buckets)
+            return _Pending(both, bucket.sends, in_use)
         late = start_late(first.wait())
-        sends = bool(buckets) and buckets[-1].sends
-        return _Pending(late.then(accumulate), sends, buckets)
+        sends = bool(in_use) and in_use[-1][0].sends
+        return _Pending(late.then(accumulate), sends, in_use)
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
         """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""

@@ -1,14 +1,14 @@
 """The static plan of a unit: which leaves are gathered together, and which of their gradients are reduced together.
 
-In: for each leaf its sharding, global shape and dtypes, and the target of its gradient. Out: a cached, printable
-`UnitPlan`. A bucket of gathers has one (dtype, axes), a bucket of reductions one (steps, dtypes).
+In: for each leaf its sharding, global shape and wire, and the target of its gradient. Out: a cached, printable
+`UnitPlan`. A bucket of gathers has one kind of wire and axes, a bucket of reductions one (steps, dtypes).
 Law: nothing here communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
-from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.codes import CodedBucket, CodePlan, code_bucket, plan_codes
 from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
+from fsharding.comm.wires import Payload, SentLeaf, Wire
 from fsharding.formats.blocks import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -90,54 +89,40 @@ class UnitLeaf(NamedTuple):
         sharding: of the leaf in the state.
         shape: global.
         stored: dtype in the state.
-        compute: dtype of the gathered leaf.
+        wire: how it is gathered.
         target: of its gradient; None for a frozen leaf.
         misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
             it, so it is copied to a buffer like the leaves that are gathered.
-        format: in which the leaf travels, and to which it is rounded; None for the dtype of compute.
-        quantised: the loss function gets codes and scales.
-        strict: as in `Quantised`.
-        columnwise: backward may gather it in blocks along its other dim, see `Precision.columnwise`.
     """
 
     sharding: NamedSharding
     shape: tuple[int, ...]
     stored: torch.dtype
-    compute: torch.dtype
+    wire: Wire
     target: GradTarget | None
     misaligned: bool = False
-    format: Blocks | None = None
-    quantised: bool = False
-    strict: bool = False
-    columnwise: bool = False
 
-    def across(self) -> UnitLeaf:
-        """The same leaf in blocks along its other dim, as backward gathers it."""
-        assert self.format is not None
-        return self._replace(format=self.format.across(self.shape), target=None, columnwise=False)
+    def across(self) -> UnitLeaf | None:
+        """The same leaf in blocks along its other dim, as backward may gather it; None if it may not."""
+        wire = self.wire.across(self.shape)
+        return None if wire is None else self._replace(wire=wire, target=None)
 
 
 @dataclass(frozen=True)
 class GatherBucket:
-    """Leaves that are gathered by one collective; those of a bucket without axes are only cast.
+    """Leaves that are gathered by one collective; those of a bucket without axes are only cast or quantized.
 
     Attributes:
         leaves: their numbers in the unit.
         axes: over which they are gathered.
-        dtype: of the gathered leaves.
-        bucket: offsets in rows and in the flat buffer.
-        coded: what travels in its place, for leaves that have a format.
-        quantised: nothing else is made of it: whole leaves are codes and scales.
-        columnwise: backward needs it again only where something else than a product has kept views of it.
+        payload: what is sent.
+        if_viewed: backward gathers it again only where autograd has saved a view of it.
     """
 
     leaves: tuple[int, ...]
     axes: tuple[str, ...]
-    dtype: torch.dtype
-    bucket: Bucket
-    coded: CodedBucket | None = None
-    quantised: bool = False
-    columnwise: bool = False
+    payload: Payload
+    if_viewed: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,8 +183,8 @@ class UnitPlan:
         aliases: leaves that are whole already, with the dtype in which they are used.
         reductions: what is reduced.
         large: large leaves of these, one by one.
-        strict: as in `Quantised`, of the leaves that are one.
-        columnwise: leaves that backward may gather in blocks along their other dim.
+        wires: of its leaves.
+        across: leaves that backward may gather in blocks along their other dim.
     """
 
     mesh: Mesh
@@ -207,8 +192,8 @@ class UnitPlan:
     aliases: tuple[tuple[int, torch.dtype], ...]
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
-    strict: bool = False
-    columnwise: tuple[int, ...] = ()
+    wires: tuple[Wire, ...]
+    across: tuple[int, ...]
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
@@ -227,9 +212,9 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.shapes, strict=True))
         if math.prod(shape) >= large
     )
-    columnwise = tuple(i for i, leaf in enumerate(leaves) if leaf.columnwise)
-    strict = any(leaf.strict for leaf in leaves)
-    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, strict, columnwise)
+    wires = tuple(leaf.wire for leaf in leaves)
+    across = tuple(i for i, leaf in enumerate(leaves) if leaf.across() is not None)
+    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, wires, across)
 
 
 @cache_on_its_mesh()
@@ -247,40 +232,27 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
 
 
 def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...], tuple[tuple[int, torch.dtype], ...]]:
-    result: dict[tuple[Any, ...], list[tuple[int, tuple[int, ...], int]]] = {}
+    result: dict[tuple[Any, ...], list[tuple[int, SentLeaf]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
-        shape, everywhere = whole(leaf.sharding).local_shape(leaf.shape), leaf.sharding.data_axes
-        kind = (leaf.format is not None, leaf.quantised, leaf.columnwise)
-        if cuts:
-            result.setdefault((leaf.compute, cuts[0][1], everywhere, kind), []).append((i, shape, cuts[0][0]))
-        elif (leaf.compute != leaf.stored or leaf.misaligned or kind[0]) and shape:
-            result.setdefault((leaf.compute, (), everywhere, kind), []).append((i, shape, 0))
+        dim, axes = cuts[0] if cuts else (0, ())
+        copied = leaf.misaligned or not leaf.wire.is_identity(leaf.stored)
+        if axes or (copied and leaf.shape):
+            sent = SentLeaf(leaf.wire, leaf.sharding, whole(leaf.sharding), leaf.shape, dim)
+            key = (type(leaf.wire), leaf.wire.bucket_key, axes, leaf.sharding.data_axes)
+            result.setdefault(key, []).append((i, sent))
         else:
-            aliases.append((i, leaf.compute))
+            aliases.append((i, leaf.wire.dtype))
     sizes = abstract(leaves[0].sharding.mesh)
-    gathers = [
-        GatherBucket(
-            tuple(i for i, _, _ in members), axes, dtype,
-            plan_bucket(tuple((shape, dim) for _, shape, dim in members), tuple(map(sizes.axis_size, axes))),
-            _coded(leaves, members, tuple(map(sizes.axis_size, axes))) if coded else None, quantised, columnwise,
-        )
-        for (dtype, axes, _, (coded, quantised, columnwise)), members in result.items()
-    ]  # fmt: skip
+    gathers: list[GatherBucket] = []
+    for (_, _, axes, _), members in result.items():
+        sent = [leaf for _, leaf in members]
+        wire, axis_sizes = sent[0].wire, tuple(map(sizes.axis_size, axes))
+        payload = wire.payload(sent, axis_sizes)
+        gathers.append(GatherBucket(tuple(i for i, _ in members), axes, payload, wire.if_viewed))
     return tuple(gathers), tuple(aliases)
-
-
-def _coded(
-    leaves: tuple[UnitLeaf, ...], members: Sequence[tuple[int, tuple[int, ...], int]], axis_sizes: tuple[int, ...]
-) -> CodedBucket:
-    plans: list[CodePlan] = []
-    for i, _, _ in members:
-        sharding, shape, format = leaves[i].sharding, leaves[i].shape, leaves[i].format
-        assert format is not None
-        plans.append(plan_codes(sharding.mesh, sharding, whole(sharding), shape, format))
-    return code_bucket(plans, [dim for _, _, dim in members], axis_sizes)
 
 
 def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:
@@ -297,7 +269,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         # A backend adds what travels, where ordered sums widen it.
         format = target.format if begins_with_sum([steps or late_steps]) else None
         native = target.native and format is None
-        first_wire = target.dtype if native else leaf.compute
+        first_wire = target.dtype if native else leaf.wire.dtype
         dtypes = (target.dtype, target.wire_dtype or first_wire, target.wire_dtype or target.dtype)
         result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, native, format), []).append(i)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import random, tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.rounded_moves import Rounding, start_rounded
+from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
 from fsharding.errors import ConfigError, message
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
@@ -28,7 +29,7 @@ from fsharding.sharding.boxes import Runs, cut_runs
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
 from fsharding.sharding.named_sharding import NamedSharding, to_local
-from fsharding.transforms.unit_plan import LeafIndex, whole
+from fsharding.transforms.unit_plan import GradTarget, LeafIndex, whole
 from fsharding.tree import Tree
 
 __all__ = [
@@ -59,15 +60,29 @@ class WeightFormats:
     key: Tensor | None
     term_key: Tensor | None
 
-    def of(self, index: LeafIndex, ndim: int) -> Blocks | None:
-        """The format of a leaf of a unit, which has so many dims there."""
-        format = self.precision.format_of(self.paths[index.leaf], ndim)
-        return None if format is None or self._keeps(index) else format
+    def wire(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
+        """How a leaf of a unit is gathered.
 
-    def of_term(self, index: LeafIndex, ndim: int) -> Blocks | None:
-        """The format of terms of the gradient of a leaf of a unit, which has so many dims there."""
+        Args:
+            index: of the leaf.
+            ndim: how many dims it has in the unit.
+            dtype: of the gathered leaf.
+        """
+        precision, path = self.precision, self.paths[index.leaf]
+        format = precision.format_of(path, ndim)
+        if format is None or self._keeps(index):
+            return Plain(dtype)
+        if precision.rounded:
+            return Rounded(dtype, format, precision.strict)
+        if not precision.computes_quantised:
+            return Quantizing(dtype, format)
+        columnwise = precision.takes_columns(path, ndim)
+        return Quantizing(dtype, format, stays=True, strict=precision.strict, columnwise=columnwise)
+
+    def with_terms(self, target: GradTarget | None, index: LeafIndex, ndim: int) -> GradTarget | None:
+        """The target of the gradient of a leaf of a unit, with the format in which its terms are sent."""
         format = self.precision.reduce_format(self.paths[index.leaf], ndim)
-        return None if format is None or self._keeps(index) else format
+        return target if target is None or format is None or self._keeps(index) else replace(target, format=format)
 
     def _keeps(self, index: LeafIndex) -> bool:
         if index.row is None:

@@ -288,7 +288,7 @@ def order_of_events():
 
     with (
         mock.patch.object(Native, "send_recv", logged("start", start)),
-        mock.patch.object(Works, "wait", lambda self: self.works and logged("wait", wait)(self)),
+        mock.patch.object(Works, "wait", lambda self, timeout=None: self.works and logged("wait", wait)(self)),
         mock.patch.object(_compat, "attend_block", logged("compute", compute)),
     ):
         ops.attention(q, k, v, mesh=mesh)

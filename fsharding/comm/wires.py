@@ -1,0 +1,348 @@
+"""How leaves are sent: as they are, cast to a dtype, or as quantized values and scales. A `Wire` is a value.
+
+In: a wire for each leaf of a bucket, where the leaves are, this rank's shards. Out: the `Payload` of the bucket, which
+lays out what is sent, and the gathered leaves that it becomes.
+Law: what is gathered is what casting or quantizing the full leaf gives, in every bit, however the leaf is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.comm import bucket as buckets
+from fsharding.comm import codes
+from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.codes import Coded, CodedBucket, Noise
+from fsharding.comm.handles import Handle, Memory, done
+from fsharding.comm.transport import transport_for
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.quantised import Quantised
+from fsharding.mesh.device_mesh import Mesh, axis_group
+from fsharding.sharding.named_sharding import NamedSharding
+
+__all__ = ["Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "Wire", "start_gather"]
+
+
+class Gathered(NamedTuple):
+    """Leaves that have been gathered.
+
+    Attributes:
+        leaves: full, as their wires make them.
+        buffers: flat tensors; each tensor of a leaf views one of them, the same one each time.
+    """
+
+    leaves: Sequence[Tensor | Quantised]
+    buffers: list[Tensor]
+
+
+class SentLeaf(NamedTuple):
+    """A leaf of a bucket.
+
+    Attributes:
+        wire: how it is sent.
+        sharding: before the gather.
+        full: its sharding after it.
+        shape: global.
+        dim: along which it is gathered.
+    """
+
+    wire: Wire
+    sharding: NamedSharding
+    full: NamedSharding
+    shape: tuple[int, ...]
+    dim: int
+
+
+class Wire(Protocol):
+    """How a leaf is sent, and in which form a loss function sees it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the gathered leaf, or that in which it is dequantized."""
+        ...
+
+    @property
+    def bucket_key(self) -> Hashable:
+        """Leaves with different keys are never sent together."""
+        ...
+
+    @property
+    def if_viewed(self) -> bool:
+        """Whether backward gathers the leaf again only where autograd has saved a view of it."""
+        ...
+
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        """Whether a leaf of a dtype that is full already needs neither a cast nor any other step."""
+        ...
+
+    def across(self, shape: tuple[int, ...]) -> Wire | None:
+        """The wire by which backward may gather the leaf in blocks along its other dim; None if it may not."""
+        ...
+
+    def payload(self, leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Payload:
+        """Lay out leaves with the `bucket_key` of this wire.
+
+        Args:
+            leaves: of a bucket.
+            axis_sizes: of the axes over which they are gathered; none where they are full already.
+        """
+        ...
+
+    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+        """Return what the loss function gets.
+
+        Args:
+            leaf: as it was gathered.
+            node: the tensor that stands for it in autograd's graph.
+            columnwise: finds a quantized leaf in blocks along its other dim, in backward; see `Quantised`.
+        """
+        ...
+
+
+class Payload(Protocol):
+    """What is sent of the leaves of a bucket, and how it is read."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """Lays out the parts that are sent."""
+        ...
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype of the parts."""
+        ...
+
+    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None) -> Any:
+        """Encode shards. Collective over the mesh where ranks have parts of one block."""
+        ...
+
+    def parts(self, own: Any) -> Sequence[Tensor]:
+        """The parts of what `encode` returned."""
+        ...
+
+    def decode(self, flat: Tensor | None, own: Any, memory: Memory) -> Gathered:
+        """Make the full leaves.
+
+        Args:
+            flat: the gathered parts, laid out by `bucket`; None where nothing had to be gathered.
+            own: what `encode` returned.
+            memory: for buffers.
+        """
+        ...
+
+
+def start_gather(
+    payload: Payload, shards: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], memory: Memory, noise: Noise | None
+) -> Handle[Gathered]:
+    """Start to gather the leaves of a bucket.
+
+    Args:
+        payload: of the bucket.
+        shards: this rank's.
+        mesh: with devices.
+        axes: over which they are gathered; none where they are full already, and only cast or quantized.
+        memory: for buffers.
+        noise: the numbers in [0, 1) for a leaf, by its place in the bucket, if its rounding is keyed.
+    """
+    own = payload.encode(shards, mesh, noise)
+    if not axes:
+        return done(lambda: payload.decode(None, own, memory))
+    transport = transport_for(axis_group(mesh, axes), shards[0].device)
+    flat = transport.all_gather(payload.bucket, payload.parts(own), payload.sent_dtype, memory)
+    return flat.then(lambda flat: payload.decode(flat, own, memory))
+
+
+# ---------------------------------------------------------------------------------------------------------------- plain
+@dataclass(frozen=True)
+class Plain:
+    """A leaf is sent in a dtype."""
+
+    dtype: torch.dtype
+
+    @property
+    def bucket_key(self) -> Hashable:
+        """See `Wire`."""
+        return self.dtype
+
+    @property
+    def if_viewed(self) -> bool:
+        """See `Wire`."""
+        return False
+
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        """See `Wire`."""
+        return dtype == self.dtype
+
+    def across(self, shape: tuple[int, ...]) -> Wire | None:
+        """See `Wire`."""
+        return None
+
+    def payload(self, leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Payload:
+        """See `Wire`."""
+        return _PlainPayload(self.dtype, _bucket_of_leaves(leaves, axis_sizes))
+
+    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+        """See `Wire`."""
+        return node
+
+
+@dataclass(frozen=True)
+class Rounded(Plain):
+    """A leaf whose values have been rounded to a format before: it is sent in a dtype, and products quantize it."""
+
+    format: Blocks
+    strict: bool
+
+    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+        """See `Wire`."""
+        return Quantised.of_numbers(node, self.format, strict=self.strict)
+
+
+def _bucket_of_leaves(leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Bucket:
+    return plan_bucket(tuple((leaf.full.local_shape(leaf.shape), leaf.dim) for leaf in leaves), axis_sizes)
+
+
+@dataclass(frozen=True)
+class _PlainPayload:
+    sent_dtype: torch.dtype
+    bucket: Bucket
+
+    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None) -> Sequence[Tensor]:
+        return shards
+
+    def parts(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        return own
+
+    def decode(self, flat: Tensor | None, own: Sequence[Tensor], memory: Memory) -> Gathered:
+        if flat is None:
+            flat = _copied(own, self.bucket, self.sent_dtype, memory)
+        return Gathered(buckets.whole_views(flat, self.bucket), [flat])
+
+
+def _copied(parts: Sequence[Tensor], bucket: Bucket, dtype: torch.dtype, memory: Memory) -> Tensor:
+    flat = memory.empty(bucket.size, dtype)
+    _compat.foreach_copy_(buckets.whole_views(flat, bucket), [*parts])
+    return flat
+
+
+# ------------------------------------------------------------------------------------------------------------ quantized
+@dataclass(frozen=True)
+class Quantizing:
+    """A leaf is sent as quantized values and the scales of their blocks.
+
+    Attributes:
+        dtype: in which it is dequantized.
+        format: to which it is quantized.
+        stays: the loss function gets it quantized; else it is dequantized as soon as it is gathered.
+        strict: see `Quantised`.
+        columnwise: backward may gather it in blocks along its other dim, so it is sent apart from other leaves.
+    """
+
+    dtype: torch.dtype
+    format: Blocks
+    stays: bool = False
+    strict: bool = False
+    columnwise: bool = False
+
+    @property
+    def bucket_key(self) -> Hashable:
+        """See `Wire`; formats may differ in the shapes of their blocks."""
+        return (self.dtype, self.stays, self.columnwise)
+
+    @property
+    def if_viewed(self) -> bool:
+        """See `Wire`: products in backward use the leaf in blocks along its other dim."""
+        return self.columnwise
+
+    def is_identity(self, dtype: torch.dtype) -> bool:
+        """See `Wire`."""
+        return False
+
+    def across(self, shape: tuple[int, ...]) -> Wire | None:
+        """See `Wire`."""
+        return replace(self, format=self.format.across(shape), columnwise=False) if self.columnwise else None
+
+    def payload(self, leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Payload:
+        """See `Wire`."""
+        plans = [
+            codes.plan_codes(leaf.sharding.mesh, leaf.sharding, leaf.full, leaf.shape, leaf.wire.format)
+            for leaf in leaves
+            if isinstance(leaf.wire, Quantizing)
+        ]
+        coded = codes.code_bucket(plans, [leaf.dim for leaf in leaves], axis_sizes)
+        if self.stays:
+            return _QuantizedPayload(coded, self.dtype, self.strict)
+        return _DequantizedPayload(coded, self.dtype, _bucket_of_leaves(leaves, ()))
+
+    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+        """See `Wire`."""
+        if isinstance(leaf, Tensor):
+            return node
+        return replace(leaf, carrier=node if node.requires_grad else None, columnwise=columnwise)
+
+
+@dataclass(frozen=True)
+class _CodedPayload:
+    coded: CodedBucket
+    dtype: torch.dtype
+    sent_dtype: torch.dtype = field(default=torch.uint8, init=False)
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.coded.bucket
+
+    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None) -> list[Coded]:
+        return codes.encoded(self.coded.plans, shards, mesh, noise)
+
+    def parts(self, own: list[Coded]) -> list[Tensor]:
+        return codes.encoded_bytes(self.coded.plans, own)
+
+
+@dataclass(frozen=True)
+class _DequantizedPayload(_CodedPayload):
+    values: Bucket
+    """The dequantized leaves."""
+
+    def decode(self, flat: Tensor | None, own: list[Coded], memory: Memory) -> Gathered:
+        gathered = own if flat is None else codes.from_bytes(self.coded, flat, own)
+        buffer = memory.empty(self.values.size, self.dtype)
+        leaves = buckets.whole_views(buffer, self.values)
+        codes.decoded(self.coded.plans, gathered, leaves)
+        return Gathered(leaves, [buffer])
+
+
+@dataclass(frozen=True)
+class _QuantizedPayload(_CodedPayload):
+    strict: bool
+
+    def decode(self, flat: Tensor | None, own: list[Coded], memory: Memory) -> Gathered:
+        if flat is None:
+            flat = _copied(self.parts(own), self.bucket, self.sent_dtype, memory)
+        buffers, leaves = [flat], list[Tensor | Quantised]()
+        for plan, (values, scales) in zip(
+            self.coded.plans, codes.packed_from_bytes(self.coded, flat, own), strict=True
+        ):
+            parts = [_in_buffer(x, flat, buffers) for x in (values, *scales) if x is not None]
+            start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
+            outer = parts[2] if len(parts) > 2 else None
+            leaf = Quantised(
+                parts[0], parts[1], plan.format, self.dtype, plan.block, plan.whole[-1], outer, start=start,
+                strict=self.strict,
+            )  # fmt: skip
+            leaves.append(leaf)
+        return Gathered(leaves, buffers)
+
+
+def _in_buffer(part: Tensor, flat: Tensor, buffers: list[Tensor]) -> Tensor:
+    """A part of what was gathered; one that was not sent becomes a buffer of its own."""
+    if _compat.storage_id(part) == _compat.storage_id(flat):
+        return part
+    full = part.contiguous() if part.storage_offset() == 0 else part.clone()
+    buffers.append(full.view(-1))
+    return full
