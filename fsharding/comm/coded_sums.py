@@ -21,17 +21,17 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.codes import Noise, is_packed
-from fsharding.comm.handles import Handle, Memory, Rows, Terms
-from fsharding.comm.reduce import RowTransport, copy_terms, sum_rows, sums_at_once
+from fsharding.comm.codes import is_packed
+from fsharding.comm.handles import Rows
+from fsharding.comm.reduce import Fill, Noise, copy_terms, sum_rows, sums_at_once
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
-from fsharding.mesh.device_mesh import index_of
+from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.precision import wide
 from fsharding.sharding import boxes
 
-__all__ = ["CodedReduction", "SumPlan", "TermPlan", "plan_cut_sums", "plan_whole_sums"]
+__all__ = ["QuantizedTerms", "TermPlan", "plan_cut_sums", "plan_whole_sums"]
 
 _BLOCK = 1 << 20
 """Elements of the terms of one leaf that are widened at a time."""
@@ -58,16 +58,16 @@ class TermPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SumPlan:
-    """How the terms of some leaves travel, and who adds what.
+class QuantizedTerms:
+    """Terms that are sent as quantized values and scales. A term that is not finite makes all of its block NaN.
 
     Attributes:
         format: of the terms.
         terms: one for each leaf.
-        codes: what is sent: bytes of codes and scales.
+        codes: what is sent: bytes of quantized values and scales.
         sums: the leaves, and who adds which piece.
-        scatter: each member keeps its pieces.
-        at_once: every member gets all of all terms, and adds them itself.
+        scatter: see `SumLayout`.
+        at_once: see `SumLayout`.
     """
 
     format: Blocks
@@ -77,11 +77,133 @@ class SumPlan:
     scatter: bool
     at_once: bool
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `SumLayout`."""
+        return torch.uint8
+
+    @property
+    def width(self) -> int:
+        """See `SumLayout`."""
+        return self.codes.width
+
+    @property
+    def part_width(self) -> int:
+        """See `SumLayout`."""
+        return self.sums.width
+
+    def filling(self, own: Tensor, noise: Noise | None) -> Fill:
+        """See `SumLayout`: each leaf once, with its complete term."""
+        assert (noise is not None) or not self.format.keyed, self.format
+        views = buckets.piece_views(own, self.codes, 0) if self.at_once else []
+
+        def fill(leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+            for i, x in zip(leaves, terms, strict=True):
+                places = self.terms[i].parts
+                parts = [None] * len(places) if x is None else self._encoded(i, x, noise)
+                if self.at_once:
+                    copy_terms([views[j] for j in places], parts)
+                else:
+                    buckets.copy_in(parts, own, [self.codes.slots[j] for j in places])
+
+        return fill
+
+    @torch.no_grad()
+    def _encoded(self, i: int, x: Tensor, noise: Noise | None) -> list[Tensor]:
+        """Quantized values and scales of a term, as bytes."""
+        term, format = self.terms[i], self.format
+        drawn = noise(i) if format.keyed and noise is not None else None
+        codes, scales = codec.coded(x, format, block=term.block, noise=drawn)
+        blocks = scales.blocks
+        for place, dim in ((0, -2), (1, -1)):
+            if (sent := term.sent[place]) != term.block[place]:
+                count = -(-term.shape[dim] // sent)
+                inside = torch.arange(count, device=x.device) * sent // term.block[place]
+                blocks = blocks.index_select(dim, inside)
+        result = [codec.pack(codes) if term.packed else codes, codec.as_bytes(blocks)]
+        if scales.outer is not None:
+            outer = codec.as_bytes(scales.outer)
+            cut = term.dim >= len(term.shape) - 2
+            result.append(outer.expand(self.codes.members, *outer.shape) if cut else outer)
+        return result
+
+    def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """See `SumLayout`; sums are taken in float32 at least."""
+        member = self._member(group)
+        shapes = [slot.piece_shape(member) for slot in self.sums.slots]
+        outs = [_compat.fresh(shape, dtype, rows[0].device) for shape in shapes] if into is None else [*into]
+        for i, out in enumerate(outs):
+            self._sum(i, rows, group, out)
+        return outs
+
+    def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
+        """See `SumLayout`."""
+        for i, piece in enumerate(buckets.piece_views(own, self.sums, self._member(group))):
+            self._sum(i, rows, group, piece)
+
+    def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """See `SumLayout`."""
+        if into is None:
+            into = buckets.whole_views(_compat.fresh((self.sums.size,), rows[0].dtype, rows[0].device), self.sums)
+        return buckets.fill(rows, list(into), self.sums)
+
+    def _member(self, group: Group) -> int:
+        """The member whose pieces this one adds."""
+        return 0 if self.at_once else group.index
+
+    def _sum(self, i: int, rows: Rows, group: Group, out: Tensor) -> None:
+        """The sum of this member's piece of a leaf."""
+        among = wide(out.dtype)
+        if out.numel() and out.dtype == among:
+            self._add_terms(i, rows, group.terms, self._member(group), among, out.view(-1))
+        elif out.numel():
+            sums = self._add_terms(i, rows, group.terms, self._member(group), among, None)
+            out.copy_(sums.view(out.shape))
+
+    def _add_terms(
+        self, i: int, rows: Rows, members: Sequence[int], piece: int, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        """The tree of `sum_rows` over some members, of which only a few terms are wide at a time."""
+        size = math.prod(self.sums.slots[i].piece_shape(piece))
+        if len(members) == 1 or len(members) * size <= _BLOCK:
+            terms = self._decoded(i, rows, members, piece, dtype)
+            return sum_rows(terms, range(len(members)), dtype, out=out, donate=True)
+        half = 1 << ((len(members) - 1).bit_length() - 1)
+        left = self._add_terms(i, rows, members[:half], piece, dtype, out)
+        return left.add_(self._add_terms(i, rows, members[half:], piece, dtype, None))
+
+    def _decoded(self, i: int, rows: Rows, members: Sequence[int], piece: int, dtype: torch.dtype) -> Tensor:
+        """Terms of a piece of a leaf, one for each of some members: [members, elements]."""
+        term, format = self.terms[i], self.format
+        parts = [self._part(rows, members, piece, j) for j in term.parts]
+        codes, blocks = parts[0], parts[1].view(format.scale_dtype).squeeze(-1)
+        if term.packed:
+            codes = codec.unpack(codes, self.sums.slots[i].piece_shape(piece)[-1])
+        outer = None
+        if format.has_outer:
+            outer = parts[2].view(torch.float32).squeeze(-1)
+            outer = outer.squeeze(1) if term.dim >= len(term.shape) - 2 else outer
+        numbers = codec.decode(codes, Scales(blocks, outer), format, dtype, block=term.sent)
+        return numbers.reshape(len(members), -1)
+
+    def _part(self, rows: Rows, members: Sequence[int], piece: int, j: int) -> Tensor:
+        """The bytes of a slot from some members, in memory of their own: [members, ...]."""
+        slot = self.codes.slots[j]
+        shape = slot.piece_shape(piece)
+        stop = slot.offset + math.prod(shape)
+        if not isinstance(rows, Tensor):
+            return torch.stack([rows[m][slot.offset : stop] for m in members]).view(len(members), *shape)
+        part = rows[:, slot.offset : stop]
+        if isinstance(members, range):
+            # A copy also where it is contiguous: wider types cannot begin at every byte.
+            return part[members.start : members.stop].clone(memory_format=torch.contiguous_format).view(-1, *shape)
+        return part.index_select(0, index_of(members, part.device)).view(-1, *shape)
+
 
 @functools.lru_cache(maxsize=1024)
 def plan_cut_sums(
     leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], format: Blocks
-) -> SumPlan:
+) -> QuantizedTerms:
     """Plans sums of which each member gets its pieces.
 
     Args:
@@ -93,7 +215,7 @@ def plan_cut_sums(
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: Blocks) -> SumPlan:
+def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: Blocks) -> QuantizedTerms:
     """Plans sums that all members get: of small leaves all of them add all terms, of large ones each adds its pieces.
 
     Args:
@@ -114,7 +236,7 @@ def _plan(
     *,
     scatter: bool,
     at_once: bool,
-) -> SumPlan:
+) -> QuantizedTerms:
     parts: list[tuple[tuple[int, ...], int]] = []
     terms: list[TermPlan] = []
     for shape, dim in leaves:
@@ -132,7 +254,7 @@ def _plan(
             )
         terms.append(TermPlan(shape, dim, format.sizes(shape), (sent[0], sent[1]), packed, range(first, len(parts))))
     codes, sums = plan_bucket(tuple(parts), axis_sizes), plan_bucket(leaves, axis_sizes)
-    return SumPlan(format, tuple(terms), codes, sums, scatter, at_once)
+    return QuantizedTerms(format, tuple(terms), codes, sums, scatter, at_once)
 
 
 def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:
@@ -148,147 +270,3 @@ def _dim_to_cut(shape: tuple[int, ...], members: int, format: Blocks) -> int:
     block = (*(1 for _ in shape[2:]), *format.sizes(shape))
     even = [dim for dim, size in enumerate(shape) if size % (members * block[dim]) == 0]
     return even[0] if even else max(range(len(shape)), key=shape.__getitem__)
-
-
-class CodedReduction:
-    """A `Reduction` whose terms travel as codes.
-
-    A term that is not finite makes all of its block NaN, and so the sum of that block.
-
-    Args:
-        plan: of the leaves.
-        transport: that sends the rows.
-        sum_dtype: of the sums; they are taken in float32 at least.
-        memory: for rows.
-        noise: for a format whose rounding is keyed: the numbers in [0, 1) for a term, by its number in the plan.
-    """
-
-    def __init__(
-        self,
-        plan: SumPlan,
-        transport: RowTransport,
-        sum_dtype: torch.dtype,
-        memory: Memory | None = None,
-        noise: Noise | None = None,
-    ) -> None:
-        assert (noise is not None) or not plan.format.keyed, plan.format
-        self._plan, self._transport, self._sum_dtype, self._noise = plan, transport, sum_dtype, noise
-        self._group, width = transport.group, plan.codes.width
-        self._member = 0 if plan.at_once else self._group.index
-        if plan.at_once:
-            self._exchange = transport.gather_rows(width, torch.uint8)
-            self._slots = buckets.piece_views(self._exchange.own, plan.codes, 0)
-        else:
-            self._exchange = transport.all_to_all(width, torch.uint8, memory)
-            self._slots = []
-
-    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """See `Reduction`: codes are made of a whole term, which no kernel can write there."""
-        return None
-
-    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """See `Reduction`: each leaf once, with its complete term."""
-        for i, x in zip(leaves, terms, strict=True):
-            places = self._plan.terms[i].parts
-            parts = [None] * len(places) if x is None else self._encoded(i, x)
-            if self._plan.at_once:
-                copy_terms([self._slots[j] for j in places], parts)
-            else:
-                buckets.copy_in(parts, self._exchange.own, [self._plan.codes.slots[j] for j in places])
-
-    @torch.no_grad()
-    def _encoded(self, i: int, x: Tensor) -> list[Tensor]:
-        """Codes and scales of a term, as bytes."""
-        term, format = self._plan.terms[i], self._plan.format
-        noise = self._noise(i) if format.keyed and self._noise is not None else None
-        codes, scales = codec.coded(x, format, block=term.block, noise=noise)
-        blocks = scales.blocks
-        for place, dim in ((0, -2), (1, -1)):
-            if (sent := term.sent[place]) != term.block[place]:
-                count = -(-term.shape[dim] // sent)
-                blocks = blocks.index_select(
-                    dim, torch.arange(count, device=x.device) * sent // term.block[place]
-                )  # fmt: skip
-        result = [codec.pack(codes) if term.packed else codes, codec.as_bytes(blocks)]
-        if scales.outer is not None:
-            outer = codec.as_bytes(scales.outer)
-            cut = term.dim >= len(term.shape) - 2
-            result.append(outer.expand(self._plan.codes.members, *outer.shape) if cut else outer)
-        return result
-
-    def start(self) -> Handle[Terms]:
-        """See `Reduction`: a large sum takes a second round, in which members gather the pieces that each has added."""
-        handle = self._exchange.start()
-        if self._plan.scatter or self._plan.at_once:
-            return Handle(handle, lambda rows: Terms(lambda into: self._sums(rows, into, handle)))
-        return Handle(handle, lambda rows: Terms(lambda into: self._sum_pieces(rows, into, handle)), communicates=True)
-
-    # ------------------------------------------------------------------------------------------------------------ sums
-    @torch.no_grad()
-    def _sums(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
-        sums = [self._sum(i, rows, None if into is None else into[i]) for i in range(len(self._plan.terms))]
-        handle.release()
-        return sums
-
-    @torch.no_grad()
-    def _sum_pieces(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
-        plan = self._plan
-        parts = self._transport.gather_rows(plan.sums.width, self._sum_dtype)
-        for i, piece in enumerate(buckets.piece_views(parts.own, plan.sums, self._member)):
-            self._sum(i, rows, piece)
-        handle.release()
-        second = parts.start()
-        if into is None:
-            flat = _compat.fresh((plan.sums.size,), self._sum_dtype, parts.own.device)
-            into = buckets.whole_views(flat, plan.sums)
-        result = buckets.fill(second.wait(), list(into), plan.sums)
-        second.release()
-        return result
-
-    def _sum(self, i: int, rows: Rows, out: Tensor | None) -> Tensor:
-        """The sum of this member's piece of a leaf: in `out`, if that is given."""
-        shape, among = self._plan.sums.slots[i].piece_shape(self._member), wide(self._sum_dtype)
-        if out is None:
-            out = _compat.fresh(shape, self._sum_dtype, rows[0].device)
-        if out.numel() and out.dtype == among:
-            self._add_terms(i, rows, self._group.terms, among, out.view(-1))
-        elif out.numel():
-            out.copy_(self._add_terms(i, rows, self._group.terms, among, None).view(shape))
-        return out
-
-    def _add_terms(self, i: int, rows: Rows, members: Sequence[int], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """The tree of `sum_rows` over some members, of which only a few terms are wide at a time."""
-        size = math.prod(self._plan.sums.slots[i].piece_shape(self._member))
-        if len(members) == 1 or len(members) * size <= _BLOCK:
-            terms = self._decoded(i, rows, members, dtype)
-            return sum_rows(terms, range(len(members)), dtype, out=out, donate=True)
-        half = 1 << ((len(members) - 1).bit_length() - 1)
-        left = self._add_terms(i, rows, members[:half], dtype, out)
-        return left.add_(self._add_terms(i, rows, members[half:], dtype, None))
-
-    def _decoded(self, i: int, rows: Rows, members: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Terms of this member's piece of a leaf, one for each of some members: [members, elements]."""
-        plan, term, format = self._plan, self._plan.terms[i], self._plan.format
-        parts = [self._part(rows, members, j) for j in term.parts]
-        codes, blocks = parts[0], parts[1].view(format.scale_dtype).squeeze(-1)
-        if term.packed:
-            codes = codec.unpack(codes, plan.sums.slots[i].piece_shape(self._member)[-1])
-        outer = None
-        if format.has_outer:
-            outer = parts[2].view(torch.float32).squeeze(-1)
-            outer = outer.squeeze(1) if term.dim >= len(term.shape) - 2 else outer
-        numbers = codec.decode(codes, Scales(blocks, outer), format, dtype, block=term.sent)
-        return numbers.reshape(len(members), -1)
-
-    def _part(self, rows: Rows, members: Sequence[int], j: int) -> Tensor:
-        """The bytes of a slot from some members, in memory of their own: [members, ...]."""
-        slot = self._plan.codes.slots[j]
-        shape = slot.piece_shape(self._member)
-        stop = slot.offset + math.prod(shape)
-        if not isinstance(rows, Tensor):
-            return torch.stack([rows[m][slot.offset : stop] for m in members]).view(len(members), *shape)
-        part = rows[:, slot.offset : stop]
-        if isinstance(members, range):
-            # A copy also where it is contiguous: wider types cannot begin at every byte.
-            return part[members.start : members.stop].clone(memory_format=torch.contiguous_format).view(-1, *shape)
-        return part.index_select(0, index_of(members, part.device)).view(-1, *shape)

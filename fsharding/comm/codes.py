@@ -11,7 +11,7 @@ Law: to round shards and gather them gives the bytes of gathering them and round
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Handle, Memory
 from fsharding.comm.native import Works
+from fsharding.comm.reduce import Noise
 from fsharding.comm.transport import transport_for
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
@@ -36,16 +37,13 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "CodedBucket", "Noise", "code_bucket", "decoded", "encode_shards", "encoded",
+    "CodePlan", "Coded", "CodedBucket", "code_bucket", "decoded", "encode_shards", "encoded",
     "encoded_bytes", "exchanged_maxima", "from_bytes", "gather_codes", "gathered_bytes", "is_packed", "largest_over",
     "packed_from_bytes", "plan_codes", "shared_scales",
 ]  # fmt: skip
 
 _DECODED = 1 << 20
 """Elements of a stack that are decoded at a time: float32 numbers between codes and results stay in caches."""
-
-Noise = Callable[[int], Tensor]
-"""The numbers in [0, 1) for the shard of a leaf, by its number; see `formats.philox.uniform_at`."""
 
 
 class CodePlan(NamedTuple):

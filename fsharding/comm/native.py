@@ -21,7 +21,7 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
-from fsharding.comm.reduce import AllReduce, ReduceScatter
+from fsharding.comm.reduce import Noise, OrderedSum, SumLayout
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
@@ -180,18 +180,15 @@ class Native:
 
     def reduction(
         self,
-        bucket: Bucket,
-        *,
-        scatter: bool,
-        wire_dtype: torch.dtype,
+        terms: SumLayout,
         sum_dtype: torch.dtype,
+        *,
         large: bool = False,
         memory: Memory | None = None,
+        noise: Noise | None = None,
     ) -> Reduction:
         """See `Transport`."""
-        if scatter:
-            return ReduceScatter(self, bucket, wire_dtype, sum_dtype, memory)
-        return AllReduce(self, bucket, wire_dtype, sum_dtype)
+        return OrderedSum(terms, self, sum_dtype, memory, noise)
 
     def has_slots(self, size: int, *, scatter: bool) -> bool:
         """See `Transport`: what is sent are rows, which no kernel writes."""

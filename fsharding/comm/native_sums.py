@@ -20,7 +20,7 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms
 from fsharding.comm.native import Works
-from fsharding.comm.reduce import copy_terms
+from fsharding.comm.reduce import PlainTerms, copy_terms
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
@@ -28,28 +28,19 @@ __all__ = ["native_reduction"]
 
 
 def native_reduction(
-    bucket: Bucket,
-    group: Group,
-    device: torch.device,
-    *,
-    scatter: bool,
-    wire_dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-    memory: Memory | None = None,
+    terms: PlainTerms, group: Group, device: torch.device, sum_dtype: torch.dtype, memory: Memory | None = None
 ) -> Reduction:
-    """A sum of leaves over a group, as `Transport.reduction` gives one.
+    """A sum of leaves over a group of several ranks, as `Transport.reduction` gives one.
 
     Args:
-        bucket: the leaves; without `scatter` that of one member.
+        terms: the backend adds them in the dtype in which they are sent.
         group: of several ranks.
         device: of the leaves.
-        scatter: each member gets the sums of its pieces, else all get those of whole leaves.
-        wire_dtype: of the terms on their way, and in which the backend adds them.
         sum_dtype: of the results.
         memory: for what is sent.
     """
-    kind = _ReduceScatter if scatter else _AllReduce
-    return kind(bucket, group, wire_dtype, sum_dtype, memory or FreshMemory(device))
+    kind = _ReduceScatter if terms.scatter else _AllReduce
+    return kind(terms.bucket, group, terms.dtype, sum_dtype, memory or FreshMemory(device))
 
 
 class _Native:

@@ -8,8 +8,11 @@ processes of one machine do, it is k - 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +24,13 @@ from fsharding.comm.handles import Exchange, Handle, Memory, Rows, Terms
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.precision import wide
 
-__all__ = ["AllReduce", "ReduceScatter", "RowTransport", "copy_terms", "sum_pieces", "sum_rows", "sums_at_once"]
+__all__ = [
+    "Fill", "Noise", "OrderedSum", "PlainTerms", "RowTransport", "SumLayout", "copy_terms", "plain_terms", "sum_pieces",
+    "sum_rows", "sums_at_once",
+]  # fmt: skip
+
+Noise: TypeAlias = Callable[[int], Tensor]
+"""The numbers in [0, 1) by which a leaf or a term is rounded, by its number; see `formats.philox.uniform_at`."""
 
 _SMALL = 1 << 14
 """Up to so many elements a sum over ranks is one gather: every rank adds all terms itself."""
@@ -160,6 +169,142 @@ def sums_at_once(n: int, members: int) -> bool:
     return members <= 2 or (n <= _SMALL and n * members <= _SMALL_TERMS)
 
 
+# ------------------------------------------------------------------------------------------------- terms that are sent
+Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor | None]], None]
+"""Copies the terms of some leaves to where they are sent from; None counts as zeros."""
+
+
+class SumLayout(Protocol):
+    """How the terms of some leaves are sent, and how received rows of them are added."""
+
+    @property
+    def scatter(self) -> bool:
+        """Whether each member gets the sums of its own pieces; else all get the sums of full leaves."""
+        ...
+
+    @property
+    def at_once(self) -> bool:
+        """Whether every member receives all terms and adds them itself; else it adds a part, and gathers the others."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what is sent."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Elements of a row: what is sent to a member."""
+        ...
+
+    @property
+    def part_width(self) -> int:
+        """Elements of the sums that a member adds for all, where these take a second round."""
+        ...
+
+    def filling(self, own: Tensor, noise: Noise | None) -> Fill:
+        """Return what fills rows that are to be sent.
+
+        Args:
+            own: [members, width], or [width] where all are sent the same.
+            noise: the numbers in [0, 1) for a term, by its number, where rounding is keyed.
+        """
+        ...
+
+    def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """Add received rows: the sums of this member's pieces, or of the leaves.
+
+        Args:
+            rows: one from each member; a buffer of them may be overwritten.
+            group: the members.
+            dtype: of the sums.
+            into: contiguous tensors that sums may be written to.
+        """
+        ...
+
+    def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
+        """Add received rows into the part [part_width] that this member adds for all."""
+        ...
+
+    def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """Make the sums of leaves of the parts of all members; `into` is as in `sum`."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainTerms:
+    """Terms that are sent in a dtype.
+
+    Attributes:
+        bucket: the leaves; without `scatter`, as one member has them.
+        dtype: of the terms on the wire.
+        scatter: see `SumLayout`.
+        members: how many there are.
+    """
+
+    bucket: Bucket
+    dtype: torch.dtype
+    scatter: bool
+    members: int
+
+    @property
+    def at_once(self) -> bool:
+        """See `SumLayout`."""
+        return not self.scatter and sums_at_once(self.bucket.width, self.members)
+
+    @property
+    def width(self) -> int:
+        """See `SumLayout`."""
+        return self.bucket.width if self.scatter or self.at_once else self.part_width
+
+    @property
+    def part_width(self) -> int:
+        """See `SumLayout`: leaves are cut as one flat row."""
+        return -(-self.bucket.width // self.members)
+
+    def filling(self, own: Tensor, noise: Noise | None) -> Fill:
+        """See `SumLayout`."""
+        slots = self.bucket.slots
+        if self.scatter:
+            return lambda leaves, terms: buckets.copy_in(terms, own, [slots[i] for i in leaves])
+        flat = own.view(-1)
+        flat[self.bucket.width :].zero_()
+        views = buckets.piece_views(flat, self.bucket, 0)
+        return lambda leaves, terms: copy_terms([views[i] for i in leaves], terms)
+
+    def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """See `SumLayout`."""
+        return sum_pieces(rows, self.bucket, group.index if self.scatter else 0, group.terms, dtype, into)
+
+    def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
+        """See `SumLayout`."""
+        sum_rows(rows, group.terms, own.dtype, out=own, donate=True)
+
+    def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """See `SumLayout`; nothing is copied where the rows are one tensor."""
+        flat = rows.view(-1) if isinstance(rows, Tensor) else torch.cat([*rows])
+        return buckets.piece_views(flat, self.bucket, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def plain_terms(
+    leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], dtype: torch.dtype, *, scatter: bool
+) -> PlainTerms:
+    """Lay out terms that are sent in a dtype.
+
+    Args:
+        leaves: (shape of a term, dim along which members have pieces) of each leaf; the dim counts with `scatter` only.
+        axis_sizes: sizes of the axes of the sum, major first.
+        dtype: of the terms on the wire.
+        scatter: see `SumLayout`.
+    """
+    members = math.prod(axis_sizes)
+    if scatter:
+        return PlainTerms(buckets.plan_bucket(leaves, axis_sizes), dtype, True, members)
+    return PlainTerms(buckets.plan_bucket(tuple((shape, 0) for shape, _ in leaves), ()), dtype, False, members)
+
+
+# ------------------------------------------------------------------------------------------------------ sums of rows
 class RowTransport(Protocol):
     """A transport, as far as sums need it."""
 
@@ -174,107 +319,56 @@ class RowTransport(Protocol):
         ...
 
 
-class AllReduce:
-    """A `Reduction` whose sums all members get.
+class OrderedSum:
+    """A `Reduction` in the order of the members: rows of terms are exchanged, and added by `sum_rows`.
 
     Args:
+        terms: how they are sent and added.
         transport: that sends the rows.
-        bucket: the leaves, of one member.
-        wire_dtype: of the terms.
         sum_dtype: of the sums.
-    """
-
-    def __init__(
-        self, transport: RowTransport, bucket: Bucket, wire_dtype: torch.dtype, sum_dtype: torch.dtype
-    ) -> None:
-        self._transport, self._bucket, self._sum_dtype = transport, bucket, sum_dtype
-        group, n = transport.group, bucket.width
-        self._terms = group.terms
-        self._at_once = sums_at_once(n, group.size)
-        if self._at_once:
-            self._exchange = transport.gather_rows(n, wire_dtype)
-        else:
-            self._exchange = transport.all_to_all(-(-n // group.size), wire_dtype)
-        flat = self._exchange.own.view(-1)
-        flat[n:].zero_()
-        self._slots = self._cut(flat)
-
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        return buckets.piece_views(flat, self._bucket, 0)
-
-    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """See `Reduction`: kernels write large leaves only, which are not sent as rows."""
-        return None
-
-    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """See `Reduction`."""
-        copy_terms([self._slots[i] for i in leaves], terms)
-
-    def start(self) -> Handle[Terms]:
-        """See `Reduction`: a large sum takes a second round, in which members gather the parts that each has added."""
-        handle = self._exchange.start()
-        if self._at_once:
-            return Handle(handle, lambda rows: Terms(lambda into: self._sum(rows, into, handle)))
-        return Handle(handle, lambda rows: Terms(lambda _: self._sum_parts(rows, handle)), communicates=True)
-
-    def _sum(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
-        sums = sum_pieces(rows, self._bucket, 0, self._terms, self._sum_dtype, into)
-        handle.release()
-        return sums
-
-    def _sum_parts(self, rows: Rows, handle: Handle[Rows]) -> list[Tensor]:
-        parts = self._transport.gather_rows(rows[0].numel(), self._sum_dtype)
-        sum_rows(rows, self._terms, self._sum_dtype, out=parts.own, donate=True)
-        handle.release()
-        second = parts.start()
-        whole = second.wait()
-        flat = whole.view(-1) if isinstance(whole, Tensor) else _join(whole)
-        second.release()
-        return self._cut(flat)
-
-
-def _join(rows: Sequence[Tensor]) -> Tensor:
-    out = _compat.fresh((len(rows) * rows[0].numel(),), rows[0].dtype, rows[0].device)
-    return torch.cat([*rows], out=out)
-
-
-class ReduceScatter:
-    """A `Reduction` of which each member gets its own pieces: an all-to-all of rows, and sums.
-
-    Args:
-        transport: that sends the rows.
-        bucket: the leaves, and how the members cut them.
-        wire_dtype: of the terms.
-        sum_dtype: of the sums.
-        memory: for rows.
+        memory: for rows of pieces.
+        noise: see `SumLayout.filling`.
     """
 
     def __init__(
         self,
+        terms: SumLayout,
         transport: RowTransport,
-        bucket: Bucket,
-        wire_dtype: torch.dtype,
         sum_dtype: torch.dtype,
         memory: Memory | None = None,
+        noise: Noise | None = None,
     ) -> None:
-        self._group, self._bucket, self._sum_dtype = transport.group, bucket, sum_dtype
-        self._exchange = transport.all_to_all(bucket.width, wire_dtype, memory)
-
-    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """See `Reduction`: rows have pieces of a leaf, and a kernel wants it whole."""
-        return None
+        self._layout, self._transport, self._sum_dtype = terms, transport, sum_dtype
+        if terms.at_once:
+            self._exchange = transport.gather_rows(terms.width, terms.dtype)
+        else:
+            self._exchange = transport.all_to_all(terms.width, terms.dtype, memory)
+        self._fill = terms.filling(self._exchange.own, noise)
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
         """See `Reduction`."""
-        buckets.copy_in(terms, self._exchange.own, [self._bucket.slots[i] for i in leaves])
+        self._fill(leaves, terms)
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`: rows have pieces of a leaf, and a kernel needs the full one."""
+        return None
 
     def start(self) -> Handle[Terms]:
-        """See `Reduction`."""
+        """See `Reduction`: sums that members add in parts take a second round, a gather of these."""
         handle = self._exchange.start()
-        return Handle(handle, lambda rows: Terms(lambda into: self._sum(rows, into, handle)))
+        if self._layout.scatter or self._layout.at_once:
+            return Handle(handle, lambda rows: Terms(lambda into: self._sum(rows, into, handle)))
+        return Handle(handle, lambda rows: Terms(lambda into: self._sum_parts(rows, into, handle)), communicates=True)
 
+    @torch.no_grad()
     def _sum(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
-        group = self._group
-        pieces = sum_pieces(rows, self._bucket, group.index, group.terms, self._sum_dtype, into)
+        sums = self._layout.sum(rows, self._transport.group, self._sum_dtype, into)
         handle.release()
-        return pieces
+        return sums
+
+    @torch.no_grad()
+    def _sum_parts(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
+        parts = self._transport.gather_rows(self._layout.part_width, self._sum_dtype)
+        self._layout.sum_part(rows, self._transport.group, parts.own)
+        handle.release()
+        return parts.start().then(lambda rows: self._layout.join(rows, into)).wait()

@@ -16,12 +16,11 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding._compat import cache_on_its_mesh
 from fsharding.comm import bucket as buckets
-from fsharding.comm.coded_sums import CodedReduction, plan_cut_sums, plan_whole_sums
-from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory, Reduction, Terms, done
 from fsharding.comm.native_sums import native_reduction
+from fsharding.comm.reduce import Noise, PlainTerms
 from fsharding.comm.transport import transport_for
-from fsharding.formats.blocks import Blocks
+from fsharding.comm.wires import Plain, Wire
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
@@ -129,7 +128,7 @@ def begins_with_sum(steps: Sequence[tuple[Step, ...]]) -> bool:
     return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
 
 
-def has_slots(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
+def has_slots(leaf: Tensor, steps: Sequence[Step], mesh: Mesh, wire: Wire) -> bool:
     """Whether a kernel can write a large leaf, of which `begins_with_sum`, to where it is sent from.
 
     Collective over the group of the first step the first time.
@@ -138,7 +137,10 @@ def has_slots(leaf: Tensor, steps: Sequence[Step], mesh: Mesh) -> bool:
         leaf: or one like it.
         steps: as planned.
         mesh: with devices.
+        wire: of its terms.
     """
+    if not wire.has_slots:
+        return False
     transport = transport_for(reduction_group(mesh, steps[0].axes), leaf.device)
     return transport.has_slots(leaf.numel(), scatter=steps[0].kind == "scatter")
 
@@ -150,15 +152,14 @@ class SteppedReduction:
         steps: as planned, for each leaf; of the same `kinds_of`.
         shapes: the local shapes.
         mesh: with devices.
-        wire_dtype: of the terms of the first sum on their way.
+        wire: how the terms of the first sum are sent.
         dtype: in which sums are taken, and of the result.
         device: where buffers live.
         wholes: `whole_sizes` of each leaf; needed when a step gathers.
         large: leaves are worth being added one by one.
         memory: for what is sent.
-        native: sums are the backend's own, see `comm.native_sums`.
-        format: in which terms of the first sum travel, and to which they are rounded; the sum is not native then.
-        noise: for a format whose rounding is keyed, by number of the leaf.
+        native: sums are the backend's own, see `comm.native_sums`; the wire is plain then.
+        noise: by number of the leaf, for a wire whose rounding is keyed.
 
     Attributes:
         memory: the same.
@@ -171,19 +172,24 @@ class SteppedReduction:
         shapes: Sequence[tuple[int, ...]],
         mesh: Mesh,
         *,
-        wire_dtype: torch.dtype,
+        wire: Wire,
         dtype: torch.dtype,
         device: torch.device,
         wholes: Sequence[tuple[int, ...]] = (),
         large: bool = False,
         memory: Memory | None = None,
         native: bool = False,
-        format: Blocks | None = None,
         noise: Noise | None = None,
     ) -> None:
-        self._native, self.memory = native, memory
-        self._steps, self._shapes, self._mesh, self._wholes = steps, shapes, mesh, wholes
-        self._wire_dtype, self._dtype, self._device = wire_dtype, dtype, device
+        self._native = native
+        self.memory = memory
+        self._steps = steps
+        self._shapes = shapes
+        self._mesh = mesh
+        self._wholes = wholes
+        self._wire_dtype = wire.dtype
+        self._dtype = dtype
+        self._device = device
         self.filled: set[int] = set()
         self._terms: dict[int, Tensor] = {}
         """By leaf, where the first step is no sum."""
@@ -191,23 +197,12 @@ class SteppedReduction:
         if begins_with_sum(steps):
             axes, scatter = steps[0][0].axes, steps[0][0].kind == "scatter"
             cuts = tuple((shape, s[0].dim if scatter else 0) for shape, s in zip(shapes, steps, strict=True))
-            group, cut_by = reduction_group(mesh, axes), _sizes(mesh, axes) if scatter else ()
-            bucket = buckets.plan_bucket(cuts, cut_by)
-            if format is not None:
-                coded = (
-                    plan_cut_sums(cuts, cut_by, format)
-                    if scatter
-                    else plan_whole_sums(tuple(shapes), group.size, format)
-                )
-                self._first = CodedReduction(coded, transport_for(group, device), dtype, memory, noise)
-            elif native and group.process_group is not None:
-                self._first = native_reduction(
-                    bucket, group, device, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, memory=memory
-                )
+            group, terms = reduction_group(mesh, axes), wire.terms(cuts, _sizes(mesh, axes), scatter=scatter)
+            if native and group.process_group is not None and isinstance(terms, PlainTerms):
+                self._first = native_reduction(terms, group, device, dtype, memory)
             else:
-                self._first = transport_for(group, device).reduction(
-                    bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=dtype, large=large, memory=memory
-                )
+                transport = transport_for(group, device)
+                self._first = transport.reduction(terms, dtype, large=large, memory=memory, noise=noise)
 
     @property
     def sends(self) -> bool:
@@ -359,7 +354,7 @@ def start_steps(
         return gather.then(continued, communicates=not last)
     x, shapes = current[0], [tuple(leaf.shape) for leaf in current]
     reduction = SteppedReduction(
-        [s[:1] for s in left], shapes, mesh, device=x.device, wire_dtype=x.dtype, dtype=x.dtype, native=native
+        [s[:1] for s in left], shapes, mesh, device=x.device, wire=Plain(x.dtype), dtype=x.dtype, native=native
     )
     reduction.add(range(len(current)), current)
     return reduction.start().then(lambda terms: continued(terms.sum(into if last else None)), communicates=not last)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fsharding.calls import named
-from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
 from fsharding.comm.native import Message, Native
 from fsharding.comm.pairwise import Pairwise
+from fsharding.comm.reduce import Noise, SumLayout, plain_terms
 from fsharding.comm.shared_memory.transport import SharedMemory, can_share
 from fsharding.errors import MeshError, message
 from fsharding.mesh.backends import backend_of
@@ -61,23 +62,21 @@ class Transport(Protocol):
 
     def reduction(
         self,
-        bucket: Bucket,
-        *,
-        scatter: bool,
-        wire_dtype: torch.dtype,
+        terms: SumLayout,
         sum_dtype: torch.dtype,
+        *,
         large: bool = False,
         memory: Memory | None = None,
+        noise: Noise | None = None,
     ) -> Reduction:
-        """A sum of whole leaves over the members; nothing is sent.
+        """A sum over the members; nothing is sent.
 
         Args:
-            bucket: the leaves; without `scatter` that of one member.
-            scatter: each member gets the sums of its pieces, else all get those of whole leaves.
-            wire_dtype: of the terms on their way.
+            terms: how they are sent, and added.
             sum_dtype: of the sums.
             large: leaves are added one by one, as soon as they are there.
             memory: for what is sent.
+            noise: see `SumLayout.filling`.
         """
         ...
 
@@ -189,7 +188,7 @@ def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
         group: the members.
         dtype: of the sum.
     """
-    bucket = plan_bucket(((tuple(x.shape), 0),), ())
-    reduction = transport_for(group, x.device).reduction(bucket, scatter=False, wire_dtype=x.dtype, sum_dtype=dtype)
+    terms = plain_terms(((tuple(x.shape), 0),), (group.size,), x.dtype, scatter=False)
+    reduction = transport_for(group, x.device).reduction(terms, dtype)
     reduction.add([0], [x])
     return reduction.start().then(lambda terms: terms.sum(None)[0])

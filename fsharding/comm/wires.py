@@ -7,9 +7,10 @@ Law: what is gathered is what casting or quantizing the full leaf gives, in ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from fsharding import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm import codes
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.codes import Coded, CodedBucket, Noise
+from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
+from fsharding.comm.codes import Coded, CodedBucket
 from fsharding.comm.handles import Handle, Memory, done
+from fsharding.comm.reduce import Noise, SumLayout, plain_terms
 from fsharding.comm.transport import transport_for
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.quantised import Quantised
@@ -27,6 +30,10 @@ from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = ["Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "Wire", "start_gather"]
+
+
+CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
+"""The shape of each leaf, and the dim along which ranks have pieces of it."""
 
 
 class Gathered(NamedTuple):
@@ -91,6 +98,21 @@ class Wire(Protocol):
         Args:
             leaves: of a bucket.
             axis_sizes: of the axes over which they are gathered; none where they are full already.
+        """
+        ...
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a kernel can write a term to where it is sent from."""
+        ...
+
+    def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
+        """Lay out the terms of a sum.
+
+        Args:
+            leaves: (shape of a term, dim along which members have pieces) of each leaf.
+            axis_sizes: sizes of the axes of the sum, major first.
+            scatter: each member gets the sums of its pieces.
         """
         ...
 
@@ -187,6 +209,15 @@ class Plain:
         """See `Wire`."""
         return _PlainPayload(self.dtype, _bucket_of_leaves(leaves, axis_sizes))
 
+    @property
+    def has_slots(self) -> bool:
+        """See `Wire`."""
+        return True
+
+    def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
+        """See `Wire`."""
+        return plain_terms(leaves, axis_sizes, self.dtype, scatter=scatter)
+
     def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
         """See `Wire`."""
         return node
@@ -237,7 +268,7 @@ class Quantizing:
     """A leaf is sent as quantized values and the scales of their blocks.
 
     Attributes:
-        dtype: in which it is dequantized.
+        dtype: in which it is dequantized; of terms of a sum, in which they were computed.
         format: to which it is quantized.
         stays: the loss function gets it quantized; else it is dequantized as soon as it is gathered.
         strict: see `Quantised`.
@@ -279,6 +310,17 @@ class Quantizing:
         if self.stays:
             return _QuantizedPayload(coded, self.dtype, self.strict)
         return _DequantizedPayload(coded, self.dtype, _bucket_of_leaves(leaves, ()))
+
+    @property
+    def has_slots(self) -> bool:
+        """See `Wire`: a term is quantized when all of it is there."""
+        return False
+
+    def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
+        """See `Wire`."""
+        if scatter:
+            return plan_cut_sums(leaves, axis_sizes, self.format)
+        return plan_whole_sums(tuple(shape for shape, _ in leaves), math.prod(axis_sizes), self.format)
 
     def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
         """See `Wire`."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import _compat, _functorch
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Message
+from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import send_recv, start_sum, transport_for
 from fsharding.comm.turns import wait_in_turn
 from fsharding.errors import MeshError, SpecError, TransformError, message
@@ -129,13 +130,11 @@ class _Scatter:
     size: int
 
     def run(self, x: Tensor) -> Tensor:
-        bucket = plan_bucket(((tuple(x.shape), self.dim),), (self.group.size,))
-        reduction = transport_for(self.group, x.device).reduction(
-            bucket, scatter=True, wire_dtype=x.dtype, sum_dtype=wide(x.dtype)
-        )
+        terms = plain_terms(((tuple(x.shape), self.dim),), (self.group.size,), x.dtype, scatter=True)
+        reduction = transport_for(self.group, x.device).reduction(terms, wide(x.dtype))
         reduction.add([0], [x])
-        terms = wait_in_turn(reduction.start(), self.group, "scatter")
-        return terms.sum(None)[0].to(x.dtype)
+        received = wait_in_turn(reduction.start(), self.group, "scatter")
+        return received.sum(None)[0].to(x.dtype)
 
     def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)

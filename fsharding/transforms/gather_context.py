@@ -316,7 +316,7 @@ class GatherContext:
             wire: Wire = Plain(compute)
             if formats is not None:
                 wire = formats.wire(place, len(leaf.shape), compute)
-                target = formats.with_terms(target, place, len(leaf.shape))
+                target = formats.with_terms(target, place, len(leaf.shape), compute)
             described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, misaligned))
 
         def name() -> str:
@@ -648,7 +648,7 @@ class _LargeLeafGrad(Function):
         reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         bucket = plan.reductions[large.bucket]
-        if not bucket.native and bucket.format is None and has_slots(whole, bucket.steps[large.slot], plan.mesh):
+        if not bucket.native and has_slots(whole, bucket.steps[large.slot], plan.mesh, bucket.wire):
             put = functools.partial(reducer.write, unit, plan, large)
         ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.

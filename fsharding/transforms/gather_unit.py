@@ -355,7 +355,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         members = [chosen[i] for i in b.leaves]
         assert plan is not None
         reduction = SteppedReduction(
-            b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=given[members[0]].device,
+            b.steps, b.shapes, plan.mesh, wire=b.wire, dtype=b.dtype, device=given[members[0]].device,
             wholes=b.sizes,
         )  # fmt: skip
         reduction.add(range(len(members)), [given[i] for i in members])

@@ -262,8 +262,8 @@ class GradReducer:
     # ------------------------------------------------------------------------------------------------------ one bucket
     def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
         return SteppedReduction(
-            b.steps, b.shapes, plan.mesh, wire_dtype=b.wire_dtype, dtype=b.dtype, device=self._device,
-            wholes=b.sizes, large=b.large, memory=self._memory_of_bucket(), native=b.native, format=b.format,
+            b.steps, b.shapes, plan.mesh, wire=b.wire, dtype=b.dtype, device=self._device,
+            wholes=b.sizes, large=b.large, memory=self._memory_of_bucket(), native=b.native,
             noise=self._noise(unit, b),
         )  # fmt: skip
 
@@ -272,7 +272,7 @@ class GradReducer:
         return memory.of_one_user() if self._streams.several and isinstance(memory, PoolMemory) else memory
 
     def _noise(self, unit: Hashable, b: ReduceBucket) -> Noise | None:
-        noise = self._noise_of(unit) if b.format is not None and b.format.keyed else None
+        noise = self._noise_of(unit)
         return None if noise is None else lambda slot: noise(b.leaves[slot])
 
     def _finish_later(
@@ -296,9 +296,9 @@ class GradReducer:
         def start_late(first: Terms) -> Handle[Terms]:
             terms = self._add_accumulated(index, first.sum(None))
             late = SteppedReduction(
-                b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire_dtype=b.late_wire_dtype, dtype=b.dtype,
+                b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire=b.late_wire, dtype=b.dtype,
                 device=self._device, wholes=b.late_sizes, memory=self._memory_of_bucket(), native=b.native,
-                format=None if b.steps[0] else b.format, noise=self._noise(unit, b),
+                noise=self._noise(unit, b),
             )  # fmt: skip
             late.add(range(len(terms)), terms)
             handle = self._start(late)

@@ -18,8 +18,7 @@ import torch
 
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
-from fsharding.comm.wires import Payload, SentLeaf, Wire
-from fsharding.formats.blocks import Blocks
+from fsharding.comm.wires import Payload, Plain, SentLeaf, Wire
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.named_sharding import NamedSharding
@@ -56,18 +55,18 @@ class GradTarget:
     Attributes:
         sharding: of the result.
         dtype: in which it is summed and returned.
-        wire_dtype: in which terms are sent; None for the dtype that they have.
+        wire: how terms and partial sums are sent; None for the dtype that they have.
+        first_wire: how the terms of the first sum are sent, if in a different way; that sum is not native then.
         accumulated: the sharding of gradients of earlier microbatches that it is added to; None without any.
-        native: it is summed by the backend's own collectives, unless there is a format.
-        format: in which terms travel between ranks, and to which they are rounded; None for `wire_dtype`.
+        native: it is summed by the backend's own collectives.
     """
 
     sharding: NamedSharding
     dtype: torch.dtype
-    wire_dtype: torch.dtype | None = None
+    wire: Plain | None = None
+    first_wire: Wire | None = None
     accumulated: NamedSharding | None = None
     native: bool = False
-    format: Blocks | None = None
 
     def row(self) -> GradTarget:
         """The target of one row of a stacked leaf."""
@@ -137,12 +136,10 @@ class ReduceBucket:
         sizes: `whole_sizes` of the steps.
         late_sizes: `whole_sizes` of the late steps.
         dtype: of sums.
-        wire_dtype: in which terms of `steps` are sent.
-        late_wire_dtype: in which terms of `late_steps` are sent.
+        wire: how terms of `steps` are sent.
+        late_wire: how terms of `late_steps` are sent.
         large: some leaf is so large that its gradient is taken as soon as it is complete.
         native: sums are the backend's own.
-        format: in which terms of the first sum travel, of `steps` or, where these are none, of `late_steps`; what has
-            been summed over some ranks travels as it is.
     """
 
     leaves: tuple[int, ...]
@@ -152,11 +149,10 @@ class ReduceBucket:
     sizes: tuple[tuple[int, ...], ...]
     late_sizes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    wire_dtype: torch.dtype
-    late_wire_dtype: torch.dtype
+    wire: Wire
+    late_wire: Wire
     large: bool
     native: bool
-    format: Blocks | None = None
 
 
 class LargeLeaf(NamedTuple):
@@ -266,12 +262,13 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         steps = plan_steps(unreduced(leaf.sharding), middle)
         late_steps = plan_steps(middle, target.sharding)
         routes[i] = (middle, steps, late_steps)
-        # A backend adds what travels, where ordered sums widen it.
-        format = target.format if begins_with_sum([steps or late_steps]) else None
-        native = target.native and format is None
-        first_wire = target.dtype if native else leaf.wire.dtype
-        dtypes = (target.dtype, target.wire_dtype or first_wire, target.wire_dtype or target.dtype)
-        result.setdefault((kinds_of(steps), kinds_of(late_steps), *dtypes, native, format), []).append(i)
+        first = target.first_wire if begins_with_sum([steps or late_steps]) else None
+        native = target.native and first is None
+        # A backend adds what is sent, where ordered sums widen it.
+        terms = target.wire or Plain(target.dtype if native else leaf.wire.dtype)
+        sums = target.wire or Plain(target.dtype)
+        wires = (first or terms, sums) if steps else (terms, first or sums)
+        result.setdefault((kinds_of(steps), kinds_of(late_steps), target.dtype, *wires, native), []).append(i)
 
     def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
         return whole_sizes(source, steps, leaves[i].shape)
@@ -286,14 +283,13 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
             sizes=tuple(sizes(i, unreduced(leaves[i].sharding), routes[i][1]) for i in members),
             late_sizes=tuple(sizes(i, routes[i][0], routes[i][2]) for i in members),
             dtype=dtype,
-            wire_dtype=wire_dtype,
-            late_wire_dtype=late_wire_dtype,
+            wire=wire,
+            late_wire=late_wire,
             large=begins_with_sum([routes[i][1] for i in members])
             and any(math.prod(shapes[i]) >= large for i in members),
             native=native,
-            format=format,
         )
-        for (_, _, dtype, wire_dtype, late_wire_dtype, native, format), members in result.items()
+        for (_, _, dtype, wire, late_wire, native), members in result.items()
     )
 
 

@@ -22,6 +22,7 @@ from fsharding.calls import named
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
+from fsharding.comm.wires import Plain
 from fsharding.errors import ConfigError, NonFiniteError, TransformError, message
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
@@ -570,8 +571,9 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
     # On the slices of the mesh that own a leaf, it is cut as any other.
     dtype = precision.grad_dtype(leaf.dtype)
+    wire = None if precision.reduce_dtype is None else Plain(precision.reduce_dtype)
     native = precision.sums_natively(leaf.device.type)
-    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, precision.reduce_dtype, before, native)
+    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, wire, accumulated=before, native=native)
 
 
 def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:

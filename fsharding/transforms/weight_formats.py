@@ -79,10 +79,14 @@ class WeightFormats:
         columnwise = precision.takes_columns(path, ndim)
         return Quantizing(dtype, format, stays=True, strict=precision.strict, columnwise=columnwise)
 
-    def with_terms(self, target: GradTarget | None, index: LeafIndex, ndim: int) -> GradTarget | None:
-        """The target of the gradient of a leaf of a unit, with the format in which its terms are sent."""
+    def with_terms(
+        self, target: GradTarget | None, index: LeafIndex, ndim: int, dtype: torch.dtype
+    ) -> GradTarget | None:
+        """The target of the gradient of a leaf of a unit, which says how its terms, computed in a dtype, are sent."""
         format = self.precision.reduce_format(self.paths[index.leaf], ndim)
-        return target if target is None or format is None or self._keeps(index) else replace(target, format=format)
+        if target is None or format is None or self._keeps(index):
+            return target
+        return replace(target, first_wire=Quantizing(dtype, format))
 
     def _keeps(self, index: LeafIndex) -> bool:
         if index.row is None:

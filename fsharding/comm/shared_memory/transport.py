@@ -30,7 +30,7 @@ from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows, Terms
 from fsharding.comm.native import as_bytes
 from fsharding.comm.pairwise import Pairwise, swap_rows
-from fsharding.comm.reduce import copy_terms, sum_rows, sums_at_once
+from fsharding.comm.reduce import Noise, PlainTerms, SumLayout, copy_terms, sum_rows, sums_at_once
 from fsharding.comm.shared_memory import segments
 from fsharding.comm.shared_memory.pipes import MemberError, Pipes
 from fsharding.mesh.device_mesh import Group
@@ -419,20 +419,17 @@ class SharedMemory(Pairwise):
 
     def reduction(
         self,
-        bucket: Bucket,
-        *,
-        scatter: bool,
-        wire_dtype: torch.dtype,
+        terms: SumLayout,
         sum_dtype: torch.dtype,
+        *,
         large: bool = False,
         memory: Memory | None = None,
+        noise: Noise | None = None,
     ) -> Reduction:
-        """See `Transport`: members read what they need out of the others' whole leaves, where these are large."""
-        if large and self.has_slots(bucket.width, scatter=scatter):
-            return _LeafReduction(bucket, self.group, wire_dtype, sum_dtype, scatter=scatter)
-        return super().reduction(
-            bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=sum_dtype, large=large, memory=memory
-        )
+        """See `Transport`: members read what they need out of the others' full leaves, where these are large."""
+        if large and isinstance(terms, PlainTerms) and self.has_slots(terms.bucket.width, scatter=terms.scatter):
+            return _LeafReduction(terms, self.group, sum_dtype)
+        return super().reduction(terms, sum_dtype, large=large, memory=memory, noise=noise)
 
     def has_slots(self, size: int, *, scatter: bool) -> bool:
         """See `Transport`."""
@@ -472,12 +469,11 @@ class _LeafReduction:
     With `scatter` each member reads the pieces of its own, else the leaves.
     """
 
-    def __init__(
-        self, bucket: Bucket, group: Group, wire_dtype: torch.dtype, sum_dtype: torch.dtype, *, scatter: bool
-    ) -> None:
-        self._bucket, self._group, self._sum_dtype, self._scatter = bucket, group, sum_dtype, scatter
-        self._flat = segments.take(bucket.size * wire_dtype.itemsize).view(wire_dtype)
-        self._slots = buckets.whole_views(self._flat, bucket)
+    def __init__(self, terms: PlainTerms, group: Group, sum_dtype: torch.dtype) -> None:
+        self._bucket, self._scatter = terms.bucket, terms.scatter
+        self._group, self._sum_dtype = group, sum_dtype
+        self._flat = segments.take(terms.bucket.size * terms.dtype.itemsize).view(terms.dtype)
+        self._slots = buckets.whole_views(self._flat, terms.bucket)
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
         return self._slots[leaf] if self._slots[leaf].dtype == dtype else None

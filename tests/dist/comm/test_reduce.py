@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.counters import counting_bytes
+from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -25,17 +25,15 @@ def sums(ranks, leaves, scatter, wire_dtype, with_into, transport):
     """Sums of leaves, one of which has no term here; whether there were slots; and the bytes that were sent."""
     group = axis_group(fs.make_mesh(dp=ranks, transport=transport), ("dp",))
     cuts = tuple(leaves.items()) if scatter else tuple((shape, 0) for shape in (*leaves, ()))
-    bucket = plan_bucket(cuts, (ranks,) if scatter else ())
+    terms = plain_terms(cuts, (ranks,), wire_dtype, scatter=scatter)
     noise = torch.Generator().manual_seed(group.index)
     mine = [torch.randn(shape, generator=noise) if i else None for i, (shape, _) in enumerate(cuts)]
     into = None
     if with_into:
         member = group.index if scatter else 0
-        into = [torch.full(slot.piece_shape(member), torch.nan) for slot in bucket.slots]
+        into = [torch.full(slot.piece_shape(member), torch.nan) for slot in terms.bucket.slots]
     with counting_bytes() as traffic:
-        reduction = transport_for(group, CPU).reduction(
-            bucket, scatter=scatter, wire_dtype=wire_dtype, sum_dtype=torch.float32, large=True
-        )
+        reduction = transport_for(group, CPU).reduction(terms, torch.float32, large=True)
         slots = reduction.slot(1, wire_dtype) is not None
         reduction.add([1], mine[1:2])
         reduction.add([0, *range(2, len(mine))], [mine[0], *mine[2:]])

@@ -16,6 +16,7 @@ from fsharding.comm.pairwise import SHORT
 from fsharding.comm.shared_memory import segments
 from fsharding.comm.steps import SteppedReduction, plan_steps
 from fsharding.comm.transport import choice_for, start_sum, transport_for
+from fsharding.comm.wires import Plain
 from fsharding.errors import RankError
 from fsharding.mesh.device_mesh import Group, axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
@@ -111,7 +112,7 @@ def sums_into(ranks, dtype, transport):
         steps = [plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
 
         def start(steps):
-            reduction = SteppedReduction(steps, shapes, mesh, wire_dtype=dtype, dtype=torch.float32, device=CPU)
+            reduction = SteppedReduction(steps, shapes, mesh, wire=Plain(dtype), dtype=torch.float32, device=CPU)
             reduction.add(range(len(leaves)), leaves)
             return reduction.start()
 

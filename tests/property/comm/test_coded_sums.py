@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fsharding import formats
 from fsharding.comm import coded_sums
-from fsharding.comm.coded_sums import CodedReduction, plan_cut_sums, plan_whole_sums
-from fsharding.comm.reduce import sum_rows
+from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
+from fsharding.comm.handles import Handle
+from fsharding.comm.reduce import OrderedSum, sum_rows
 from fsharding.formats import codec
 from fsharding.formats.blocks import E2M1, E4M3, E5M2, Blocks
 from fsharding.mesh.device_mesh import Group
@@ -51,7 +52,10 @@ class Posted:
 
     def start(self):
         self.seat.table.posted[self.number, self.seat.group.index] = self.own
-        return self
+        return Handle(self, lambda rows: rows)
+
+    def is_ready(self):
+        return True
 
     def wait(self, timeout=None):
         table, size = self.seat.table, self.seat.group.size
@@ -71,7 +75,7 @@ def summed(plan, terms, order, *, stacked, into):
 
     def run(member):
         seat = Seat(table, Group(tuple(range(members)), member, None, order))
-        reduction = CodedReduction(plan, seat, torch.float32)
+        reduction = OrderedSum(plan, seat, torch.float32)
         reduction.add([*range(len(terms[member]))][::-1], terms[member][::-1])
         places = None
         if into:
