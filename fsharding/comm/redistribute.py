@@ -22,7 +22,9 @@ from fsharding._compat import cache_on_its_mesh
 from fsharding.calls import named
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
-from fsharding.comm.steps import Step, kinds_of, plan_steps, start_steps, whole_sizes
+from fsharding.comm.move import Move
+from fsharding.comm.steps import Step, full_lengths, kinds_of, plan_steps
+from fsharding.comm.wires import Plain
 from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.public import public, refuse
@@ -41,25 +43,25 @@ BUCKET_BYTES = 32 << 20
 """Largest bucket of whole leaves that is gathered at once; a larger leaf travels alone."""
 
 
-class _Move(NamedTuple):
+class _Leaf(NamedTuple):
     index: int
     local: Tensor
     steps: tuple[Step, ...]
-    wholes: tuple[int, ...]
+    lengths: tuple[int, ...]
     bytes: int
     home: Tensor | None = None
 
 
 def _queued(
-    moves: list[_Move], mesh: Mesh, take: Callable[[list[_Move], list[Tensor]], None], *, native: bool = False
+    moves: list[_Leaf], mesh: Mesh, take: Callable[[list[_Leaf], list[Tensor]], None], *, native: bool = False
 ) -> Queued:
     """Leaves that are sent together; `take` gets them with their results."""
 
     def start() -> Handle[None]:
         at_home = [m.home for m in moves if m.home is not None] or None
-        steps, wholes = [m.steps for m in moves], [m.wholes for m in moves]
-        handle = start_steps([m.local for m in moves], steps, mesh, wholes, at_home, native=native)
-        return handle.then(lambda moved: take(moves, moved))
+        dtype, steps, lengths = moves[0].local.dtype, tuple(m.steps for m in moves), tuple(m.lengths for m in moves)
+        move = Move(mesh, steps, (), lengths, Plain(dtype), dtype, native)
+        return move.start([m.local for m in moves], at_home).then(lambda moved: take(moves, moved))
 
     return Queued(sum(move.bytes for move in moves), start)
 
@@ -160,7 +162,7 @@ def start_redistribute(
         else [None] * len(leaves)
     )
     result: list[Any] = list(leaves)
-    groups: dict[tuple[Any, ...], list[_Move]] = {}
+    groups: dict[tuple[Any, ...], list[_Leaf]] = {}
     wrong: list[int] = []
     for i, (leaf, target, dtype) in enumerate(zip(leaves, targets, kinds, strict=True)):
         if not isinstance(leaf, DTensor) or target is None:
@@ -177,7 +179,7 @@ def start_redistribute(
         else:
             nbytes = math.prod(route.shape) * local.element_size()
             home = None if into is None else memory_for(homes[i], route.shape, local.dtype, local.device)
-            move = _Move(i, local, route.steps, route.wholes, nbytes, home)
+            move = _Leaf(i, local, route.steps, route.lengths, nbytes, home)
             groups.setdefault((route.mesh, kinds_of(route.steps), local.dtype), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
@@ -186,7 +188,7 @@ def start_redistribute(
         raise LayoutError(message("fs.redistribute", text, rows))
     shapes = [tuple(leaf.shape) if isinstance(leaf, DTensor) else () for leaf in leaves]
 
-    def take(moves: list[_Move], moved: list[Tensor]) -> None:
+    def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
         for m, local in zip(moves, moved, strict=True):
             result[m.index] = targets[m.index].simplified().at_rest(local, shapes[m.index])
 
@@ -202,7 +204,7 @@ class Route(NamedTuple):
         stays: the leaf is there already.
         mesh: of the steps.
         steps: as planned.
-        wholes: `whole_sizes` of the steps.
+        lengths: `full_lengths` of the steps.
         shape: of what arrives on this rank.
     """
 
@@ -210,7 +212,7 @@ class Route(NamedTuple):
     stays: bool
     mesh: Mesh
     steps: tuple[Step, ...] = ()
-    wholes: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
 
 
@@ -236,8 +238,8 @@ def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, 
     steps = plan_steps(source, target)
     if any(axis not in source.data_axes for step in steps for axis in step.axes):
         return None
-    wholes = whole_sizes(source, steps, shape)
-    return Route(rest, stays, target.mesh, steps, wholes, target.local_shape(shape))
+    lengths = full_lengths(source, steps, shape)
+    return Route(rest, stays, target.mesh, steps, lengths, target.local_shape(shape))
 
 
 _route = cache_on_its_mesh()(_find_route)
@@ -277,17 +279,17 @@ def start_reduce_grads(
     leaves, spec = tree.flatten(values)
     flat = [tree.flatten_up_to(spec, x, "fs.redistribute") for x in (sources, targets)]
     result: list[Any] = list(leaves)
-    groups: dict[tuple[Any, torch.dtype], list[_Move]] = {}
+    groups: dict[tuple[Any, torch.dtype], list[_Leaf]] = {}
     for i, (leaf, source, target) in enumerate(zip(leaves, *flat, strict=True)):
         if leaf is None:
             continue
         where, there = source.slice_of_mesh().simplified(), target.slice_of_mesh().simplified()
         steps, local, shape = plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
-        move = _Move(i, local, steps, whole_sizes(where, steps, shape), local.nbytes)
+        move = _Leaf(i, local, steps, full_lengths(where, steps, shape), local.nbytes)
         groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
     shapes = [() if leaf is None else tuple(leaf.shape) for leaf in leaves]
 
-    def take(moves: list[_Move], moved: list[Tensor]) -> None:
+    def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
         for m, local in zip(moves, moved, strict=True):
             result[m.index] = flat[1][m.index].simplified().at_rest(local, shapes[m.index])
 
@@ -319,5 +321,5 @@ def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = 
         yield bucket
 
 
-def _batches(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
+def _batches(moves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
     return in_buckets(moves, lambda move: move.bytes, BUCKET_BYTES)

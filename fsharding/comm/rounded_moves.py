@@ -27,6 +27,7 @@ from fsharding.comm import codes
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.codes import CodePlan
 from fsharding.comm.handles import Handle
+from fsharding.comm.move import Move
 from fsharding.comm.redistribute import (
     BUCKET_BYTES,
     Moving,
@@ -36,7 +37,8 @@ from fsharding.comm.redistribute import (
     route_of,
     start_redistribute,
 )
-from fsharding.comm.steps import Step, kinds_of, plan_steps, start_steps
+from fsharding.comm.steps import Step, kinds_of, plan_steps
+from fsharding.comm.wires import Plain
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
@@ -187,8 +189,9 @@ def _start(pieces: list[_Piece], mesh: Mesh) -> Handle[Any]:
     results, steps = [piece.result for piece in pieces], [piece.part.steps for piece in pieces]
     if pieces[0].part.plan is None:
         shards = [piece.shard.to(piece.part.dtype) for piece in pieces]
-        wholes = [(x.shape[step.dim],) for x, (step,) in zip(results, steps, strict=True)]
-        return start_steps(shards, steps, mesh, wholes, results)
+        lengths = tuple((x.shape[step.dim],) for x, (step,) in zip(results, steps, strict=True))
+        dtype = shards[0].dtype
+        return Move(mesh, tuple(steps), (), lengths, Plain(dtype), dtype).start(shards, results)
     axes = steps[0][0].axes
     plans, own = _encoded(pieces)
     bucket = codes.code_bucket(plans, [step.dim for (step,) in steps], _sizes(mesh, axes))

@@ -41,7 +41,6 @@ from fsharding import _compat, _functorch
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
-from fsharding.comm.steps import has_slots
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain, Wire
 from fsharding.errors import ConfigError, TransformError, listed, message
@@ -551,7 +550,7 @@ class GatherContext:
         if unit.plan.reductions:
             self._note("reduces", unit)
         for b in unit.plan.reductions:
-            if b.steps[0] or b.late_steps[0]:
+            if not (b.early.is_empty and b.late.is_empty):
                 self.counts.reductions.append(self._name_of([unit.index[i] for i in b.leaves]))
         self.reducer.reduce(unit, unit.plan, unit.index, grads)
 
@@ -648,7 +647,7 @@ class _LargeLeafGrad(Function):
         reducer, plan, put = context.reducer, unit.plan, None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         bucket = plan.reductions[large.bucket]
-        if not bucket.native and has_slots(whole, bucket.steps[large.slot], plan.mesh, bucket.wire):
+        if bucket.early.has_slots(whole):
             put = functools.partial(reducer.write, unit, plan, large)
         ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
 from fsharding.comm.bucket import Slot
-from fsharding.comm.steps import SteppedReduction
 from fsharding.comm.wires import Plain
 from fsharding.errors import LayoutError, SpecError, TransformError, listed, message
 from fsharding.mesh.abstract_mesh import AXES
@@ -354,10 +353,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     for b in plan.reductions if plan else ():
         members = [chosen[i] for i in b.leaves]
         assert plan is not None
-        reduction = SteppedReduction(
-            b.steps, b.shapes, plan.mesh, wire=b.wire, dtype=b.dtype, device=given[members[0]].device,
-            wholes=b.sizes,
-        )  # fmt: skip
+        reduction = b.early.open(given[members[0]].device)
         reduction.add(range(len(members)), [given[i] for i in members])
         for i, local in zip(members, reduction.start().wait().sum(None), strict=True):
             leaf = leaves[i]

@@ -25,8 +25,9 @@ from fsharding import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory, Terms, done
-from fsharding.comm.steps import SteppedReduction, plan_steps, run_steps, whole_sizes
+from fsharding.comm.move import Filling, plan_move
 from fsharding.comm.streams import streams_for
+from fsharding.comm.wires import Plain
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, ReduceBucket, UnitPlan, pooled_from
@@ -46,14 +47,14 @@ class _Pending(NamedTuple):
 
     handle: Handle[object]
     sends: bool
-    in_use: list[tuple[SteppedReduction, Handle[Terms]]]
+    in_use: list[tuple[Filling, Handle[Terms]]]
 
 
 class _Reduced(NamedTuple):
     """Buckets that the stream of reductions was given, and the event after which their memory is no longer read."""
 
     event: Any
-    in_use: list[tuple[SteppedReduction, Handle[Terms]]]
+    in_use: list[tuple[Filling, Handle[Terms]]]
 
 
 class _Memory(NamedTuple):
@@ -120,7 +121,7 @@ class GradReducer:
         self._rows_apart: dict[int, dict[int, Tensor]] = {}
         self._written: dict[int, set[int | None]] = {}
         self._taken: dict[int, set[int | None]] = {}
-        self._open: dict[tuple[Hashable, int], SteppedReduction] = {}
+        self._open: dict[tuple[Hashable, int], Filling] = {}
         self._pending: list[_Pending] = []
         self._streams = streams_for(device)
         if grad_pool is not None:
@@ -171,7 +172,7 @@ class GradReducer:
             bucket.filled.add(large.slot)
         return True
 
-    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> SteppedReduction:
+    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> Filling:
         bucket = self._open.get((unit, large.bucket))
         if bucket is None:
             self.settle(wait=False)
@@ -239,7 +240,7 @@ class GradReducer:
             self._streams.wait(computed)
             yield
 
-    def _start(self, bucket: SteppedReduction) -> Handle[Terms]:
+    def _start(self, bucket: Filling) -> Handle[Terms]:
         """Starts a reduction on its queue, when the bucket is filled."""
         if not (self._streams.several and bucket.sends):
             return bucket.start()
@@ -260,12 +261,8 @@ class GradReducer:
                 self._pending.pop(0).handle.wait()
 
     # ------------------------------------------------------------------------------------------------------ one bucket
-    def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> SteppedReduction:
-        return SteppedReduction(
-            b.steps, b.shapes, plan.mesh, wire=b.wire, dtype=b.dtype, device=self._device,
-            wholes=b.sizes, large=b.large, memory=self._memory_of_bucket(), native=b.native,
-            noise=self._noise(unit, b),
-        )  # fmt: skip
+    def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> Filling:
+        return b.early.open(self._device, self._memory_of_bucket(), self._noise(unit, b))
 
     def _memory_of_bucket(self) -> Memory:
         memory = self._wire_memory
@@ -281,7 +278,7 @@ class GradReducer:
         plan: UnitPlan,
         b: ReduceBucket,
         index: Sequence[LeafIndex],
-        bucket: SteppedReduction,
+        bucket: Filling,
     ) -> _Pending:
         """Starts a bucket; the steps that follow its first collective come when that is done."""
         first, several = self._start(bucket), self._streams.several
@@ -290,23 +287,19 @@ class GradReducer:
         def accumulate(terms: Terms) -> None:
             self._accumulate(index, terms)
 
-        if not b.late_steps[0]:
+        if b.late.is_empty:
             return _Pending(first.then(accumulate), bucket.sends, in_use)
 
         def start_late(first: Terms) -> Handle[Terms]:
             terms = self._add_accumulated(index, first.sum(None))
-            late = SteppedReduction(
-                b.late_steps, [tuple(x.shape) for x in terms], plan.mesh, wire=b.late_wire, dtype=b.dtype,
-                device=self._device, wholes=b.late_sizes, memory=self._memory_of_bucket(), native=b.native,
-                noise=self._noise(unit, b),
-            )  # fmt: skip
+            late = b.late.open(self._device, self._memory_of_bucket(), self._noise(unit, b))
             late.add(range(len(terms)), terms)
             handle = self._start(late)
             if several:
                 in_use.append((late, handle))
             return handle
 
-        if b.steps[0]:
+        if not b.early.is_empty:
             both = first.then(lambda terms: accumulate(start_late(terms).wait()), communicates=True)
             return _Pending(both, bucket.sends, in_use)
         late = start_late(first.wait())
@@ -399,13 +392,11 @@ class GradReducer:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
         leaf, target = self._leaves[i], self._targets[i]
         assert leaf is not None and target is not None
-        source = leaf.sharding
-        steps = plan_steps(source, target.sharding)
-        sizes = [whole_sizes(source, steps, leaf.shape)]
-        where = coordinate(source.mesh)
+        move = plan_move([leaf.sharding], [target.sharding], [leaf.shape], Plain(target.dtype), target.dtype)
+        where = coordinate(move.mesh)
         with self._after_compute():
             result = self._fill_with_zeros(i)
-            moved = run_steps([grad.to(target.dtype)], [steps], source.mesh, sizes)[0]
+            moved = move.run([grad.to(target.dtype)])[0]
             # Of an unreduced target it is one term: that of the first rank.
             if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
                 result.add_(moved)
@@ -434,10 +425,8 @@ class GradReducer:
             source, to, shape = target.accumulated, target.sharding, leaf.shape
             if row is not None:
                 source, to, shape = source.drop(0), to.drop(0), shape[1:]
-            steps = plan_steps(source, to)
-            sizes = [whole_sizes(source, steps, shape)]
             part = accumulated if row is None else accumulated[row]
-            moved = run_steps([part], [steps], leaf.sharding.mesh, sizes)[0]
+            moved = plan_move([source], [to], [shape], Plain(part.dtype), part.dtype).run([part])[0]
             (result if row is None else result[row]).add_(moved)
 
     def close(self) -> None:

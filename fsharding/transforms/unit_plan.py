@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
-from fsharding.comm.steps import Step, begins_with_sum, kinds_of, plan_steps, whole_sizes
+from fsharding.comm.move import Move, plan_move
+from fsharding.comm.steps import begins_with_sum, kinds_of, plan_steps
 from fsharding.comm.wires import Payload, Plain, SentLeaf, Wire
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -130,29 +131,13 @@ class ReduceBucket:
 
     Attributes:
         leaves: their numbers in the unit.
-        shapes: of their gradients as backward computes them.
-        steps: for each leaf, from there until it can be added to what earlier microbatches have accumulated.
-        late_steps: for each leaf, from there to the target.
-        sizes: `whole_sizes` of the steps.
-        late_sizes: `whole_sizes` of the late steps.
-        dtype: of sums.
-        wire: how terms of `steps` are sent.
-        late_wire: how terms of `late_steps` are sent.
-        large: some leaf is so large that its gradient is taken as soon as it is complete.
-        native: sums are the backend's own.
+        early: from the gradients of backward to where they can be added to what earlier microbatches have accumulated.
+        late: from there to the target.
     """
 
     leaves: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    steps: tuple[tuple[Step, ...], ...]
-    late_steps: tuple[tuple[Step, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
-    late_sizes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    wire: Wire
-    late_wire: Wire
-    large: bool
-    native: bool
+    early: Move
+    late: Move
 
 
 class LargeLeaf(NamedTuple):
@@ -204,8 +189,8 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
     large_leaves = tuple(
         LargeLeaf(leaf, number, slot)
         for number, bucket in enumerate(reductions)
-        if bucket.large
-        for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.shapes, strict=True))
+        if bucket.early.large
+        for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.early.shapes, strict=True))
         if math.prod(shape) >= large
     )
     wires = tuple(leaf.wire for leaf in leaves)
@@ -252,16 +237,15 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
 
 
 def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:
-    result: dict[Any, list[int]] = {}
-    routes: dict[int, tuple[NamedSharding, tuple[Step, ...], tuple[Step, ...]]] = {}
+    result: dict[tuple[Any, ...], list[int]] = {}
+    routes: dict[int, tuple[NamedSharding, NamedSharding, NamedSharding]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.target is None:
             continue
-        target = leaf.target
+        target, source = leaf.target, unreduced(leaf.sharding)
         middle = target.accumulated or target.sharding
-        steps = plan_steps(unreduced(leaf.sharding), middle)
-        late_steps = plan_steps(middle, target.sharding)
-        routes[i] = (middle, steps, late_steps)
+        routes[i] = (source, middle, target.sharding)
+        steps, late_steps = plan_steps(source, middle), plan_steps(middle, target.sharding)
         first = target.first_wire if begins_with_sum([steps or late_steps]) else None
         native = target.native and first is None
         # A backend adds what is sent, where ordered sums widen it.
@@ -269,28 +253,15 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         sums = target.wire or Plain(target.dtype)
         wires = (first or terms, sums) if steps else (terms, first or sums)
         result.setdefault((kinds_of(steps), kinds_of(late_steps), target.dtype, *wires, native), []).append(i)
-
-    def sizes(i: int, source: NamedSharding, steps: tuple[Step, ...]) -> tuple[int, ...]:
-        return whole_sizes(source, steps, leaves[i].shape)
-
-    shapes = [whole(leaf.sharding).local_shape(leaf.shape) for leaf in leaves]
-    return tuple(
-        ReduceBucket(
-            leaves=tuple(members),
-            shapes=tuple(shapes[i] for i in members),
-            steps=tuple(routes[i][1] for i in members),
-            late_steps=tuple(routes[i][2] for i in members),
-            sizes=tuple(sizes(i, unreduced(leaves[i].sharding), routes[i][1]) for i in members),
-            late_sizes=tuple(sizes(i, routes[i][0], routes[i][2]) for i in members),
-            dtype=dtype,
-            wire=wire,
-            late_wire=late_wire,
-            large=begins_with_sum([routes[i][1] for i in members])
-            and any(math.prod(shapes[i]) >= large for i in members),
-            native=native,
-        )
-        for (_, _, dtype, wire, late_wire, native), members in result.items()
-    )
+    buckets: list[ReduceBucket] = []
+    for (_, _, dtype, wire, late_wire, native), members in result.items():
+        sources, middles, targets = ([routes[i][place] for i in members] for place in range(3))
+        shapes = [leaves[i].shape for i in members]
+        early = plan_move(sources, middles, shapes, wire, dtype, native=native)
+        is_large = early.sums_first and any(math.prod(shape) >= large for shape in early.shapes)
+        late = plan_move(middles, targets, shapes, late_wire, dtype, native=native)
+        buckets.append(ReduceBucket(tuple(members), replace(early, large=is_large), late))
+    return tuple(buckets)
 
 
 def _data_cut(sharding: NamedSharding, dim: int) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding.comm.counters import counting_bytes
+from fsharding.comm.move import plan_move
 from fsharding.comm.native import Message
 from fsharding.comm.pairwise import SHORT
 from fsharding.comm.shared_memory import segments
-from fsharding.comm.steps import SteppedReduction, plan_steps
 from fsharding.comm.transport import choice_for, start_sum, transport_for
 from fsharding.comm.wires import Plain
 from fsharding.errors import RankError
@@ -101,6 +101,12 @@ def test_every_transport_brings_the_same_uneven_rows_and_messages(ranks):
     assert [out[0].tolist() for _, out, _ in native] == [[(rank - 1) % ranks] * 3 for rank in range(ranks)]
 
 
+def terms_of(move, leaves):
+    reduction = move.open(CPU)
+    reduction.add(range(len(leaves)), leaves)
+    return reduction.start().wait()
+
+
 def sums_into(ranks, dtype, transport):
     """Sums that end where they were asked to, beside sums in memory of their own."""
     mesh, noise = fs.make_mesh(dp=ranks, transport=transport), torch.Generator().manual_seed(dist.get_rank())
@@ -109,16 +115,12 @@ def sums_into(ranks, dtype, transport):
     source, there = fs.NamedSharding(mesh, fs.P(), partial=("dp",)), []
     for dims in ((None, None), (0, 1), (1, 0)):
         cut = [fs.P(*("dp" if i == dim else None for i in range(2))) for dim in dims]
-        steps = [plan_steps(source, fs.NamedSharding(mesh, spec)) for spec in cut]
+        targets = [fs.NamedSharding(mesh, spec) for spec in cut]
+        move = plan_move([source, source], targets, shapes, Plain(dtype), torch.float32)
 
-        def start(steps):
-            reduction = SteppedReduction(steps, shapes, mesh, wire=Plain(dtype), dtype=torch.float32, device=CPU)
-            reduction.add(range(len(leaves)), leaves)
-            return reduction.start()
-
-        plain = start(steps).wait().sum(None)
+        plain = terms_of(move, leaves).sum(None)
         into = [torch.full_like(x, torch.nan) for x in plain]
-        found = start(steps).wait().sum(into)
+        found = terms_of(move, leaves).sum(into)
         assert_bitwise_equal(found, plain)
         there.append(all(x is home for x, home in zip(found, into, strict=True)))
     return there
