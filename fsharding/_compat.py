@@ -624,15 +624,15 @@ def refuse_full_tensor(mesh: DeviceMesh, refuse: Callable[[DTensor], NoReturn]) 
     kept_by(mesh)["full_tensor"] = refuse
 
 
-def enclose_full_tensor(enclose: Callable[[DeviceMesh], AbstractContextManager[Any]]) -> None:
-    """Have `full_tensor` of every DTensor run inside a context manager that is made for its mesh."""
+def enclose_full_tensor(enclose: Callable[[DTensor], AbstractContextManager[Any]]) -> None:
+    """Have `full_tensor` of every DTensor run inside a context manager that is made for it."""
     global _enclose
     _replace_full_tensor()
     _enclose = enclose
 
 
 _plain_full_tensor: Callable[..., Tensor] | None = None
-_enclose: Callable[[DeviceMesh], AbstractContextManager[Any]] = nullcontext
+_enclose: Callable[[DTensor], AbstractContextManager[Any]] = nullcontext
 
 
 def _replace_full_tensor() -> None:
@@ -649,7 +649,7 @@ def _full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
         return refuse(self)
     if torch.compiler.is_compiling():
         return _plain_full_tensor(self, **kwargs)
-    with _enclose(self.device_mesh):
+    with _enclose(self):
         return _plain_full_tensor(self, **kwargs)
 
 

@@ -11,8 +11,8 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast, get_
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsharding import _compat
 from fsharding._compat import cache_on_mesh, kept_by
@@ -31,7 +32,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_sha
 from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
-from fsharding.mesh.groups import close_unused, find_group, group_among
+from fsharding.mesh.groups import close_unused, find_group, group_among, meet_first
 from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
 from fsharding.public import check_timeout, public, refuse
@@ -181,7 +182,7 @@ def make_mesh(
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
         _start(device, timeout)
     rest_at_exit()
-    _compat.enclose_full_tensor(_naming_lost)
+    _compat.enclose_full_tensor(_full_tensor_of)
     set_meeting(timeout)
     with naming_lost("fs.make_mesh", range(world)):
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
@@ -196,10 +197,19 @@ def make_mesh(
     return mesh
 
 
-def _naming_lost(mesh: DeviceMesh) -> AbstractContextManager[Any]:
+@contextmanager
+def _full_tensor_of(x: DTensor) -> Generator[None]:
     """Have `DTensor.full_tensor` raise a `RankError` if it fails on a mesh of `make_mesh`, or on a part of one."""
-    whole = kept_by(mesh).get("whole", mesh)
-    return naming_lost("DTensor.full_tensor", mesh) if "timeout" in kept_by(whole) else nullcontext()
+    mesh = x.device_mesh
+    timeout = kept_by(kept_by(mesh).get("whole", mesh)).get("timeout")
+    if timeout is None:
+        yield
+        return
+    with naming_lost("DTensor.full_tensor", mesh):
+        for dim, placement in enumerate(x.placements):
+            if not placement.is_replicate() and mesh.size(dim) > 1:
+                meet_first(mesh.get_group(dim), mesh.device_type, timeout)
+        yield
 
 
 def communicators_for(backend: str) -> int:

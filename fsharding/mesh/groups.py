@@ -13,13 +13,15 @@ import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakSet
 
 import torch.distributed as dist
 
 from fsharding import _compat
-from fsharding.mesh.failures import meet, own_rank, world_size
+from fsharding.mesh.backends import backend_of, default_store, own_connection
+from fsharding.mesh.failures import among, meet, own_rank, world_size
 
-__all__ = ["Key", "close_unused", "find_group", "group_among"]
+__all__ = ["Key", "close_unused", "find_group", "group_among", "meet_first"]
 
 Key = tuple[tuple[int, ...], timedelta, str]
 """The ranks of a group, sorted, its timeout, and its use: "" for any, or what it is kept apart for."""
@@ -134,6 +136,35 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str 
         if here in family:
             own = group
     return own
+
+
+_met: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose ranks `meet_first` has seen."""
+
+
+def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
+    """Wait for all ranks of a group of gloo before its first collective here. Collective over the group.
+
+    gloo connects ranks when they first send something, and waits for them as long as it likes, whatever the timeout.
+
+    Args:
+        group: of several ranks.
+        device_type: of the tensors.
+        timeout: how long to wait.
+
+    Raises:
+        RuntimeError: a rank is not there in time.
+    """
+    store = default_store()
+    if store is None or group in _met or backend_of(group, device_type) != "gloo":
+        return
+    ranks = dist.get_process_group_ranks(group)
+    keys = [f"fsharding/first/{group.group_name}/{rank}" for rank in ranks]
+    connection = own_connection(store)
+    connection.set(keys[ranks.index(own_rank())], b"")
+    with among(ranks):
+        connection.wait(keys, timeout)
+    _met.add(group)
 
 
 def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
