@@ -181,8 +181,7 @@ def start_gather(
 
 
 # ---------------------------------------------------------------------------------------------------------------- plain
-@dataclass(frozen=True)
-class Plain:
+class Plain(NamedTuple):
     """A leaf is sent in a dtype."""
 
     dtype: torch.dtype
@@ -223,12 +222,20 @@ class Plain:
         return node
 
 
-@dataclass(frozen=True)
-class Rounded(Plain):
+class Rounded(NamedTuple):
     """A leaf whose values have been rounded to a format before: it is sent in a dtype, and products quantize it."""
 
+    dtype: torch.dtype
     format: Blocks
     strict: bool
+
+    bucket_key = Plain.bucket_key
+    if_viewed = Plain.if_viewed
+    is_identity = Plain.is_identity
+    across = Plain.across
+    payload = Plain.payload
+    has_slots = Plain.has_slots
+    terms = Plain.terms
 
     def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
         """See `Wire`."""

@@ -7,6 +7,7 @@ Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,8 +109,16 @@ class NamedSharding:
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes of size above 1 that cut a dim, major first."""
+        axes = self._axes
+        return axes[dim] if dim < len(axes) else ()
+
+    @functools.cached_property
+    def _axes(self) -> tuple[tuple[str, ...], ...]:
+        """`axes` of each dim of the spec: every step asks for them many times."""
         shape = abstract(self.mesh)
-        return tuple(axis for axis in self.spec.axes(dim) if shape.axis_size(axis) > 1)
+        return tuple(
+            tuple(axis for axis in self.spec.axes(dim) if shape.axis_size(axis) > 1) for dim in range(len(self.spec))
+        )
 
     def simplified(self) -> NamedSharding:
         """The same sharding without the axes that have size 1."""

@@ -51,7 +51,7 @@ from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, plan_unit
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, UnitPlan, plan_unit
 from fsharding.transforms.weight_formats import WeightFormats
 
 __all__ = [
@@ -290,7 +290,8 @@ class GatherContext:
             taken = {large.leaf for large in unit.plan.large}
             for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
                 nodes[i] = cast(Tensor, _LeafGrad.apply(nodes[i], self, unit, i))
-        columnwise = {i: _Columnwise(self, unit, number) for number, i in enumerate(unit.plan.across)}
+        second = unit.plan.across[0] if unit.plan.across is not None else ()
+        columnwise = {i: _Columnwise(self, unit, number) for number, i in enumerate(second)}
         return [
             wire.as_seen(x, node, columnwise.get(i))
             for i, (wire, x, node) in enumerate(zip(unit.plan.wires, full, nodes, strict=True))
@@ -323,19 +324,17 @@ class GatherContext:
 
         site = None if order_here() is None else call_stacks.site_here()
 
-        def gathered(
-            chosen: Sequence[int], described: Sequence[UnitLeaf], columns: GatheredUnit | None
-        ) -> GatheredUnit:
+        def gathered(chosen: Sequence[int], plan: UnitPlan, columns: GatheredUnit | None) -> GatheredUnit:
             shards, places = [leaves[i] for i in chosen], tuple(index[i] for i in chosen)
             return GatheredUnit(
-                plan_unit(tuple(described)), shards, places, self._pool, name=name, columns=columns, site=site,
+                plan, shards, places, self._pool, name=name, columns=columns, site=site,
                 on_start=lambda unit: self._note("gathers", unit), on_gather=lambda: self.counts.gathers.append(name()),
                 noise=self._noise_of(shards, places),
             )  # fmt: skip
 
-        across = {i: second for i, leaf in enumerate(described) if (second := leaf.across()) is not None}
-        columns = gathered([*across], [*across.values()], None) if across else None
-        return gathered(range(len(leaves)), described, columns)
+        plan = plan_unit(tuple(described))
+        columns = None if plan.across is None else gathered(*plan.across, None)
+        return gathered(range(len(leaves)), plan, columns)
 
     def _note(self, kind: str, unit: GatheredUnit) -> None:
         """Notes what starts now in the order of the call, whose ranks have to agree on it."""
@@ -414,10 +413,11 @@ class GatherContext:
 
     def pack(self, x: Tensor) -> Tensor | _SavedView | _SavedNumbers:
         """Saved-tensors hook: replaces a view of a gathered buffer, or of numbers made of one, by where they are."""
-        numbers = self._numbers.get(_compat.storage_id(x))
+        storage = _compat.storage_id(x)
+        numbers = self._numbers.get(storage)
         if numbers is not None and not numbers.storage.expired() and x.dtype == numbers.dtype:
             return _SavedNumbers(numbers, int(x.storage_offset()), x.size(), x.stride())
-        known = self._watched.get(_compat.storage_id(x))
+        known = self._watched.get(storage)
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
             return x if x.grad_fn is None else x.detach()

@@ -165,7 +165,7 @@ class UnitPlan:
         reductions: what is reduced.
         large: large leaves of these, one by one.
         wires: of its leaves.
-        across: leaves that backward may gather in blocks along their other dim.
+        across: leaves that backward may gather in blocks along their other dim, and the plan of a unit of these.
     """
 
     mesh: Mesh
@@ -174,7 +174,7 @@ class UnitPlan:
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
     wires: tuple[Wire, ...]
-    across: tuple[int, ...]
+    across: tuple[tuple[int, ...], UnitPlan] | None
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
@@ -194,7 +194,8 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         if math.prod(shape) >= large
     )
     wires = tuple(leaf.wire for leaf in leaves)
-    across = tuple(i for i, leaf in enumerate(leaves) if leaf.across() is not None)
+    second = {i: across for i, leaf in enumerate(leaves) if (across := leaf.across()) is not None}
+    across = (tuple(second), plan_unit(tuple(second.values()))) if second else None
     return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, wires, across)
 
 
