@@ -229,7 +229,7 @@ def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         LayoutError: the lists, or two tensors, differ in size: torch would broadcast.
     """
-    _refuse_other_sizes("foreach_add", xs, ys)
+    _refuse_other_sizes(xs, ys)
     return list(torch._foreach_add(list(xs), list(ys))) if xs else []
 
 
@@ -240,7 +240,7 @@ def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     Raises:
         LayoutError: the lists, or two tensors, differ in size.
     """
-    _refuse_other_sizes("foreach_add_", xs, ys)
+    _refuse_other_sizes(xs, ys)
     if xs:
         torch._foreach_add_(list(xs), list(ys))
 
@@ -252,18 +252,18 @@ def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     Raises:
         LayoutError: the lists, or two tensors, differ in size: torch would fill all of one with a part.
     """
-    _refuse_other_sizes("foreach_copy_", xs, ys)
+    _refuse_other_sizes(xs, ys)
     if xs:
         torch._foreach_copy_(list(xs), list(ys))
 
 
-def _refuse_other_sizes(function: str, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+def _refuse_other_sizes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Sizes alone, which is a twentieth of what a copy costs; torch refuses other shapes of the same size by itself."""
     if [*map(Tensor.numel, xs)] != [*map(Tensor.numel, ys)]:
-        raise LayoutError(_unlike(function, (xs, ys)))
+        raise LayoutError(_unlike((xs, ys)))
 
 
-def _unlike(function: str, columns: Sequence[Sequence[Tensor]]) -> str:
+def _unlike(columns: Sequence[Sequence[Tensor]]) -> str:
     """Says which tensors of some lists do not belong together: the first ten of them, and how many more."""
 
     def kind(x: Tensor) -> str:
@@ -271,10 +271,10 @@ def _unlike(function: str, columns: Sequence[Sequence[Tensor]]) -> str:
         return where if x.is_contiguous() else f"{where} with gaps"
 
     if len({len(column) for column in columns}) > 1:
-        return message(function, f"got lists of {', '.join(str(len(column)) for column in columns)} tensors.")
+        return message(f"got lists of {', '.join(str(len(column)) for column in columns)} tensors.")
     named = [[kind(x) for x in leaf] for leaf in zip(*columns, strict=True)]
     rows = [f"number {i}: {', '.join(leaf)}" for i, leaf in enumerate(named) if len({*leaf}) > 1]
-    return message(function, "got tensors that do not belong together.", rows)
+    return message("got tensors that do not belong together.", rows)
 
 
 def foreach_mul(xs: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
@@ -371,7 +371,7 @@ def packed(xs: Sequence[Tensor]) -> Tensor:
         LayoutError: of several dtypes, all of which would become the widest.
     """
     if len({x.dtype for x in xs}) > 1:
-        raise LayoutError(_unlike("packed", [[xs[0]] * len(xs), xs]))
+        raise LayoutError(_unlike([[xs[0]] * len(xs), xs]))
     return torch._utils._flatten_dense_tensors(tuple(xs))
 
 
@@ -384,7 +384,7 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """
     if flat.numel() < sum(map(Tensor.numel, like)):
         text = f"got {flat.numel()} elements for tensors of {sum(map(Tensor.numel, like))}."
-        raise LayoutError(message("unpack", text))
+        raise LayoutError(message(text))
     return torch._utils._unflatten_dense_tensors(flat, tuple(like))
 
 
@@ -707,7 +707,7 @@ def fused_adamw_(
     columns = params, grads, mu, nu
     sizes = [*map(Tensor.numel, params)]
     if not all([*map(Tensor.numel, column)] == sizes and all(map(Tensor.is_contiguous, column)) for column in columns):
-        raise LayoutError(_unlike("fused_adamw_", columns))
+        raise LayoutError(_unlike(columns))
     device = params[0].device
     if isinstance(scale, Tensor):
         divisor = (1.0 / scale.double()).float()
@@ -725,7 +725,7 @@ def fused_adamw_(
         )  # fmt: skip
     except RuntimeError as error:
         # Dtypes and devices are what the kernel looks at itself.
-        raise LayoutError(_unlike("fused_adamw_", columns)) from error
+        raise LayoutError(_unlike(columns)) from error
 
 
 def attend_block(

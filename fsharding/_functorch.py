@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.fx.experimental import proxy_tensor
 
-from fsharding.errors import TransformError, message
+from fsharding.errors import TransformError, report
 
 __all__ = [
     "apply",
@@ -48,11 +48,11 @@ def apply(function: type[Function], *args: Any) -> Any:
     if any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack):
         rule = "cannot run over functions with derivatives of their own, such as fs.gather_unit and fs.ops."
         mend = "Functionalize what computes on gathered tensors: torch.func.functionalize(f)(fs.gather_unit(params))."
-        raise TransformError(message("torch.func.functionalize", rule, mend=mend))
+        raise TransformError(report(f"torch.func.functionalize {rule}", mend=mend))
     if stack and linearizing() and _is_linearize_inside():
         rule = "cannot run inside another transform: torch takes its linear map for a constant there."
         mend = "Use torch.func.jvp, or put torch.func.linearize outside."
-        raise TransformError(message("torch.func.linearize", rule, mend=mend))
+        raise TransformError(report(f"torch.func.linearize {rule}", mend=mend))
     return function.apply(*(shown(x) if isinstance(x, Tensor) else x for x in args))
 
 

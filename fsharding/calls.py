@@ -8,7 +8,6 @@ nothing for its name.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -33,7 +32,7 @@ def named(name: str) -> Callable[[_F], _F]:
     """
 
     def mark(function: _F) -> _F:
-        _names[inspect.unwrap(function).__code__] = name.partition("(")[0]
+        _names[function.__code__] = name.partition("(")[0]
         return function
 
     return mark

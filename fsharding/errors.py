@@ -1,6 +1,6 @@
-"""Every exception the library raises, and the one function that words them.
+"""Every exception the library raises, and the one form of their texts.
 
-In: the public function, the rule that was broken, one row for each offending leaf, the edit that mends it.
+In: the rule that was broken, one row for each offending leaf, the edit that mends it.
 Out: an exception whose text has all four. Law: bad input is refused on every rank, before anything has changed.
 No text is without bounds, and none carries what a terminal would act on: names may come from files of strangers.
 `ValueError` is in the family of whatever a user can mend; our own invariants are plain asserts.
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
+
+from fsharding.calls import public_name
 
 __all__ = [
     "ArgumentError",
@@ -42,6 +45,7 @@ __all__ = [
     "listed",
     "message",
     "printable",
+    "report",
 ]
 
 
@@ -173,12 +177,22 @@ class RankError(FshardingError, RuntimeError):
         self.ranks, self.stacks = ranks, dict(stacks or {})
 
 
-def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") -> str:
-    """Words an error: function and rule on the first line, one indented row a leaf, then the edit.
+def message(rule: str, rows: Iterable[str] = (), mend: str = "") -> str:
+    """Word an error of the public call that is under way, whose name begins the text.
 
     Args:
-        function: the public function that was called.
-        rule: what it cannot do, as the rest of a sentence that begins with `function`.
+        rule: what it cannot do, as the rest of a sentence that begins with the name.
+        rows: as in `report`.
+        mend: as in `report`.
+    """
+    return report(f"{public_name(sys._getframe(1))} {rule}", rows, mend)  # pyright: ignore[reportPrivateUsage]
+
+
+def report(text: str, rows: Iterable[str] = (), mend: str = "") -> str:
+    """Word an error: what is wrong, one indented row a leaf, then the edit.
+
+    Args:
+        text: a whole sentence.
         rows: one line for each offending leaf, all of them; the text has the first ten and says how many there are
             more. The lines of a row that has several are indented further, so that none can be taken for another row.
         mend: the edit that makes it work.
@@ -187,7 +201,7 @@ def message(function: str, rule: str, rows: Iterable[str] = (), mend: str = "") 
         The text of the exception; see `printable` for what becomes of its characters, and of long lines.
     """
     rest = iter(rows)
-    lines = _lines(f"{function} {rule}")
+    lines = _lines(text)
     for row in islice(rest, _MOST_ROWS):
         first, *more = _lines(row)
         lines += [f"  {first}", *(f"    {line}" for line in more)]

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, RankError, message
+from fsharding.errors import ArgumentError, ConfigError, RankError, message, report
 from fsharding.mesh.failures import is_network_error, own_rank
 from fsharding.public import Immutable
 from fsharding.testing.failures import Failure, RankFailure, worded
@@ -183,13 +183,13 @@ def _name_of(identity: str, name: str) -> Any:
         raise _foreign()
     if name not in _main.__dict__:
         mend = f"Assign it in a cell that begins with %%ranks: {name} = ..."
-        raise ArgumentError(message("fs.notebook.Ranks", f"has no {name!r} on these ranks.", mend=mend))
+        raise ArgumentError(report(f"fs.notebook.Ranks has no {name!r} on these ranks.", mend=mend))
     return _main.__dict__[name]
 
 
 def _foreign() -> ArgumentError:
     rule = "stands for an object of ranks that have ended, or of another pool."
-    return ArgumentError(message("fs.notebook.ObjectRef", rule, mend="Make it again: ref = pool.keep(f, ...)."))
+    return ArgumentError(report(f"fs.notebook.ObjectRef {rule}", mend="Make it again: ref = pool.keep(f, ...)."))
 
 
 def _same(x: Result) -> Result:
@@ -305,7 +305,7 @@ class ObjectRef(Immutable, instead="pool.all(lambda x: setattr(x, {name!r}, ...)
         if name.startswith("_"):
             raise AttributeError(name)
         rule, mend = f"has no {name!r}: its object is on the ranks.", f"Read it there: pool(lambda x: x.{name}, ref)."
-        raise AttributeError(message("fs.notebook.ObjectRef", rule, mend=mend))
+        raise AttributeError(message(rule, mend=mend))
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._processes.ended:
@@ -422,10 +422,10 @@ class Ranks:
     @named("fs.notebook.Ranks")
     def __init__(self, size: int, timeout: float | None = None) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ArgumentError(message(_NAME, f"cannot start {size!r} ranks.", mend="Give 1 or more, such as 2."))
+            raise ArgumentError(report(f"{_NAME} cannot start {size!r} ranks.", mend="Give 1 or more, such as 2."))
         if importlib.util.find_spec("cloudpickle") is None:
             mend = "pip install 'fsharding[notebook]'"
-            raise ConfigError(message(_NAME, "needs cloudpickle to send functions of cells.", mend=mend))
+            raise ConfigError(report(f"{_NAME} needs cloudpickle to send functions of cells.", mend=mend))
         self.size, self.timeout, self._closed = size, timeout, False
         self._processes: _Processes | None = None
         self._ready()
@@ -437,14 +437,14 @@ class Ranks:
         if self._closed:
             rule = "got a pool that is closed, by close() or by a later call of fs.notebook.ranks."
             mend = f"pool = {_NAME}({self.size}), and run the cells with @pool.on_ranks again."
-            raise CallFailure(message(_NAME, rule, mend=mend))
+            raise CallFailure(message(rule, mend=mend))
         if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
             rule = f"cannot wait for timeout={self.timeout!r}."
-            raise ArgumentError(message(_NAME, rule, mend="Give seconds above 0, or None for no limit."))
+            raise ArgumentError(message(rule, mend="Give seconds above 0, or None for no limit."))
         processes = self._processes
         if processes is not None and not processes.ended and (dead := processes.pool.dead()):
             processes.end()
-            failure = worded(_NAME, "lost ranks between two calls.", dead, _NEW)
+            failure = worded("lost ranks between two calls.", dead, _NEW)
             raise CallFailure(str(failure), failure.errors, failure.exceptions)
         if processes is None or processes.ended:
             self._processes = processes = _Processes(self.size)
@@ -459,7 +459,7 @@ class Ranks:
         """What each rank has sent, unpickled; None for those that were not asked."""
         if not callable(fn):
             rule = f"runs functions, got {type(fn).__name__}."
-            raise ArgumentError(message(_NAME, rule, mend="Write pool(f, *args), or @pool.on_ranks above a function."))
+            raise ArgumentError(message(rule, mend="Write pool(f, *args), or @pool.on_ranks above a function."))
         name = getattr(fn, "__qualname__", repr(fn))
         processes = self._ready()
         call = _packed(name, fn, args, kwargs)
@@ -483,14 +483,14 @@ class Ranks:
             return [pickle.loads(replies[rank]) if replies[rank] else None for rank in range(self.size)]
         except Exception as error:
             rule = f"cannot read the result of {name} in the notebook."
-            raise CallFailure(message(_NAME, rule, [f"{type(error).__name__}: {error}"], _KEEP)) from None
+            raise CallFailure(message(rule, [f"{type(error).__name__}: {error}"], _KEEP)) from None
 
     def _failure(self, name: str, processes: _Processes, failed: dict[int, Failure]) -> CallFailure:
         """Words it, and ends the ranks unless all of them raised in the same lines."""
         unsendable = [reply.exception for reply in failed.values() if isinstance(reply.exception, _UnsendableError)]
         if len(unsendable) == len(failed):  # all ranks have finished the function
             rule = f"cannot send a {unsendable[0].kind} to the notebook, the result of {name}."
-            return CallFailure(message(_NAME, rule, unsendable[0].rows, _KEEP))
+            return CallFailure(message(rule, unsendable[0].rows, _KEEP))
         raised = {rank: reply.exception for rank, reply in failed.items() if isinstance(reply.exception, _Raised)}
         lines = {tuple(frame for frame in error.frames if _is_users(frame[0])) for error in raised.values()}
         in_step = len(raised) == self.size and len(lines) == 1 and not any(e.network for e in raised.values())
@@ -505,7 +505,7 @@ class Ranks:
         rule = f"could not finish {name} on {self.size} ranks."
         if done := [str(rank) for rank in range(self.size) if rank not in failed]:
             rule = f"{rule[:-1]}; rank{'s' * (len(done) > 1)} {', '.join(done)} finished it."
-        failure = worded(_NAME, rule, shown, mend)
+        failure = worded(rule, shown, mend)
         return CallFailure(str(failure), failure.errors, failure.exceptions)
 
     def __call__(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
@@ -597,7 +597,7 @@ class Ranks:
     @named(_NAME)
     def __reduce__(self) -> NoReturn:
         mend = "Pass what its functions need as arguments; they can call each other, also those with @pool.on_ranks."
-        raise ArgumentError(message(_NAME, "cannot send a pool to its own ranks.", mend=mend))
+        raise ArgumentError(message("cannot send a pool to its own ranks.", mend=mend))
 
     def __repr__(self) -> str:
         status = "closed" if self._closed else "waiting for calls" if self.pids else "started by the next call"
@@ -681,11 +681,11 @@ def load_ipython_extension(ipython: Any) -> None:
 def _run_cell(line: str, cell: str) -> None:
     size, pool = line.strip(), _latest
     if size and not size.isdigit():
-        raise ArgumentError(message("%%ranks", f"takes a number of ranks, got {size!r}.", mend="Write %%ranks 2."))
+        raise ArgumentError(message(f"takes a number of ranks, got {size!r}.", mend="Write %%ranks 2."))
     if size and (pool is None or pool.size != int(size) or pool.closed):
         pool = ranks(int(size))
     if pool is None:
-        raise ArgumentError(message("%%ranks", "has no ranks.", mend=f"Write %%ranks 2, or pool = {_NAME}(2) before."))
+        raise ArgumentError(message("has no ranks.", mend=f"Write %%ranks 2, or pool = {_NAME}(2) before."))
     pool.execute(cell)
 
 
@@ -698,7 +698,7 @@ def _packed(name: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
     except Exception as error:
         rule = f"cannot send {name} and its arguments to the ranks."
         mend = "Open files, sockets and generators inside the function, and pass objects of ranks as pool.keep(f, ...)."
-        raise ArgumentError(message(_NAME, rule, [f"{type(error).__name__}: {error}"], mend)) from None
+        raise ArgumentError(message(rule, [f"{type(error).__name__}: {error}"], mend)) from None
 
 
 # ------------------------------------------------------------------------------------------------- text, and tracebacks

@@ -70,7 +70,7 @@ class LossScale:
     def __post_init__(self) -> None:
         if not (self.initial >= self.least > 0 and self.interval > 0):
             mend = "Numbers are above 0, and initial is at least as large as least."
-            raise ConfigError(message("LossScale", f"got {self}.", mend=mend))
+            raise ConfigError(message(f"got {self}.", mend=mend))
 
 
 class ScaleState(NamedTuple):
@@ -167,7 +167,7 @@ class Precision:
     def __post_init__(self) -> None:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."
-            raise ConfigError(message("Precision", f"got sums={self.sums!r}.", mend=mend))
+            raise ConfigError(message(f"got sums={self.sums!r}.", mend=mend))
         if isinstance(self.gather, torch.dtype) and self.gather == self.compute:
             object.__setattr__(self, "gather", None)
         roles = {role: getattr(self, role) for role in _TAKES}
@@ -184,18 +184,18 @@ class Precision:
                 f"Dtypes are {', '.join(map(str, DTYPES))}. A format is an fs.Blocks, such as fs.formats.MXFP8: 8 bits"
             )
             mend += " without scales lose small numbers."
-            raise ConfigError(message("Precision", "got what its roles do not take.", wrong, mend))
+            raise ConfigError(message("got what its roles do not take.", wrong, mend))
         if self.rounding not in get_args(Rounding):
             mend = f"Use one of {', '.join(get_args(Rounding))}."
-            raise ConfigError(message("Precision", f"got rounding={self.rounding!r}.", mend=mend))
+            raise ConfigError(message(f"got rounding={self.rounding!r}.", mend=mend))
         if self.rounding == "keyed" and self.params != torch.bfloat16:
             mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
-            raise ConfigError(message("Precision", f'got rounding="keyed" with params={self.params}.', mend=mend))
+            raise ConfigError(message(f'got rounding="keyed" with params={self.params}.', mend=mend))
         for role, example in (("keep", '("embed", "head", "*norm*", "blocks[-1]")'), ("columnwise", '("wq", "up")')):
             given: Any = getattr(self, role)
             if not isinstance(given, tuple) or not all(isinstance(x, str) for x in cast("tuple[Any, ...]", given)):
                 mend = f"Give patterns of parts of paths, such as {role}={example}."
-                raise ConfigError(message("Precision", f"got {role}={given!r}.", mend=mend))
+                raise ConfigError(message(f"got {role}={given!r}.", mend=mend))
         self._check_compute()
 
     def __repr__(self) -> str:
@@ -213,16 +213,16 @@ class Precision:
         if isinstance(self.compute, Blocks):
             if self.gather not in (None, self.compute):
                 rule = f"computes in {self.compute} and gathers in {self.gather}: weights are rounded once."
-                raise ConfigError(message("Precision", rule, mend="Leave gather= out."))
+                raise ConfigError(message(rule, mend="Leave gather= out."))
             object.__setattr__(self, "gather", self.compute)
         elif self.activations is not None or self.strict:
             given = f"activations={self.activations}" if self.activations is not None else "strict=True"
             mend = "Give the dtype as compute=, or a format with it: compute=fs.formats.MXFP8."
-            raise ConfigError(message("Precision", f"got {given} and no format to compute in.", mend=mend))
+            raise ConfigError(message(f"got {given} and no format to compute in.", mend=mend))
         if self.columnwise and not (isinstance(self.compute, Blocks) and self.compute.one_way):
             rule = f"got columnwise={self.columnwise!r} with compute={self.compute}."
             mend = "Leave it out: it is for a format of compute whose blocks lie along one dim, such as"
-            raise ConfigError(message("Precision", rule, mend=f"{mend} compute=fs.formats.MXFP8; others serve both."))
+            raise ConfigError(message(rule, mend=f"{mend} compute=fs.formats.MXFP8; others serve both."))
 
     def format_of(self, path: str, ndim: int) -> Blocks | None:
         """The format in which a leaf travels; None for one that travels in the dtype of compute.
@@ -263,11 +263,10 @@ class Precision:
         """
         return tuple(sorted({row for pattern in self.keep for row in _rows(path, pattern, count)}))
 
-    def check_leaves(self, function: str, leaves: tuple[PatternLeaf, ...]) -> None:
+    def check_leaves(self, leaves: tuple[PatternLeaf, ...]) -> None:
         """Refuse patterns that match no leaf. Free when it is called again with the same leaves.
 
         Args:
-            function: the public function, for the error.
             leaves: all of a model.
 
         Raises:
@@ -277,7 +276,7 @@ class Precision:
         if rows:
             paths = listed((leaf.path for leaf in leaves), none="none")
             mend = f"Leaves are {paths}. A pattern is a part of a path, or all of it; 'blocks[-1]' is a layer."
-            raise LayoutError(message(function, "got a precision with patterns that match no leaf.", rows, mend))
+            raise LayoutError(message("got a precision with patterns that match no leaf.", rows, mend))
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsharding import _compat, tree
-from fsharding.calls import named
+from fsharding.calls import call_as, named, public_name
 from fsharding.errors import (
     ArgumentError,
     FrozenError,
@@ -36,6 +36,7 @@ from fsharding.errors import (
     did_you_mean,
     listed,
     message,
+    report,
 )
 from fsharding.precision import Precision
 
@@ -111,10 +112,10 @@ def _explanation(
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as unfit:
         if _holds_parameters(signature, args):
-            return str(without_parameters(name))
+            return str(call_as(name, without_parameters))
         if "too many positional" in str(unfit) and (call := _call_of(_hints(function).get("return"))):
             mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
-        return message(name, f"cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
+        return report(f"{name} cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
     given.pop("self", None)  # of a method
@@ -133,10 +134,12 @@ def _explanation(
             if first < second and _fits(wrong[first], hints[second]) and _fits(wrong[second], hints[first]):
                 mend = f"Swap {first} and {second}. {mend}"
     if rows:
-        return message(name, "got arguments of another kind.", rows, mend)
+        return report(f"{name} got arguments of another kind.", rows, mend)
     if odd:
         rows = [*odd, f"so it failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"]
-        return message(name, "got leaves that it cannot use.", rows, "Give trees of tensors on the device of the mesh.")
+        return report(
+            f"{name} got leaves that it cannot use.", rows, "Give trees of tensors on the device of the mesh."
+        )
     return None
 
 
@@ -188,14 +191,10 @@ def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
     return "".join(hint for hint in hints if hint) or f" Its arguments are {', '.join(named)}."
 
 
-def without_parameters(function: str) -> ArgumentError:
-    """The error for parameters that an optimizer is given, as one of torch wants them.
-
-    Args:
-        function: that makes the optimizer, such as "fs.adamw".
-    """
-    mend = f"Write {function}(1e-3): opt.init(params), or fs.init_state, makes its state for them."
-    return ArgumentError(message(function, "takes a learning rate, and no parameters.", mend=mend))
+def without_parameters() -> ArgumentError:
+    """The error for parameters that an optimizer is given, as one of torch wants them."""
+    mend = f"Write {public_name()}(1e-3): opt.init(params), or fs.init_state, makes its state for them."
+    return ArgumentError(message("takes a learning rate, and no parameters.", mend=mend))
 
 
 def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
@@ -317,31 +316,29 @@ def yields_batches(x: Any) -> bool:
     return isinstance(x, Iterator | DataLoader | Dataset)
 
 
-def refuse(function: str, what: str, x: Any, mend: str) -> ArgumentError:
+def refuse(what: str, x: Any, mend: str) -> ArgumentError:
     """The error for an argument of another kind.
 
     Args:
-        function: the public function.
         what: it takes, such as "a mesh".
         x: what it was given.
         mend: the edit that makes it work.
     """
-    return ArgumentError(message(function, f"takes {what}, got {kind_of(x)}.", mend=mend))
+    return ArgumentError(message(f"takes {what}, got {kind_of(x)}.", mend=mend))
 
 
 @_compat.left_to_python
-def refuse_compiled(function: str, mend: str) -> None:
+def refuse_compiled(mend: str) -> None:
     """Refuses to run inside of what `torch.compile` has compiled.
 
     Args:
-        function: the public function, which is `never_inlined`.
         mend: the edit that compiles what can be.
 
     Raises:
         TransformError: a compiled function calls it.
     """
     if _compat.is_compiled_caller():
-        raise TransformError(message(function, "cannot run inside of torch.compile.", mend=mend))
+        raise TransformError(message("cannot run inside of torch.compile.", mend=mend))
 
 
 def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
@@ -358,7 +355,7 @@ def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping
     known = [*known]
     hint = elsewhere.get(name) or did_you_mean(name, known).strip()
     mend = hint or f"Its names are {listed(known)}."
-    return MissingNameError(message(owner, f"has no {name!r}.", mend=mend))
+    return MissingNameError(report(f"{owner} has no {name!r}.", mend=mend))
 
 
 class Immutable:
@@ -387,10 +384,10 @@ class Immutable:
 
     def _frozen(self, name: str, verb: str) -> FrozenError:
         mend = f"Write {self._instead.format(name=name)}."
-        return FrozenError(message(type(self).__name__, f"is a value: cannot {verb} its {name!r}.", mend=mend))
+        return FrozenError(report(f"{type(self).__name__} is a value: cannot {verb} its {name!r}.", mend=mend))
 
 
-def refuse_module(function: str, x: Any) -> None:
+def refuse_module(x: Any) -> None:
     """Refuses a module, whose parameters are no tree.
 
     Raises:
@@ -398,24 +395,23 @@ def refuse_module(function: str, x: Any) -> None:
     """
     if isinstance(x, nn.Module) or (isinstance(x, type) and issubclass(x, nn.Module)):
         mend = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
-        raise refuse(function, "a pure function or a tree", x, mend)
+        raise refuse("a pure function or a tree", x, mend)
 
 
-def refuse_state(function: str, x: Any) -> None:
+def refuse_state(x: Any) -> None:
     """Refuses a whole state where a tree of its parameters, or of their gradients, belongs.
 
     Raises:
         ArgumentError: it is a `TrainState`.
     """
     if hasattr(x, "opt_state"):
-        raise refuse(function, "a tree of parameters", x, "Give it the parameters alone: state.params.")
+        raise refuse("a tree of parameters", x, "Give it the parameters alone: state.params.")
 
 
-def check_path(function: str, what: str, path: Any, call: str) -> None:
+def check_path(what: str, path: Any, call: str) -> None:
     """Refuses what is no path where one comes first.
 
     Args:
-        function: the public function.
         what: it takes, such as "a path, then a Layout".
         path: what it was given.
         call: how to write it.
@@ -424,10 +420,10 @@ def check_path(function: str, what: str, path: Any, call: str) -> None:
         ArgumentError: it is none.
     """
     if not isinstance(path, str | os.PathLike):
-        raise refuse(function, what, path, f"Give the directory first: {call}.")
+        raise refuse(what, path, f"Give the directory first: {call}.")
 
 
-def check_timeout(function: str, timeout: Any) -> None:
+def check_timeout(timeout: Any) -> None:
     """Refuse a timeout that isn't a timedelta.
 
     Raises:
@@ -435,17 +431,17 @@ def check_timeout(function: str, timeout: Any) -> None:
     """
     if not isinstance(timeout, timedelta):
         mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
-        raise refuse(function, "timeout= as a timedelta", timeout, mend)
+        raise refuse("timeout= as a timedelta", timeout, mend)
 
 
-def check_precision(function: str, precision: Any) -> None:
+def check_precision(precision: Any) -> None:
     """Refuses what is no `Precision`, such as the name of a dtype.
 
     Raises:
         ArgumentError: it is none.
     """
     if not isinstance(precision, Precision):
-        raise refuse(function, "a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
+        raise refuse("a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
 
 
 def is_optimizer(x: Any) -> bool:
@@ -456,7 +452,7 @@ def is_optimizer(x: Any) -> bool:
     return needed and all(getattr(x, name, None) is None or callable(getattr(x, name)) for name in ("apply", "factor"))
 
 
-def check_optimizer(function: str, opt: Any) -> None:
+def check_optimizer(opt: Any) -> None:
     """Refuses what is no pair of functions `init` and `update`.
 
     Raises:
@@ -480,14 +476,13 @@ def check_optimizer(function: str, opt: Any) -> None:
         mend = "Its functions are of the same form: fs.optim.GradientTransformation(opt.init, opt.update)."
     else:
         mend = "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions."
-    raise refuse(function, "an optimizer that is a pair of functions", opt, mend)
+    raise refuse("an optimizer that is a pair of functions", opt, mend)
 
 
-def check_function(function: str, what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
+def check_function(what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
     """Refuses what cannot be called with so many arguments.
 
     Args:
-        function: the public function.
         what: it takes, such as "a loss function (params, batch)".
         fn: what it was given.
         count: of positional arguments.
@@ -496,9 +491,9 @@ def check_function(function: str, what: str, fn: Callable[..., Any], count: int,
     Raises:
         ArgumentError: it is no function, or one of other arguments.
     """
-    refuse_module(function, fn)
+    refuse_module(fn)
     if not callable(fn) or isinstance(fn, type):
-        raise refuse(function, what, fn, f"Give {what}.")
+        raise refuse(what, fn, f"Give {what}.")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -508,4 +503,4 @@ def check_function(function: str, what: str, fn: Callable[..., Any], count: int,
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         text = f"takes {what}, got {name}{signature}."
-        raise ArgumentError(message(function, text, mend=f"Give {what}.")) from error
+        raise ArgumentError(message(text, mend=f"Give {what}.")) from error

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsharding import _compat, _functorch
 from fsharding.calls import named
-from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message
+from fsharding.errors import ArgumentError, LayoutError, RandomKeyError, message, report
 from fsharding.formats.philox import uniform_as_numpy
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.public import missing_name, public
@@ -45,7 +45,7 @@ _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-@public("fs.random.key")
+@public("random.key")
 def key(seed: int) -> Tensor:
     """Make a key from a seed: int64[2], the high and the low 32 bits.
 
@@ -59,12 +59,12 @@ def key(seed: int) -> Tensor:
         >>> fs.random.key(42)
         tensor([ 0, 42])
     """
-    seed = _integer("random.key", "seed", seed, 64)
+    seed = _integer("seed", seed, 64)
     with _compat.with_values():  # a key is a value of the host, also where tensors are fake
         return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
 
-@public("fs.random.split")
+@public("random.split")
 def split(key: Tensor, n: int = 2) -> Tensor:
     """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more.
 
@@ -76,13 +76,13 @@ def split(key: Tensor, n: int = 2) -> Tensor:
         >>> torch.equal(fs.random.normal(w_key, (4,)).tensor(), fs.random.normal(b_key, (4,)).tensor())
         False
     """
-    n = _integer("random.split", "n", n, 32)
-    with _where_computed(_checked(key, "random.split")):
+    n = _integer("n", n, 32)
+    with _where_computed(_checked(key)):
         counts = torch.arange(n, dtype=torch.int64, device=key.device)
         return _threefry(key, torch.stack((torch.zeros_like(counts), counts), -1))
 
 
-@public("fs.random.fold_in")
+@public("random.fold_in")
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """Make a key from a key and a number, such as a step or a layer: int64[2].
 
@@ -103,12 +103,12 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """
     if isinstance(data, Tensor) and not _is_readable(data):
         if data.dtype.is_floating_point or data.dtype.is_complex or data.dtype == torch.bool or data.ndim:
-            raise _no_integer("random.fold_in", "data", type_text(tuple(data.shape), data.dtype), 63)
-        return fold_in_count(_checked(key, "random.fold_in"), data)
-    number = _integer("random.fold_in", "data", data, 63)
+            raise _no_integer("data", type_text(tuple(data.shape), data.dtype), 63)
+        return fold_in_count(_checked(key), data)
+    number = _integer("data", data, 63)
     # The first word is at least 1, and 0 in `split`, whose keys are others.
     count = (1 + (number >> 32), number & _WORD)
-    with _where_computed(_checked(key, "random.fold_in")):
+    with _where_computed(_checked(key)):
         if _is_readable(key):
             # A model derives hundreds of keys, and a hundred operations on tensors of two elements take a while.
             high, low = key.tolist()
@@ -127,7 +127,7 @@ def fold_in_count(key: Tensor, count: Tensor) -> Tensor:
     return torch.stack(_rounds(words, (1 + ((number >> 32) & 0x7FFFFFFF), number & _WORD)), -1)
 
 
-def _integer(function: str, name: str, x: Any, bits: int) -> int:
+def _integer(name: str, x: Any, bits: int) -> int:
     """An integer from 0 to 2**bits - 1. Others are refused: masked, they would give the key of another number."""
     is_bool = isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool
     try:
@@ -135,12 +135,12 @@ def _integer(function: str, name: str, x: Any, bits: int) -> int:
     except (TypeError, ValueError):
         number = -1
     if not 0 <= number < 1 << bits:
-        raise _no_integer(function, name, repr(x), bits)
+        raise _no_integer(name, repr(x), bits)
     return number
 
 
-def _no_integer(function: str, name: str, got: str, bits: int) -> RandomKeyError:
-    return RandomKeyError(message(function, f"got {name}={got}.", mend=f"Give an integer from 0 to 2**{bits} - 1."))
+def _no_integer(name: str, got: str, bits: int) -> RandomKeyError:
+    return RandomKeyError(message(f"got {name}={got}.", mend=f"Give an integer from 0 to 2**{bits} - 1."))
 
 
 def _where_computed(key: Tensor) -> AbstractContextManager[Any]:
@@ -148,11 +148,11 @@ def _where_computed(key: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if _compat.is_fake(key) else _compat.with_values()
 
 
-def _checked(key: Tensor, function: str) -> Tensor:
+def _checked(key: Tensor) -> Tensor:
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape != (2,):
         what = kind_text(key) if isinstance(key, Tensor) else f"{type(key).__name__} {key}"
         text = f"needs a key int64[2], got {what}."
-        raise RandomKeyError(message(function, text, mend="Make keys with random.key, random.split or random.fold_in."))
+        raise RandomKeyError(message(text, mend="Make keys with random.key, random.split or random.fold_in."))
     return key
 
 
@@ -191,7 +191,7 @@ _DRAWN = "Say so to the function that draws, such as fs.random.normal(key, shape
 
 
 def _refusal(use: str, mend: str) -> ArgumentError:
-    return ArgumentError(message("fs.random", f"gives draws, which are lazy, and one of them {use}.", mend=mend))
+    return ArgumentError(report(f"fs.random gives draws, which are lazy, and one of them {use}.", mend=mend))
 
 
 def _refuses(use: str) -> Any:
@@ -265,7 +265,7 @@ class Draw:
         inside = all(0 <= start <= stop <= size for (start, stop), size in zip(box, self.shape, strict=False))
         if len(box) != len(self.shape) or not inside:
             text = f"cannot draw {list(box)} of an array of shape {list(self.shape)}."
-            raise LayoutError(message("Draw.slice", text, mend="Give a range inside the array for each dim."))
+            raise LayoutError(message(text, mend="Give a range inside the array for each dim."))
         if self.kind == "full":
             return torch.full(boxes.shape_of(box), self.low, dtype=self.dtype, device=device)
         if isinstance(self.words[0], Tensor) and self.kind != "normal":
@@ -326,12 +326,12 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
         mend = "Give whole numbers from 0, one for each dim."
-        raise LayoutError(message("fs.random", f"cannot draw an array of shape {tuple(shape)}.", mend=mend))
+        raise LayoutError(report(f"fs.random cannot draw an array of shape {tuple(shape)}.", mend=mend))
     return tuple(shape)
 
 
 def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
-    words = _words_of(_checked(key, f"random.{kind}"))
+    words = _words_of(_checked(key))
     return Draw(_sizes(shape), dtype, kind, low, scale, words)
 
 
@@ -361,7 +361,7 @@ def observing_draws(observe: Callable[[tuple[int, int]], None]) -> Generator[Non
         _observer.reset(token)
 
 
-@public("fs.random.normal")
+@public("random.normal")
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Draw:
@@ -375,7 +375,7 @@ def normal(
     return _draw(key, shape, dtype, "normal", mean, std)
 
 
-@public("fs.random.uniform")
+@public("random.uniform")
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Draw:
@@ -389,7 +389,7 @@ def uniform(
     return _draw(key, shape, dtype, "uniform", low, high - low)
 
 
-@public("fs.random.bernoulli")
+@public("random.bernoulli")
 def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> Draw:
     """A lazy bool array that is true with probability `p`, such as a mask.
 
@@ -402,11 +402,11 @@ def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> Draw:
         (torch.bool, True)
     """
     swapped = isinstance(shape, float) and isinstance(p, Sequence)
-    _check_probability("fs.random.bernoulli", p, " Swap the two: (key, shape, p)." if swapped else "")
+    _check_probability(p, " Swap the two: (key, shape, p)." if swapped else "")
     return _draw(key, shape, torch.bool, "bernoulli", float(p), 0.0)
 
 
-@public("fs.random.dropout")
+@public("random.dropout")
 def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
     """Zeroes each element with probability `p`, and divides the others by `1 - p`, so that the mean stays.
 
@@ -430,14 +430,14 @@ def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
         >>> fs.random.dropout(torch.ones(3), 0.25, None)
         tensor([1., 1., 1.])
     """
-    _check_probability("fs.random.dropout", p, below_one=True)
+    _check_probability(p, below_one=True)
     if key is None or p == 0:
         return x
     kept = bernoulli(key, x.shape, 1 - p).tensor(device=x.device)
     return torch.where(kept, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-@public("fs.random.for_rank")
+@public("random.for_rank")
 def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
     """A key of this rank's own, int64[2]: equal on two ranks exactly if they see the same tokens.
 
@@ -451,19 +451,19 @@ def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
         >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(dp=-1, device="cpu")).shape
         torch.Size([2])
     """
-    index, _ = data_position(current_mesh("fs.random.for_rank") if mesh is None else mesh, cp=True)
+    index, _ = data_position(current_mesh() if mesh is None else mesh, cp=True)
     return fold_in(key, index)
 
 
-def _check_probability(function: str, p: Any, hint: str = "", *, below_one: bool = False) -> None:
+def _check_probability(p: Any, hint: str = "", *, below_one: bool = False) -> None:
     most = "below 1" if below_one else "to 1"
     is_number = isinstance(p, int | float) and not isinstance(p, bool)
     if not is_number or not 0 <= p <= 1 or (below_one and p == 1):
         mend = f"Give a probability from 0 {most}.{hint}"
-        raise ArgumentError(message(function, f"got p={p!r}.", mend=mend))
+        raise ArgumentError(message(f"got p={p!r}.", mend=mend))
 
 
-@public("fs.random.full")
+@public("random.full")
 def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> Draw:
     """A lazy array of one value.
 
@@ -475,7 +475,7 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float
     return Draw(_sizes(shape), dtype, "full", value, 0.0)
 
 
-@public("fs.random.zeros")
+@public("random.zeros")
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
     """A lazy array of zeros.
 
@@ -486,7 +486,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
     return full(shape, 0.0, dtype=dtype)
 
 
-@public("fs.random.ones")
+@public("random.ones")
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
     """A lazy array of ones.
 

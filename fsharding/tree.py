@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 
-from fsharding.calls import named
+from fsharding.calls import named, public_name
 from fsharding.errors import TreeError, listed, message
 
 __all__ = [
@@ -128,7 +128,7 @@ def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
         names = _paths_of(spec)
         rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(names).items() if n > 1]
         mend = "Rename keys: the keys of a leaf, joined by dots, are its path."
-        raise TreeError(message("fs.tree.named_leaves", "got leaves whose paths collide.", rows, mend))
+        raise TreeError(message("got leaves whose paths collide.", rows, mend))
     return result
 
 
@@ -144,9 +144,9 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
         >>> fs.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         {'w': 0.0, 'b': 1.0}
     """
-    _check_function("tree.map", fn)
+    _check_function(fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
-    others = [flatten_up_to(spec, other, "tree.map") for other in rest]
+    others = [flatten_up_to(spec, other) for other in rest]
     return unflatten(spec, [fn(*group) for group in zip(flat, *others, strict=True)])
 
 
@@ -158,21 +158,18 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
         >>> fs.tree.map_with_path(lambda path, x: 0 if path.endswith("bias") else x, {"w": 1, "bias": 2})
         {'w': 1, 'bias': 0}
     """
-    _check_function("tree.map_with_path", fn)
+    _check_function(fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
-    others = [flatten_up_to(spec, other, "tree.map_with_path") for other in rest]
+    others = [flatten_up_to(spec, other) for other in rest]
     return unflatten(spec, [fn(*group) for group in zip(_paths_of(spec), flat, *others, strict=True)])
 
 
-def flatten_up_to(
-    spec: optree.PyTreeSpec, tree: Tree, function: str, labels: tuple[str, str] = _TWO_TREES
-) -> list[Any]:
+def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, labels: tuple[str, str] = _TWO_TREES) -> list[Any]:
     """The subtree of `tree` at each leaf of `spec`.
 
     Args:
         spec: the structure.
         tree: begins with it.
-        function: the public function, for the error.
         labels: what the structure and the tree are, such as `("params", "grads")`, for the error.
 
     Raises:
@@ -180,36 +177,35 @@ def flatten_up_to(
 
     Example:
         >>> _, spec = fs.tree.flatten({"w": 0, "b": 0})
-        >>> fs.tree.flatten_up_to(spec, {"w": {"mu": 1, "nu": 2}, "b": 3}, "my_update")
+        >>> fs.tree.flatten_up_to(spec, {"w": {"mu": 1, "nu": 2}, "b": 3})
         [3, {'mu': 1, 'nu': 2}]
     """
     try:
         return spec.flatten_up_to(tree)
     except (ValueError, TypeError) as error:
-        raise _mismatch(function, spec, optree.tree_structure(tree, namespace=NAMESPACE), labels) from error
+        raise _mismatch(spec, optree.tree_structure(tree, namespace=NAMESPACE), labels) from error
 
 
-def _mismatch(function: str, spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[str, str]) -> TreeError:
+def _mismatch(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[str, str]) -> TreeError:
     """The error for two structures that differ; every path that only one of them has is listed."""
     ours, theirs = set(_paths_of(spec)), set(_paths_of(other))
     rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
     rows += [f"{path}: only in {labels[1]}" for path in sorted(theirs - ours)]
     what, both = ("two trees", "both trees") if labels == _TWO_TREES else (" and ".join(labels), "both")
     rows = rows or [f"{labels[0]}: {spec}", f"{labels[1]}: {other}"]
-    return TreeError(message(function, f"got {what} that do not match.", rows, f"Give {both} the same keys."))
+    return TreeError(message(f"got {what} that do not match.", rows, f"Give {both} the same keys."))
 
 
-def _check_function(function: str, fn: Any) -> None:
+def _check_function(fn: Any) -> None:
     if not callable(fn):
-        mend = f"Call it as {function}(fn, tree)."
-        raise TreeError(message(function, f"takes a function, then trees, got {type(fn).__name__}.", mend=mend))
+        mend = f"Call it as {public_name()}(fn, tree)."
+        raise TreeError(message(f"takes a function, then trees, got {type(fn).__name__}.", mend=mend))
 
 
-def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> None:
+def match(first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> None:
     """Checks that two trees have the same paths.
 
     Args:
-        function: the public function, for the error.
         first: a tree.
         second: another.
         labels: what the two are, for the error.
@@ -218,25 +214,24 @@ def match(function: str, first: Tree, second: Tree, labels: tuple[str, str] = _T
         TreeError: they differ; every path that only one of them has is listed.
 
     Example:
-        >>> fs.tree.match("my_update", {"w": 1, "b": 2}, {"w": 1}, labels=("params", "grads"))
+        >>> fs.tree.match({"w": 1, "b": 2}, {"w": 1}, labels=("params", "grads"))
         Traceback (most recent call last):
             ...
-        fsharding.errors.TreeError: my_update got params and grads that do not match.
+        fsharding.errors.TreeError: fsharding got params and grads that do not match.
           b: only in params
         Give both the same keys.
     """
     spec, other = (optree.tree_structure(t, namespace=NAMESPACE) for t in (first, second))
     if spec != other and _paths_of(spec) != _paths_of(other):
-        raise _mismatch(function, spec, other, labels)
+        raise _mismatch(spec, other, labels)
 
 
-def prune(tree: Tree, like: Tree, function: str = "fs.tree.prune", labels: tuple[str, str] = ("tree", "like")) -> Tree:
+def prune(tree: Tree, like: Tree, labels: tuple[str, str] = ("tree", "like")) -> Tree:
     """A tree with None wherever `like` has None: parameters without those that have no gradient.
 
     Args:
         tree: any.
         like: the same tree, with None here and there.
-        function: the public function, for the error.
         labels: what the two are, for the error.
 
     Raises:
@@ -248,7 +243,7 @@ def prune(tree: Tree, like: Tree, function: str = "fs.tree.prune", labels: tuple
         {'w': 1.0, 'frozen': None}
     """
     flat, spec = flatten(tree)
-    kept = flatten_up_to(spec, like, function, labels)
+    kept = flatten_up_to(spec, like, labels)
     return unflatten(spec, [leaf if other is not None else None for leaf, other in zip(flat, kept, strict=True)])
 
 
@@ -297,7 +292,7 @@ def at(tree: Tree, path: str) -> Any:
     """
     if not isinstance(path, str):
         mend = 'Give keys, fields and positions joined by dots: "blocks.wq".'
-        raise TreeError(message("tree.at", f"takes a tree, then a path, got {type(path).__name__}.", mend=mend))
+        raise TreeError(message(f"takes a tree, then a path, got {type(path).__name__}.", mend=mend))
     node = tree
     for part in path.split(".") if path else ():
         try:
@@ -308,7 +303,7 @@ def at(tree: Tree, path: str) -> Any:
                 node = node[int(part)] if part.isdigit() else getattr(node, part)
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             mend = f"The paths are {listed(paths(tree))}."
-            raise TreeError(message("tree.at", f"finds no {path!r}.", mend=mend)) from error
+            raise TreeError(message(f"finds no {path!r}.", mend=mend)) from error
     return node
 
 

@@ -29,6 +29,7 @@ import fsharding as fs
 from fsharding import checkpoint
 from fsharding.bench.options import CheckpointConfig
 from fsharding.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
+from fsharding.calls import named
 from fsharding.checkpoint.state_leaves import content
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -42,6 +43,7 @@ __all__ = ["bench_checkpoint"]
 _LEAVES = 12
 
 
+@named("fsharding bench checkpoint")
 def bench_checkpoint(config: CheckpointConfig) -> None:
     """Measures on the ranks that are there, and prints on rank 0.
 
@@ -49,7 +51,7 @@ def bench_checkpoint(config: CheckpointConfig) -> None:
         ConfigError: a number below 1.
     """
     if min(config.mb, config.rounds) < 1:
-        raise ConfigError(message("fsharding bench checkpoint", "needs mb and rounds of at least 1."))
+        raise ConfigError(message("needs mb and rounds of at least 1."))
     mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
     folder = [tempfile.mkdtemp(prefix="fsharding-bench-", dir=config.dir)]
     try:

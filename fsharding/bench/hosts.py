@@ -14,12 +14,14 @@ from typing import Any
 
 from fsharding.bench.options import StepConfig
 from fsharding.bench.step import check
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.testing.hosts import HostPair
 
 __all__ = ["arguments_of", "on_two_hosts"]
 
 
+@named("fsharding bench step")
 def on_two_hosts(config: StepConfig) -> int:
     """Runs `fsharding bench step` on two hosts, and prints on rank 0.
 
@@ -36,7 +38,7 @@ def on_two_hosts(config: StepConfig) -> int:
     ranks = 2 if config.ranks is None else config.ranks
     if ranks < 2 or ranks % 2:
         text = f"cannot put {ranks} ranks on 2 hosts."
-        raise ConfigError(message("fsharding bench step", text, mend="Give an even number: --ranks 4 --hosts 2."))
+        raise ConfigError(message(text, mend="Give an even number: --ranks 4 --hosts 2."))
     outputs = [path.resolve().parent for path in (config.plot, config.trace) if path is not None]
     for folder in outputs:
         folder.mkdir(parents=True, exist_ok=True)

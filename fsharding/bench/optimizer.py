@@ -17,6 +17,7 @@ from torch import Tensor
 import fsharding as fs
 from fsharding.bench.options import OptimizerConfig
 from fsharding.bench.rounds import agree, print_rows, take_turns
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.models.decoder import decoder
@@ -30,6 +31,7 @@ __all__ = ["bench_optimizer"]
 _RATE, _DECAY = 1e-3, 0.1
 
 
+@named("fsharding bench optimizer")
 def bench_optimizer(config: OptimizerConfig) -> None:
     """Measures and prints.
 
@@ -38,9 +40,7 @@ def bench_optimizer(config: OptimizerConfig) -> None:
     """
     wrong = [f"{name}: {n}" for name in ("leaves", "size", "rounds") if (n := getattr(config, name)) < 1]
     if wrong:
-        raise ConfigError(
-            message("fsharding bench optimizer", "cannot measure this.", wrong, "Numbers are at least 1.")
-        )
+        raise ConfigError(message("cannot measure this.", wrong, "Numbers are at least 1."))
     model = decoder(recipe(config.preset).config)
     shapes = [leaf.shape for leaf in plan_layout(model, make_mesh(dp=1)).leaves]
     rows = [*_measure(config, shapes), *_measure(config, [(config.size,)] * config.leaves)]

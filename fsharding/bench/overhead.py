@@ -21,6 +21,7 @@ import fsharding as fs
 from fsharding.bench.options import OverheadConfig
 from fsharding.bench.rounds import agree, print_rows, take_turns
 from fsharding.bench.step import sending_mesh, transport_of
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.sharding.layout import plan_layout
@@ -36,6 +37,7 @@ _RATE = 1e-5
 _SENT = "fsharding-zero3, every byte sent"
 
 
+@named("fsharding bench overhead")
 def overhead(config: OverheadConfig) -> None:
     """Measures on the ranks that are there, and prints on rank 0.
 
@@ -43,7 +45,7 @@ def overhead(config: OverheadConfig) -> None:
         ConfigError: a number below 1.
     """
     if min(config.units, config.leaves, config.rounds) < 1:
-        raise ConfigError(message("fsharding bench overhead", "needs units, leaves and rounds of at least 1."))
+        raise ConfigError(message("needs units, leaves and rounds of at least 1."))
     mesh = make_mesh(dp=-1, timeout=timedelta(seconds=60))
     try:
         rows = measure(config, mesh)

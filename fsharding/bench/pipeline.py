@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharding import random
 from fsharding.bench.options import PipelineConfig
 from fsharding.bench.rounds import agree, print_rows, take_turns
+from fsharding.calls import named
 from fsharding.errors import ConfigError, did_you_mean, message
 from fsharding.mesh.device_mesh import make_mesh, own_rank
 from fsharding.models.decoder import decoder
@@ -61,6 +62,7 @@ def bench_pipeline(config: PipelineConfig) -> None:
             dist.destroy_process_group()
 
 
+@named("fsharding bench pipeline")
 def check_pipeline(config: PipelineConfig) -> None:
     """Refuses what cannot be measured.
 
@@ -81,7 +83,7 @@ def check_pipeline(config: PipelineConfig) -> None:
         wrong.append("schedules: none")
     if wrong:
         mend = f"Numbers are at least 1, rest is milliseconds from 0; schedules are {', '.join(SCHEDULES)}."
-        raise ConfigError(message("fsharding bench pipeline", "cannot measure this.", wrong, mend))
+        raise ConfigError(message("cannot measure this.", wrong, mend))
     recipe(config.preset)
 
 

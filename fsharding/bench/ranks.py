@@ -27,6 +27,7 @@ from fsharding import _compat
 from fsharding.bench.options import RanksConfig
 from fsharding.bench.peers import Task, first_dims, fsdp2_module
 from fsharding.bench.rounds import cell, in_turn, print_rows
+from fsharding.calls import named
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.wires import Plain
 from fsharding.errors import ConfigError, message
@@ -57,6 +58,7 @@ _RANK = 1
 """Of the process that is measured: it has a part of every leaf that is cut in more than one."""
 
 
+@named("fsharding bench ranks")
 def bench_ranks(config: RanksConfig) -> None:
     """Measures each number of ranks in turn, in this process, and prints.
 
@@ -65,10 +67,10 @@ def bench_ranks(config: RanksConfig) -> None:
     """
     if min(*config.ranks, 2) < 2 or min(config.blocks, config.seq_len, config.rounds) < 1 or config.dim % 64:
         mend = "Ranks are at least 2, other numbers at least 1; dim is a multiple of 64."
-        raise ConfigError(message("fsharding bench ranks", "cannot measure this.", mend=mend))
+        raise ConfigError(message("cannot measure this.", mend=mend))
     if under_launcher():
         mend = "Run it without torchrun."
-        raise ConfigError(message("fsharding bench ranks", "is one process that stands for many.", mend=mend))
+        raise ConfigError(message("is one process that stands for many.", mend=mend))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

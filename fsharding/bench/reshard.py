@@ -24,6 +24,7 @@ import fsharding as fs
 from fsharding import checkpoint
 from fsharding.bench.options import ReshardBenchConfig
 from fsharding.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
+from fsharding.calls import named
 from fsharding.comm.counters import counting_bytes
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
@@ -40,6 +41,7 @@ _LEAVES, _LAYERS, _WIDTH = 4, 8, 1024
 _CASES = {"dp4 -> tp4": ({"dp": 4}, {"tp": 4}), "dp2·tp2 -> pp2·dp2": ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})}
 
 
+@named("fsharding bench reshard")
 def bench_reshard(config: ReshardBenchConfig) -> None:
     """Measures on 4 ranks, and prints on rank 0.
 
@@ -47,7 +49,7 @@ def bench_reshard(config: ReshardBenchConfig) -> None:
         ConfigError: a number below 1.
     """
     if min(config.mb, config.rounds, config.budget_mb) < 1:
-        raise ConfigError(message("fsharding bench reshard", "needs mb, rounds and budget of at least 1."))
+        raise ConfigError(message("needs mb, rounds and budget of at least 1."))
     rows: list[dict[str, Any]] = []
     try:
         for name, (source, target) in _CASES.items():

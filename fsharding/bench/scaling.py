@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fsharding.bench.options import ScalingConfig, StepConfig
 from fsharding.bench.rounds import cell, print_rows, say
 from fsharding.bench.step import check, measure
+from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.mesh.launch import launch_ranks
@@ -27,6 +28,7 @@ from fsharding.models.decoder import DecoderConfig
 __all__ = ["bench_scaling", "fit"]
 
 
+@named("fsharding bench scaling")
 def bench_scaling(config: ScalingConfig) -> None:
     """Starts each number of ranks in turn, and prints.
 
@@ -37,10 +39,10 @@ def bench_scaling(config: ScalingConfig) -> None:
     check(_step(config, config.contenders), "fsharding bench scaling")
     if min(*config.ranks, *config.units, *config.dims, 1) < 1 or any(dim % 64 for dim in config.dims):
         mend = "Numbers are at least 1; dims are multiples of 64."
-        raise ConfigError(message("fsharding bench scaling", "cannot measure these points.", mend=mend))
+        raise ConfigError(message("cannot measure these points.", mend=mend))
     if under_launcher():
         mend = "Run it without torchrun."
-        raise ConfigError(message("fsharding bench scaling", "starts its own ranks.", mend=mend))
+        raise ConfigError(message("starts its own ranks.", mend=mend))
     rows: list[dict[str, Any]] = []
     for ranks in config.ranks:
         rows += points(config) if ranks == 1 else launch_ranks(points, ranks, config)[0]

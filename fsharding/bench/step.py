@@ -25,11 +25,12 @@ import fsharding as fs
 from fsharding.bench.options import StepConfig
 from fsharding.bench.peers import B1, B2, PEERS, RATE, Task, first_dims, missing
 from fsharding.bench.rounds import Steps, agree, allocated, print_rows, take_turns
+from fsharding.calls import named
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.native import Native
 from fsharding.comm.pairwise import Pairwise
 from fsharding.comm.transport import choice_for
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, message, report
 from fsharding.mesh.device_mesh import axis_group, make_mesh, own_rank
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import Model
@@ -80,6 +81,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
+@named("fsharding bench step")
 def bench_step(config: StepConfig) -> None:
     """Measures on the ranks that are there, and prints on rank 0.
 
@@ -92,7 +94,7 @@ def bench_step(config: StepConfig) -> None:
     try:
         if mesh.size() % replica:
             text = f"cannot run fsharding-hybrid on {mesh.size()} ranks."
-            raise ConfigError(message("fsharding bench step", text, mend="Use an even number of ranks."))
+            raise ConfigError(message(text, mend="Use an even number of ranks."))
         rows = measure(config, mesh)
         if own_rank() == 0:
             _show(config, rows)
@@ -120,10 +122,10 @@ def check(config: StepConfig, command: str) -> None:
         wrong.append("contenders: none")
     if wrong:
         mend = f"Numbers are at least 1; contenders are {', '.join([*PEERS, *OURS])}."
-        raise ConfigError(message(command, "cannot measure this.", wrong, mend))
+        raise ConfigError(report(f"{command} cannot measure this.", wrong, mend))
     recipe(config.preset)
     if config.plot is not None:
-        require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
+        require_matplotlib("bars", instead=", or leave --plot out")
 
 
 def transport_of(mesh: Any) -> str:

@@ -19,8 +19,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from fsharding.calls import call_as, public_name
 from fsharding.checkpoint.directory import naming_path
-from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.errors import CheckpointError, FshardingError, message, report
 from fsharding.mesh.failures import is_fake_world, own_rank
 from fsharding.public import check_timeout
 
@@ -93,7 +94,7 @@ def _as_ours(error: BaseException) -> CheckpointError:
     """A failure that is none of a checkpoint's, such as a lost rank, as one of them."""
     text = str(error)
     if not isinstance(error, FshardingError):
-        text = message("fs.checkpoint.save_async", "failed.", [f"{type(error).__name__}: {error}"])
+        text = report("fs.checkpoint.save_async failed.", [f"{type(error).__name__}: {error}"])
     result = CheckpointError(text)
     result.__cause__ = error
     return result
@@ -138,7 +139,7 @@ def _at_exit() -> None:
     os._exit(1)
 
 
-def own_group(function: str, timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:
+def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:
     """Return a gloo group of all ranks for saves, made once for each use; None without several ranks. Collective.
 
     The timeout of the mesh is for collectives of a step, and a write to a disk may take longer. Two threads must not
@@ -146,14 +147,13 @@ def own_group(function: str, timeout: timedelta, use: str = "checkpoint") -> dis
     another use.
 
     Args:
-        function: the public function, for the error.
         timeout: of the group from here on.
         use: which group.
 
     Raises:
         ArgumentError: the timeout is no timedelta.
     """
-    check_timeout(function, timeout)
+    check_timeout(timeout)
     if not dist.is_initialized() or is_fake_world():
         return None
     world = dist.group.WORLD
@@ -167,17 +167,17 @@ def own_group(function: str, timeout: timedelta, use: str = "checkpoint") -> dis
     return group
 
 
-def watched(function: str, path: Path, work: Callable[[], T]) -> Callable[[], T]:
+def watched(path: Path, work: Callable[[], T]) -> Callable[[], T]:
     """Have work on a file system log once that it takes long, and name the path in its errors.
 
     Args:
-        function: the public function.
         path: what is written.
         work: what this rank does.
     """
+    name = public_name()  # the timer has a thread of its own
 
     def run() -> T:
-        timer = threading.Timer(_SLOW_S, _report_slow, (function, path))
+        timer = threading.Timer(_SLOW_S, call_as, (name, _report_slow, path))
         timer.daemon = True
         timer.start()
         try:
@@ -189,6 +189,6 @@ def watched(function: str, path: Path, work: Callable[[], T]) -> Callable[[], T]
     return run
 
 
-def _report_slow(function: str, path: Path) -> None:
+def _report_slow(path: Path) -> None:
     rule = f"has written to {path} for {_SLOW_S:g} s on rank {own_rank()}, and is not done: its file system is slow."
-    _log.warning(message(function, rule, mend="Other ranks wait for it as long as its timeout= allows."))
+    _log.warning(message(rule, mend="Other ranks wait for it as long as its timeout= allows."))

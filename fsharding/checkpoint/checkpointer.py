@@ -71,10 +71,10 @@ class Checkpointer:
         ]
         if rows:
             mend = "Give numbers of at least 1; keep=None keeps all."
-            raise ConfigError(message("fs.checkpoint.Checkpointer", "cannot keep fewer than one.", rows, mend))
-        self.directory = real_path(directory, "fs.checkpoint.Checkpointer")
+            raise ConfigError(message("cannot keep fewer than one.", rows, mend))
+        self.directory = real_path(directory)
         if data is not None:
-            check_stateful("fs.checkpoint.Checkpointer", data)
+            check_stateful(data)
         self.keep, self.every, self.background, self.data = keep, every, background, data
         self.timeout = timeout
 
@@ -89,7 +89,7 @@ class Checkpointer:
                 raise
             error.add_note(str(failed))
 
-    @called_by_all("fs.checkpoint.Checkpointer.save")
+    @called_by_all
     @named("fs.checkpoint.Checkpointer.save")
     def save(self, state: TrainState, extra: Any = None, *, number: int | None = None) -> None:
         """Saves to `directory/<number>`, and then removes what is too old; see `save_async`.
@@ -106,7 +106,7 @@ class Checkpointer:
         settle()
         target, keep = self.directory / str(int(state.step) if number is None else number), self.keep
         after = None if keep is None else lambda: retire(self.directory, keep, target)
-        group = own_group("fs.checkpoint.Checkpointer", self.timeout)
+        group = own_group(self.timeout)
         job = plan_save(target, state, extra, after, self.data, group)
         if self.background:
             in_background(job, group)
@@ -144,7 +144,7 @@ class Checkpointer:
         newest = self.latest()
         if newest is None:
             rule = f"finds no complete checkpoint in {self.directory}."
-            raise CheckpointError(message("fs.checkpoint.Checkpointer.load", rule))
+            raise CheckpointError(message(rule))
         return load(newest, layout, opt=opt, data=self.data)
 
     def wait(self) -> None:

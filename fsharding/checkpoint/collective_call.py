@@ -20,11 +20,10 @@ __all__ = ["failure", "together"]
 T = TypeVar("T")
 
 
-def together(function: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Runs `work` on every rank, without collectives in it, and gathers what it returned. Collective.
 
     Args:
-        function: the public function, for the error.
         work: what this rank does; returns something small that can be pickled.
         group: of all ranks, for a thread that must not get between the collectives of another; by default the default.
 
@@ -46,15 +45,14 @@ def together(function: str, work: Callable[[], T], group: dist.ProcessGroup | No
         dist.all_gather_object(answers, (value, problem), group=group)
     problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
-        raise failure(function, problems) from cause
+        raise failure(problems) from cause
     return cast("list[T]", [value for value, _ in answers])
 
 
-def failure(function: str, problems: Mapping[int, tuple[bool, str]]) -> CheckpointError:
+def failure(problems: Mapping[int, tuple[bool, str]]) -> CheckpointError:
     """Words what went wrong on some ranks.
 
     Args:
-        function: the public function.
         problems: by rank: whether the text is a whole message of ours already, and the text.
     """
     by_text: dict[tuple[bool, str], list[int]] = {}
@@ -64,8 +62,8 @@ def failure(function: str, problems: Mapping[int, tuple[bool, str]]) -> Checkpoi
     if whole and len(problems) == world_size() and len(by_text) == 1:
         return CheckpointError(text)
     if world_size() == 1:
-        return CheckpointError(message(function, "failed.", [text]))
+        return CheckpointError(message("failed.", [text]))
     rows = [
         f"rank{'s' * (len(where) > 1)} {', '.join(map(str, where))}: {text}" for (_, text), where in by_text.items()
     ]
-    return CheckpointError(message(function, f"failed on {len(problems)} of {world_size()} ranks.", rows))
+    return CheckpointError(message(f"failed on {len(problems)} of {world_size()} ranks.", rows))

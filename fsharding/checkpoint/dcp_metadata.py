@@ -70,7 +70,7 @@ _MEGATRON_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCor
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-def _finder(function: str) -> Find:
+def _finder() -> Find:
     """The value of a global of `.metadata`: a dtype for itself, and any other that may be there for its name."""
 
     def find(module: str, name: str) -> Any:
@@ -79,15 +79,13 @@ def _finder(function: str) -> Find:
         if name not in _ALLOWED.get(module, ()):
             rule = f"refuses to unpickle {module}.{name}, which {METADATA} names: no checkpoint of ours has it."
             mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
-            raise CheckpointError(message(function, rule, mend=mend))
+            raise CheckpointError(message(rule, mend=mend))
         return Global(module, name)
 
     return find
 
 
-def inventory(
-    folder: Path, pickled: bytes | bytearray, manifest: Manifest | None, function: str = "fs.checkpoint.load"
-) -> dict[str, Stored]:
+def inventory(folder: Path, pickled: bytes | bytearray, manifest: Manifest | None) -> dict[str, Stored]:
     """Reads DCP's own metadata, without running anything, and checks them.
 
     Args:
@@ -95,7 +93,6 @@ def inventory(
         pickled: what is in its `.metadata`.
         manifest: with which they have to agree; None for a checkpoint that plain torch wrote, of which leaves that are
             no tensors are left out.
-        function: the public function, for the error.
 
     Raises:
         CheckpointError: a global that is not on the list, chunks that do not fill their leaf, a file or range that is
@@ -104,7 +101,7 @@ def inventory(
     rows: list[str] = []
     result: dict[str, Stored] = {}
     try:
-        fields = _metadata_fields(unpickled(pickled, _finder(function)))
+        fields = _metadata_fields(unpickled(pickled, _finder()))
         sizes = {name: file.bytes for name, file in manifest.files.items()} if manifest else _sizes(folder)
         result, rows = _leaves(fields, sizes, strict=manifest is not None)
         rows += _contradictions(result, manifest) if manifest else []
@@ -116,22 +113,21 @@ def inventory(
         what = "fit its manifest" if manifest else "describe what is there"
         rule = f"cannot read {folder}: its {METADATA} does not {what}."
         mend = "Use another checkpoint, or a copy of this one."
-        raise CheckpointError(message(function, rule, rows, mend))
+        raise CheckpointError(message(rule, rows, mend))
     return result
 
 
-def value_places(folder: Path, function: str) -> dict[str, Place]:
+def value_places(folder: Path) -> dict[str, Place]:
     """Find the records of a plain DCP checkpoint that hold other values than tensors.
 
     Args:
         folder: the checkpoint, whose `.metadata` `inventory` has accepted.
-        function: the public function, for the error.
 
     Returns:
         The place of each by path; a value whose record is outside of the directory's files is left out.
     """
     with open_plain(folder / METADATA) as stream:
-        fields = _metadata_fields(unpickled(stream.read(LARGEST), _finder(function)))
+        fields = _metadata_fields(unpickled(stream.read(LARGEST), _finder()))
     sizes, result = _sizes(folder), dict[str, Place]()
     for key, value in fields["storage_data"]:
         index, place = _fields(key, "MetadataIndex"), _place(value)

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from fsharding.calls import named
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
-from fsharding.errors import CheckpointError, message
+from fsharding.errors import CheckpointError, message, report
 from fsharding.untrusted import read_json, read_plain
 
 __all__ = [
@@ -70,17 +70,16 @@ class PartialOutput:
 
     Args:
         target: where the output is to be; its parents are made. Files of an interrupted writer are cleared away.
-        function: the public function, for errors.
         file: write a file, not a directory.
 
     Raises:
         CheckpointError: something else is writing there, or there is something that no save has left.
     """
 
-    def __init__(self, target: Path, function: str, *, file: bool = False) -> None:
+    def __init__(self, target: Path, *, file: bool = False) -> None:
         self.target, self.path = target, partial_of(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.path, target, function, file=file)
+        self._lock = _locked(self.path, target, file=file)
         try:
             if not file:
                 _clear(self.path)
@@ -109,14 +108,14 @@ class PartialOutput:
 
 
 @contextlib.contextmanager
-def writing(target: Path, function: str, *, file: bool = False) -> Generator[Path]:
+def writing(target: Path, *, file: bool = False) -> Generator[Path]:
     """A path to write to, which becomes the target if all goes well, and is removed if not; see `PartialOutput`.
 
     Raises:
         CheckpointError: as `PartialOutput`, and in place of an OSError.
     """
-    with wording_failures(function), naming_path(target):
-        partial = PartialOutput(target, function, file=file)
+    with wording_failures(), naming_path(target):
+        partial = PartialOutput(target, file=file)
         try:
             yield partial.path
             partial.place()
@@ -139,7 +138,7 @@ class Partial(PartialOutput):
     """
 
     def __init__(self, target: Path) -> None:
-        super().__init__(target, _SAVE)
+        super().__init__(target)
         self.folder = self.path
         try:
             _check_settled(target)
@@ -149,7 +148,7 @@ class Partial(PartialOutput):
             if os.path.lexists(target) and not _is_ours(target):
                 mend = "Give another path; nothing but a checkpoint is ever overwritten."
                 rule = f"cannot write {target}: something that is no checkpoint is there."
-                raise CheckpointError(message(_SAVE, rule, mend=mend))
+                raise CheckpointError(report(f"{_SAVE} {rule}", mend=mend))
             clear_stale(target.parent)
         except BaseException:
             try:
@@ -205,7 +204,7 @@ def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
     """
     rule = f"needs a directory that all ranks share, and {target.parent} is none."
     mend = "Give a path on a file system that every host has mounted, at the same place."
-    return CheckpointError(message(_SAVE, rule, rows, mend))
+    return CheckpointError(report(f"{_SAVE} {rule}", rows, mend))
 
 
 def partial_of(target: Path) -> Path:
@@ -213,7 +212,7 @@ def partial_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _locked(path: Path, target: Path, function: str, *, file: bool) -> int:
+def _locked(path: Path, target: Path, *, file: bool) -> int:
     """Makes a file or a directory and locks it. The lock is the kernel's and goes with the process, however it ends."""
     while True:
         with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again, and may find it gone meanwhile
@@ -223,9 +222,9 @@ def _locked(path: Path, target: Path, function: str, *, file: bool) -> int:
         except FileNotFoundError:  # another save was just done with it
             continue
         try:
-            _lock(fd, target, function)
+            _lock(fd, target)
             if _is_at(fd, path):
-                _check_left_by_us(path, target, function)
+                _check_left_by_us(path, target)
                 if path.is_file() == file:
                     return fd
                 _remove(path)  # left by an export in another format
@@ -235,7 +234,7 @@ def _locked(path: Path, target: Path, function: str, *, file: bool) -> int:
         os.close(fd)
 
 
-def _check_left_by_us(path: Path, target: Path, function: str) -> None:
+def _check_left_by_us(path: Path, target: Path) -> None:
     """Refuses to clear away what no save has written, whatever the name of the place where it is."""
     if path.is_dir():
         rows = sorted(name for name in os.listdir(path) if not _WRITTEN.fullmatch(name))
@@ -243,7 +242,7 @@ def _check_left_by_us(path: Path, target: Path, function: str) -> None:
         rows = [] if path.is_file() else ["it is no file and no directory"]
     if rows:
         rule = f"cannot write {target}: it would be written at {path}, and something that no save has left is there."
-        raise CheckpointError(message(function, rule, rows, "Move it away, or give another path."))
+        raise CheckpointError(message(rule, rows, "Move it away, or give another path."))
 
 
 def _check_settled(target: Path) -> None:
@@ -251,18 +250,18 @@ def _check_settled(target: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(fd, target, _SAVE)
+            _lock(fd, target)
         finally:
             os.close(fd)
 
 
-def _lock(fd: int, target: Path, function: str) -> bool:
+def _lock(fd: int, target: Path) -> bool:
     """Locks an open file or directory; False where the file system knows no such locks, as some shared ones do not."""
     try:
         return lock_alone(fd)
     except BlockingIOError as error:
         mend = "Wait for it, or give another path."
-        text = message(function, f"cannot write {target}: another save is writing it.", mend=mend)
+        text = message(f"cannot write {target}: another save is writing it.", mend=mend)
         raise CheckpointError(text) from error
 
 
@@ -309,7 +308,7 @@ def _remove_unlocked(folder: Path) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(CheckpointError):
-                if _lock(fd, folder, _SAVE) and _is_at(fd, folder):
+                if _lock(fd, folder) and _is_at(fd, folder):
                     shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(fd)
@@ -342,16 +341,12 @@ def append(fd: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def wording_failures(function: str) -> Generator[None]:
-    """Words what the system says of a file, such as that the disk is full, as a `CheckpointError`.
-
-    Args:
-        function: the public function, for the error.
-    """
+def wording_failures() -> Generator[None]:
+    """Words what the system says of a file, such as that the disk is full, as a `CheckpointError`."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(message(function, "failed.", [f"{type(error).__name__}: {error}"])) from error
+        raise CheckpointError(message("failed.", [f"{type(error).__name__}: {error}"])) from error
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -381,7 +376,7 @@ def _is_ours(target: Path) -> bool:
     if all(_OURS.fullmatch(name) for name in os.listdir(target)):
         return True
     try:
-        read_manifest(_SAVE, target, newer=True)
+        read_manifest(target, newer=True)
     except (CheckpointError, OSError):
         return False
     return True
@@ -399,7 +394,7 @@ def sync(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def real_path(path: StrPath, function: str) -> Path:
+def real_path(path: StrPath) -> Path:
     """The real path of what a user named, which need not be there.
 
     Raises:
@@ -408,22 +403,22 @@ def real_path(path: StrPath, function: str) -> Path:
     try:
         return Path(os.path.realpath(path))
     except ValueError as error:
-        raise CheckpointError(message(function, f"cannot use the path {os.fspath(path)!r}.", [str(error)])) from error
+        raise CheckpointError(message(f"cannot use the path {os.fspath(path)!r}.", [str(error)])) from error
 
 
-def find(path: StrPath, function: str) -> Path:
+def find(path: StrPath) -> Path:
     """Where a checkpoint is: at its path, or set aside by a save that was interrupted while it replaced it.
 
     Raises:
         CheckpointError: the system cannot look there, such as at a name that is too long.
     """
-    target = real_path(path, function)
+    target = real_path(path)
     aside = _aside(target)
-    with wording_failures(function):
+    with wording_failures():
         return aside if not target.exists() and (aside / MANIFEST).is_file() else target
 
 
-def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manifest:
+def read_manifest(folder: Path, *, newer: bool = False) -> Manifest:
     """The manifest in a directory.
 
     Raises:
@@ -440,7 +435,7 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
             mend = "Give a directory that fs.checkpoint.save has written."
             if backend == "torch_dist":
                 mend = "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."
-            raise CheckpointError(message(function, rule, mend=mend))
+            raise CheckpointError(message(rule, mend=mend))
         what, mend = _something_else(folder) or (
             f"there is no {MANIFEST} in it, so its save was never finished",
             mend,
@@ -452,8 +447,8 @@ def read_manifest(function: str, folder: Path, *, newer: bool = False) -> Manife
         except ValueError as error:
             what = f"its {MANIFEST} {str(error).removeprefix('it ')}"
         else:
-            return parse(text, function, str(folder), newer=newer, values=most_values)
-    raise CheckpointError(message(function, f"finds no checkpoint at {folder}: {what}.", mend=mend))
+            return parse(text, str(folder), newer=newer, values=most_values)
+    raise CheckpointError(message(f"finds no checkpoint at {folder}: {what}.", mend=mend))
 
 
 def _bytes_beside(folder: Path) -> int:
@@ -503,9 +498,8 @@ def metadata(path: StrPath) -> Manifest:
         >>> fs.checkpoint.metadata("run/first").extra
         {'epoch': 2}
     """
-    function = "fs.checkpoint.metadata"
-    with wording_failures(function):
-        return read_manifest(function, find(path, function))
+    with wording_failures():
+        return read_manifest(find(path))
 
 
 @named(_LATEST)
@@ -529,8 +523,8 @@ def latest(directory: StrPath) -> Path | None:
         >>> fs.checkpoint.latest("run").name
         'first'
     """
-    root = real_path(directory, _LATEST)
-    with wording_failures(_LATEST):
+    root = real_path(directory)
+    with wording_failures():
         steps = _steps(root)
     return root / _newest(steps) if steps else None
 
@@ -566,12 +560,13 @@ def survey(directory: StrPath) -> list[Seen]:
     return sorted(result, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
 
 
+@named(_LATEST)
 def _problem(folder: Path) -> str:
     """Why a directory is no complete checkpoint, in one line."""
     if not os.path.lexists(folder / MANIFEST):
         return "its save was never finished"
     try:
-        manifest = read_manifest("fs.checkpoint.latest", folder, newer=True)
+        manifest = read_manifest(folder, newer=True)
         return next(iter(damage(folder, manifest.files, hashed=False)), "")
     except (CheckpointError, OSError) as error:
         return " ".join(line.strip() for line in str(error).splitlines()[:2])
@@ -613,12 +608,13 @@ def retire(root: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
+@named(_LATEST)
 def _complete(folder: Path) -> int | None:
     """The step of a complete checkpoint, else None."""
     if not os.path.lexists(folder / MANIFEST):
         return None
     with contextlib.suppress(CheckpointError, OSError):
-        manifest = read_manifest(_LATEST, folder, newer=True)
+        manifest = read_manifest(folder, newer=True)
         if not damage(folder, manifest.files, hashed=False):
             return manifest.step
     return None

@@ -132,7 +132,7 @@ def export(
         >>> torch.load(exported.path, weights_only=True)
         {'linear.weight': tensor([1., 1., 1., 1.])}
     """
-    directory.real_path(target, _FUNCTION)
+    directory.real_path(target)
     where = Path(os.path.abspath(target))
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
     rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
@@ -144,12 +144,12 @@ def export(
         rows.append(f"what='fsdp2' is for format 'dcp', not {format!r}")
     rows += ["settings= are of what='fsdp2' alone"] if settings is not None and what != "fsdp2" else []
     if rows:
-        raise CheckpointError(message(_FUNCTION, "cannot write.", rows))
-    with directory.wording_failures(_FUNCTION):
-        folder = directory.find(source, _FUNCTION)
-        leaves = open_source(folder, directory.read_manifest(_FUNCTION, folder), _FUNCTION)
+        raise CheckpointError(message("cannot write.", rows))
+    with directory.wording_failures():
+        folder = directory.find(source)
+        leaves = open_source(folder, directory.read_manifest(folder))
     items, values = _plan(leaves, names, what, format, settings)
-    with directory.writing(where, _FUNCTION, file=format == "torch") as partial:
+    with directory.writing(where, file=format == "torch") as partial:
         if format == "torch":
             _write_torch(leaves, items, partial)
         elif format == "safetensors":
@@ -197,7 +197,7 @@ def _plan(
         mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
         if what == "fsdp2":
             mend += " settings=optimizer.defaults are those of the optimizer there."
-        raise CheckpointError(message(_FUNCTION, f"cannot name {len(rows)} tensors.", rows, mend))
+        raise CheckpointError(message(f"cannot name {len(rows)} tensors.", rows, mend))
     return list(items.values()), values
 
 
@@ -256,7 +256,7 @@ def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
         _compat.save_without_data(state, file)
     except RuntimeError as error:  # torch's zip writer has lost count: the system took less than it was given
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(message(_FUNCTION, f"cannot write {file.parent}.", [reason])) from error
+        raise CheckpointError(message(f"cannot write {file.parent}.", [reason])) from error
     with file.open("r+b") as stream:
         with _compat.shapes_only():
             room = torch.load(stream, map_location="cpu", weights_only=True)

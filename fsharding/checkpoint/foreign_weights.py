@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsharding.calls import named
+from fsharding.calls import named, public_name
 from fsharding.checkpoint import coded_weights
 from fsharding.checkpoint.byte_ranges import Range, contiguous, read_range
 from fsharding.checkpoint.directory import StrPath
@@ -67,6 +67,7 @@ class Weights:
     reader: Callable[[str, Box, Tensor], None]
     function: str = _FUNCTION
 
+    @named(_FUNCTION)
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor.
 
@@ -83,7 +84,7 @@ class Weights:
         except (EOFError, OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise _Refusal(f"{name}: {error}").worded(self.function, self.path) from error
+            raise _Refusal(f"{name}: {error}").worded(self.path) from error
 
 
 @named(_FUNCTION)
@@ -112,14 +113,13 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
         >>> weights.format, weights.leaves["w"].shape
         ('torch', (3, 2))
     """
-    return weights_at(_FUNCTION, path, prefix)
+    return weights_at(path, prefix)
 
 
-def weights_at(function: str, path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
+def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
     """`open_weights` for another public function.
 
     Args:
-        function: whose name the errors carry.
         path: as `open_weights` takes it.
         prefix: of the names that count; they are without it.
         mend: what to give instead, where it takes less than `open_weights`.
@@ -129,15 +129,15 @@ def weights_at(function: str, path: StrPath, prefix: str = "", *, mend: str = ""
         where = _where(path)
         if not where.exists():
             raise _Refusal("there is no such file or directory")
-        result = _directory(where, function) if where.is_dir() else open_file(where)
+        result = _directory(where) if where.is_dir() else open_file(where)
     except CheckpointError:
         raise
     except _Refusal as refused:
-        raise refused.worded(function, where, mend) from refused
+        raise refused.worded(where, mend) from refused
     except OSError as error:
-        raise _Refusal(error.strerror or str(error)).worded(function, where) from error
+        raise _Refusal(error.strerror or str(error)).worded(where) from error
     except ValueError as error:
-        raise _Refusal(str(error)).worded(function, where) from error
+        raise _Refusal(str(error)).worded(where) from error
     leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
     reader = result.reader
     return replace(
@@ -145,7 +145,7 @@ def weights_at(function: str, path: StrPath, prefix: str = "", *, mend: str = ""
         path=where,
         leaves=leaves,
         reader=lambda name, *part: reader(prefix + name, *part),
-        function=function,
+        function=public_name(),
     )
 
 
@@ -164,18 +164,18 @@ class _Refusal(ValueError):
         super().__init__(", ".join(rows[:1]))
         self.rows, self.mend, self.where = rows, mend, where
 
-    def worded(self, function: str, where: Path, mend: str = "") -> CheckpointError:
+    def worded(self, where: Path, mend: str = "") -> CheckpointError:
         """The error for the caller of a public function."""
         mend = self.mend or mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
-        return CheckpointError(message(function, f"cannot read {self.where or where}.", self.rows, mend))
+        return CheckpointError(message(f"cannot read {self.where or where}.", self.rows, mend))
 
 
 # ----------------------------------------------------------------------------------------------------------- by content
 
 
-def _directory(folder: Path, function: str) -> Weights:
+def _directory(folder: Path) -> Weights:
     if os.path.lexists(folder / METADATA):
-        source = open_source(folder, None, function)
+        source = open_source(folder, None)
         return Weights(folder, "dcp", source.leaves, (), source.read)
     names = sorted(os.listdir(folder))
     indices = [name for name in names if name.endswith(".index.json")]

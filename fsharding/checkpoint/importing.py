@@ -45,8 +45,8 @@ __all__ = ["load_weights"]
 _FUNCTION = "fs.checkpoint.load_weights"
 
 
+@called_by_all
 @public(_FUNCTION)
-@called_by_all(_FUNCTION)
 def load_weights(
     path: StrPath,
     like: Layout | Tree,
@@ -87,22 +87,22 @@ def load_weights(
         >>> fs.unshard(state.params["w"]).shape
         torch.Size([2, 3])
     """
-    wants = main_wants(like, _FUNCTION) if isinstance(like, Layout) else _of_tree(like)
+    wants = main_wants(like) if isinstance(like, Layout) else _of_tree(like)
     structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
     opened: list[Weights] = []
 
     def look() -> str:
-        opened.append(weights_at(_FUNCTION, path, prefix))
+        opened.append(weights_at(path, prefix))
         return hashlib.sha256(repr(sorted(opened[0].leaves.items())).encode()).hexdigest()
 
-    seen = together(_FUNCTION, look)
+    seen = together(look)
     rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
     if rows:
-        raise CheckpointError(message(_FUNCTION, f"finds {path} different on different ranks.", rows))
+        raise CheckpointError(message(f"finds {path} different on different ranks.", rows))
     weights, named = opened[0], naming(names)
     _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
     read: list[Tensor] = []
-    together(_FUNCTION, lambda: read.extend(_read(weights, named(leaf), want) for leaf, want in wants.items()))
+    together(lambda: read.extend(_read(weights, named(leaf), want) for leaf, want in wants.items()))
     return tree.unflatten(structure, read)
 
 
@@ -111,7 +111,7 @@ def load_weights(
 
 def _of_tree(like: Tree) -> dict[str, Want]:
     if odd := objections_to_names(tree.paths(like)):
-        raise CheckpointError(message(_FUNCTION, f"cannot name {len(odd)} leaves.", odd, MEND))
+        raise CheckpointError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
 
     def want(x: Any) -> Want:
         sharding = sharding_of(x) if isinstance(x, DTensor) else None
@@ -147,7 +147,7 @@ def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str
     if not prefix and (common := _common_prefix(weights, used)):
         mend += f"; prefix={common!r} looks below it"
     rule = f"cannot use {weights.path}: {len(rows)} tensors are not as they should be."
-    raise CheckpointError(message(_FUNCTION, rule, rows, f"{mend}."))
+    raise CheckpointError(message(rule, rows, f"{mend}."))
 
 
 def _objection(part: Part, want: Want, stored: LeafInfo | None, *, cast: bool) -> str | None:

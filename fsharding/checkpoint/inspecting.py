@@ -129,14 +129,14 @@ def inspect(path: StrPath) -> Inspection:
         >>> fs.checkpoint.inspect("run/5").damaged
         ('.metadata is missing',)
     """
-    with directory.wording_failures(_FUNCTION):
-        return _inspected(directory.find(path, _FUNCTION))
+    with directory.wording_failures():
+        return _inspected(directory.find(path))
 
 
 def _inspected(folder: Path) -> Inspection:
     """The report about a directory."""
     try:
-        manifest = directory.read_manifest(_FUNCTION, folder)
+        manifest = directory.read_manifest(folder)
     except CheckpointError as error:
         if not os.path.lexists(folder / MANIFEST):
             raise
@@ -148,7 +148,7 @@ def _inspected(folder: Path) -> Inspection:
 def _objections(folder: Path, manifest: Manifest) -> list[str]:
     """Why `load` would refuse files that are as the manifest says."""
     try:
-        source = open_source(folder, manifest, _FUNCTION)
+        source = open_source(folder, manifest)
         source.check()
         if source.leaves.get("step") == ((), torch.int64):
             source.read("step", (), step := torch.zeros((), dtype=torch.int64))

@@ -45,8 +45,8 @@ _LEAVES = "fs.checkpoint.load_leaves"
 _CPU = torch.device("cpu")
 
 
+@called_by_all
 @public(_FUNCTION)
-@called_by_all(_FUNCTION)
 def load(
     path: StrPath,
     layout: Layout,
@@ -88,22 +88,22 @@ def load(
         >>> fs.unshard(fs.checkpoint.load("run/5", other, opt=opt).params["w"])
         tensor([1., 1., 1., 1.])
     """
-    check_path(_FUNCTION, "a path, then a Layout", path, "fs.checkpoint.load(path, layout)")
+    check_path("a path, then a Layout", path, "fs.checkpoint.load(path, layout)")
     if not isinstance(layout, Layout):
         mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
-        raise refuse(_FUNCTION, "a path, then a Layout", layout, mend)
-    device_of(layout, _FUNCTION)
+        raise refuse("a path, then a Layout", layout, mend)
+    device_of(layout)
     if data is not None:
-        check_stateful(_FUNCTION, data)
-    folder, manifest, damaged = _look(_FUNCTION, path)
-    position = select(_FUNCTION, str(folder), manifest, layout) if data is not None else None
+        check_stateful(data)
+    folder, manifest, damaged = _look(path)
+    position = select(str(folder), manifest, layout) if data is not None else None
     wanted, opt_state = _wanted(layout, manifest, opt)
-    _compare(_FUNCTION, folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
+    _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
     if damaged:
-        raise _refusal(_FUNCTION, folder, manifest, damaged)
-    result = _assemble(_read(_FUNCTION, folder, manifest, wanted), opt_state, layout)
+        raise _refusal(folder, manifest, damaged)
+    result = _assemble(_read(folder, manifest, wanted), opt_state, layout)
     if data is not None:
-        together(_FUNCTION, lambda: restore(data, position))
+        together(lambda: restore(data, position))
     return result
 
 
@@ -136,29 +136,30 @@ def load_leaves(
     """
     chosen = [paths] if isinstance(paths, str) else [*paths]
     if layout is None:
-        with directory.wording_failures(_LEAVES):
-            folder = directory.find(path, _LEAVES)
-            manifest = directory.read_manifest(_LEAVES, folder)
+        with directory.wording_failures():
+            folder = directory.find(path)
+            manifest = directory.read_manifest(folder)
         if damaged := damage(folder, manifest.files, hashed=False):
-            raise _refusal(_LEAVES, folder, manifest, damaged)
+            raise _refusal(folder, manifest, damaged)
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
         _check_memory(folder, tree_of)
         whole = {leaf: Want(saved.shape, getattr(torch, saved.dtype), None, _CPU) for leaf, saved in tree_of.items()}
-        return _fetch(open_source(folder, manifest, _LEAVES), whole)
+        return _fetch(open_source(folder, manifest), whole)
     return _load_leaves(path, chosen, layout, cast=cast)
 
 
-@called_by_all(_LEAVES)
+@called_by_all
+@named(_LEAVES)
 def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: bool) -> dict[str, Tensor]:
     """Leaves in a layout."""
-    device_of(layout, _LEAVES)
-    folder, manifest, damaged = _look(_LEAVES, path)
+    device_of(layout)
+    folder, manifest, damaged = _look(path)
     result = _chosen(folder, manifest, chosen)
-    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, result, _LEAVES).items() if path in result}
-    _compare(_LEAVES, folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
+    wanted = {path: want for path, want in _wanted_leaves(layout, manifest, result).items() if path in result}
+    _compare(folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
     if damaged:
-        raise _refusal(_LEAVES, folder, manifest, damaged)
-    return _read(_LEAVES, folder, manifest, wanted)
+        raise _refusal(folder, manifest, damaged)
+    return _read(folder, manifest, wanted)
 
 
 def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
@@ -174,7 +175,7 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
         # Comparing every text with every other would take for ever: the error shows the first ones alone.
         unknown = [f"{path}{_meant(path, manifest) if n < _SUGGESTED else ''}" for n, path in enumerate(missing)]
         rule = f"finds no such leaves in {folder}."
-        raise CheckpointError(message(_LEAVES, rule, unknown, "fs.checkpoint.metadata(path).tree has all paths."))
+        raise CheckpointError(message(rule, unknown, "fs.checkpoint.metadata(path).tree has all paths."))
     return [*result]
 
 
@@ -206,27 +207,27 @@ def _check_memory(folder: Path, leaves: Mapping[str, SavedLeaf]) -> None:
         rows = [f"{path} is {leaf}" for path, leaf in leaves.items()]
         rule = f"cannot hold {wanted:,} bytes of {folder} whole: this machine has {there:,}."
         mend = "Give a layout, so that each rank reads its part: load_leaves(path, paths, layout)."
-        raise CheckpointError(message(_LEAVES, rule, rows, mend))
+        raise CheckpointError(message(rule, rows, mend))
 
 
-def _look(function: str, path: StrPath) -> tuple[Path, Manifest, list[str]]:
+def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
     """The directory and its manifest, the same on all ranks; and which files are missing or cut."""
     seen: list[tuple[Path, Manifest]] = []
 
     def read() -> tuple[str, str, list[str]]:
-        folder = directory.find(path, function)
-        manifest = directory.read_manifest(function, folder)
+        folder = directory.find(path)
+        manifest = directory.read_manifest(folder)
         seen.append((folder, manifest))
         rows = damage(folder, _share(manifest), hashed=False)
         return str(folder), hashlib.sha256(repr(manifest).encode()).hexdigest(), rows
 
-    result = together(function, read)
+    result = together(read)
     if len({(folder, digest) for folder, digest, _ in result}) > 1:
         rows = [
             f"rank {r}: {folder}, its manifest has the digest {digest[:12]}..."
             for r, (folder, digest, _) in enumerate(result)
         ]
-        raise CheckpointError(message(function, "found different checkpoints on different ranks.", rows))
+        raise CheckpointError(message("found different checkpoints on different ranks.", rows))
     return *seen[0], [row for _, _, rows in result for row in rows]
 
 
@@ -238,11 +239,9 @@ def _share(manifest: Manifest) -> dict[str, SavedFile]:
 # ------------------------------------------------------------------------------------------------------ what should be
 
 
-def _wanted_leaves(
-    layout: Layout, manifest: Manifest, moments: Sequence[str], function: str = _FUNCTION
-) -> dict[str, Want]:
+def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
     """The leaves of a state in this layout; of the optimizer state, those of some paths."""
-    mains = main_wants(layout, function)
+    mains = main_wants(layout)
     wanted = {leaf.path_in("params"): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)
     wanted["key"] = Want((2,), torch.int64, None, _CPU)
@@ -251,9 +250,9 @@ def _wanted_leaves(
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
     for path, saved in manifest.tree.items():
         if path.startswith(BUFFERS):
-            wanted[path] = Want(saved.shape, getattr(torch, saved.dtype), None, device_of(layout, function))
+            wanted[path] = Want(saved.shape, getattr(torch, saved.dtype), None, device_of(layout))
     of_opt = {path: manifest.tree[path] for path in moments if path.startswith("opt_state") and path in manifest.tree}
-    return {**wanted, **{path: _by_path(path, saved, layout, function) for path, saved in of_opt.items()}}
+    return {**wanted, **{path: _by_path(path, saved, layout) for path, saved in of_opt.items()}}
 
 
 def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
@@ -264,20 +263,20 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
         if missing := [path for path in paths if path not in manifest.tree]:
             rule = f"cannot read a checkpoint whose optimizer state has {len(missing)} leaves that it does not list."
             mend = "Use another checkpoint, or a copy of this one; or give the optimizer, opt=."
-            raise CheckpointError(message(_FUNCTION, rule, missing, mend))
+            raise CheckpointError(message(rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
     moments, whole = layout.precision.moments, layout.meta_main()
     state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
     for path, (x, sharding, shape) in leaves_in(state, layout).items():
-        wanted[path] = Want(shape, x.dtype, sharding, device_of(layout, _FUNCTION) if x.is_meta else x.device)
+        wanted[path] = Want(shape, x.dtype, sharding, device_of(layout) if x.is_meta else x.device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 
-def _by_path(path: str, saved: SavedLeaf, layout: Layout, function: str) -> Want:
+def _by_path(path: str, saved: SavedLeaf, layout: Layout) -> Want:
     """A leaf of the optimizer state of which we know what the manifest says alone: cut as the parameter of its path."""
     home = saved_sharding(path, saved, layout)
-    device = _CPU if home is None else device_of(layout, function)
+    device = _CPU if home is None else device_of(layout)
     return Want(saved.shape, getattr(torch, saved.dtype), home, device)
 
 
@@ -299,7 +298,6 @@ def _meta_main(layout: Layout) -> Tree:
 
 
 def _compare(
-    function: str,
     folder: Path,
     manifest: Manifest,
     wanted: dict[str, Want],
@@ -336,7 +334,7 @@ def _compare(
     else:
         what, mend = "another precision", "Load it with the dtypes that were saved, or with cast=True."
     rule = f"cannot use {folder}: it is a checkpoint of {what}; {len(rows)} leaves differ."
-    raise CheckpointError(message(function, rule, rows, mend))
+    raise CheckpointError(message(rule, rows, mend))
 
 
 def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout) -> list[str]:
@@ -352,33 +350,33 @@ def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout)
     ]
 
 
-def _refusal(function: str, folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointError:
+def _refusal(folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointError:
     rule = f"refuses {folder}: {len(rows)} of its {len(manifest.files)} files are damaged."
     mend = "Use another checkpoint, or a copy of this one."
-    return CheckpointError(message(function, rule, sorted(rows), mend))
+    return CheckpointError(message(rule, sorted(rows), mend))
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
 
 
-def _read(function: str, folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
+def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """All that is wanted, in new memory, on all ranks. Damage that one rank meets makes all look for the rest of it."""
     read: dict[str, Tensor] = {}
 
     def attempt() -> str:
         try:
-            read.update(_fetch(open_source(folder, manifest, function), wanted))
+            read.update(_fetch(open_source(folder, manifest), wanted))
         except DamagedError as error:
             return str(error)
         return ""
 
-    met = [text for text in together(function, attempt) if text]
+    met = [text for text in together(attempt) if text]
     if met:
-        rows = [row for part in together(function, lambda: damage(folder, _share(manifest))) for row in part]
-        raise _refusal(function, folder, manifest, rows) if rows else CheckpointError(met[0])
+        rows = [row for part in together(lambda: damage(folder, _share(manifest))) for row in part]
+        raise _refusal(folder, manifest, rows) if rows else CheckpointError(met[0])
     if "step" in read and (step := int(read["step"])) != manifest.step:
         rule = f"refuses {folder}: its manifest says step {manifest.step}, its files step {step}."
-        raise CheckpointError(message(function, rule, mend="Use another checkpoint, or a copy of this one."))
+        raise CheckpointError(message(rule, mend="Use another checkpoint, or a copy of this one."))
     return read
 
 

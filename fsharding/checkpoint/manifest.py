@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.errors import CheckpointError, listed, message
+from fsharding.errors import CheckpointError, listed, message, report
 from fsharding.untrusted import parse_json, values_of
 
 __all__ = [
@@ -166,7 +166,7 @@ def check_readable(text: str, others: int) -> None:
     if over:
         rule = f"cannot write a {MANIFEST} that no load would read."
         mend = "Write what is large in `extra`, or in the position of `data`, to a file of your own."
-        raise CheckpointError(message("fs.checkpoint.save", rule, over, f"{mend} Many small leaves can be stacked."))
+        raise CheckpointError(report(f"fs.checkpoint.save {rule}", over, f"{mend} Many small leaves can be stacked."))
 
 
 def text_of(manifest: Manifest) -> str:
@@ -194,7 +194,7 @@ def text_of(manifest: Manifest) -> str:
         data = parse_json(json.dumps(data, allow_nan=False).encode(), values=_MOST_VALUES)
     except (TypeError, ValueError, RecursionError) as error:
         mend = "Give it dicts, lists, strings, finite numbers, booleans and None only."
-        text = message("fs.checkpoint.save", "cannot write `extra` as JSON.", [str(error)], mend)
+        text = report("fs.checkpoint.save cannot write `extra` as JSON.", [str(error)], mend)
         raise CheckpointError(text) from error
     rows = [f" {json.dumps(key)}: {_value(value)}" for key, value in {**data, "sha256": _seal(data)}.items()]
     return "{\n" + ",\n".join(rows) + "\n}\n"
@@ -212,12 +212,11 @@ def _seal(data: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def parse(text: bytes, function: str, where: str, *, newer: bool = False, values: int = _MOST_VALUES) -> Manifest:
+def parse(text: bytes, where: str, *, newer: bool = False, values: int = _MOST_VALUES) -> Manifest:
     """Reads a manifest.
 
     Args:
         text: what is in the file.
-        function: the public function, for the error.
         where: the checkpoint, for the error.
         newer: accept a version that is too new to load, if what we know is in it.
         values: how many values it may hold; see `limits`.
@@ -228,31 +227,31 @@ def parse(text: bytes, function: str, where: str, *, newer: bool = False, values
     try:
         data = parse_json(text, values=values)
     except ValueError as error:
-        raise _damaged(function, where, f"it is not JSON: {error}") from error
+        raise _damaged(where, f"it is not JSON: {error}") from error
     result = data.get("format") if isinstance(data, dict) else None
     if result != FORMAT:
         rule = f"cannot read {where}: its {MANIFEST} has the format {result!r}, not {FORMAT!r}."
-        raise CheckpointError(message(function, rule, mend="Give the directory that fs.checkpoint.save has written."))
+        raise CheckpointError(message(rule, mend="Give the directory that fs.checkpoint.save has written."))
     version = data.get("version")
     if type(version) is not int or version < 1:
-        raise _damaged(function, where, f"its version is {version!r}")
+        raise _damaged(where, f"its version is {version!r}")
     if version > VERSION and not newer:
         reads = f"and this fsharding reads up to {VERSION}."
         rule = f"cannot read {where}: its manifest.json has format version {version}, {reads}"
         mend = f"Install the fsharding that wrote it, {data.get('fsharding')}, or a later one."
-        raise CheckpointError(message(function, rule, mend=mend))
+        raise CheckpointError(message(rule, mend=mend))
     seal = data.pop("sha256", None)
     if seal != _seal(data):
-        raise _damaged(function, where, "its checksum is not that of its content")
+        raise _damaged(where, "its checksum is not that of its content")
     try:
         return _from_data(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(function, where, f"{type(error).__name__}: {error}") from error
+        raise _damaged(where, f"{type(error).__name__}: {error}") from error
 
 
-def _damaged(function: str, where: str, how: str) -> CheckpointError:
+def _damaged(where: str, how: str) -> CheckpointError:
     rule = f"cannot read {where}: its {MANIFEST} is damaged."
-    return CheckpointError(message(function, rule, [how], "Use another checkpoint, or a copy of this one."))
+    return CheckpointError(message(rule, [how], "Use another checkpoint, or a copy of this one."))
 
 
 def _from_data(data: dict[str, Any]) -> Manifest:

@@ -70,21 +70,21 @@ def reshard_checkpoint(
     """
     if any(size == -1 for size in axes.values()):
         raise MeshError(
-            message(_FUNCTION, "got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
+            message("got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
         )
-    mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())), function=_FUNCTION)
-    folder, where = directory.find(source, _FUNCTION), directory.real_path(target, _FUNCTION)
+    mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())))
+    folder, where = directory.find(source), directory.real_path(target)
     if folder == where:
         rule = f"cannot write {where} over itself."
-        raise CheckpointError(message(_FUNCTION, rule, mend="Give another directory."))
-    with wording_failures(_FUNCTION):
-        manifest = directory.read_manifest(_FUNCTION, folder)
-        leaves = open_source(folder, manifest, _FUNCTION)
-    layout = layout_in(manifest, mesh, strategy, function=_FUNCTION)
+        raise CheckpointError(message(rule, mend="Give another directory."))
+    with wording_failures():
+        manifest = directory.read_manifest(folder)
+        leaves = open_source(folder, manifest)
+    layout = layout_in(manifest, mesh, strategy)
     homes = {path: saved_sharding(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
     described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
-    with wording_failures(_FUNCTION):
+    with wording_failures():
         partial = Partial(where)
         try:
             written = _write(partial.folder, leaves, manifest, homes, mesh)

@@ -42,7 +42,7 @@ class Stateful(Protocol):
         ...
 
 
-def check_stateful(function: str, data: Any) -> None:
+def check_stateful(data: Any) -> None:
     """Refuses data without a position.
 
     Raises:
@@ -52,15 +52,14 @@ def check_stateful(function: str, data: Any) -> None:
     if missing:
         rule = f"takes data with a position, got {kind_of(data)} without {' and '.join(missing)}."
         mend = "Give fs.data.packed(...), or a torchdata.stateful_dataloader.StatefulDataLoader; or leave data= out."
-        raise ArgumentError(message(function, rule, mend=mend))
+        raise ArgumentError(message(rule, mend=mend))
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
-def own_position(function: str, data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
+def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
     """This rank's position: (index, count, position) of its data rank; None where another rank speaks for it.
 
     Args:
-        function: the public function, for errors.
         data: of this rank.
         layout: of the state.
 
@@ -79,7 +78,7 @@ def own_position(function: str, data: Stateful, layout: Layout) -> tuple[int, in
     if rows:
         rule = f"cannot write {len(rows)} values of the position of {kind_of(data)}."
         mend = "Give it numbers, texts, None, lists, tuples, dicts, bytes, tensors and arrays only."
-        raise CheckpointError(message(function, rule, rows, mend))
+        raise CheckpointError(message(rule, rows, mend))
     return *data_position(mesh), written
 
 
@@ -150,11 +149,10 @@ def _read(value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
-def select(function: str, where: str, manifest: Manifest, layout: Layout) -> Any:
+def select(where: str, manifest: Manifest, layout: Layout) -> Any:
     """The position that this rank goes on from; None where the mesh does not have this rank.
 
     Args:
-        function: the public function, for errors.
         where: the checkpoint, for errors.
         manifest: of the checkpoint.
         layout: where the state goes.
@@ -166,7 +164,7 @@ def select(function: str, where: str, manifest: Manifest, layout: Layout) -> Any
     if saved is None:
         rule = f"finds no position of data in {where}."
         mend = "It was saved without data=: load it without data= as well, and bring the data to its place yourself."
-        raise CheckpointError(message(function, rule, mend=mend))
+        raise CheckpointError(message(rule, mend=mend))
     if not is_member(layout.mesh):
         return None
     index, count = data_position(layout.mesh)
@@ -178,10 +176,10 @@ def select(function: str, where: str, manifest: Manifest, layout: Layout) -> Any
         before = len(saved["ranks"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         rule = f"cannot read the position of data in {where}: {error}."
-        raise CheckpointError(message(function, rule, mend="Use another checkpoint, or load without data=.")) from error
+        raise CheckpointError(message(rule, mend="Use another checkpoint, or load without data=.")) from error
     rule = f"got positions of {before} data ranks in {where}, and the mesh has {count}."
     mend = f"Go on with {before} data ranks (replica, dp and ep). The position of fs.data.packed goes to any mesh."
-    raise CheckpointError(message(function, rule, mend=mend))
+    raise CheckpointError(message(rule, mend=mend))
 
 
 def restore(data: Stateful, position: Any) -> None:

@@ -121,8 +121,8 @@ def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
 class _Blocks:
     """The files of a checkpoint in checked blocks, of which the last few are kept; neighbours share blocks."""
 
-    def __init__(self, folder: Path, files: Mapping[str, SavedFile], function: str) -> None:
-        self._folder, self._files, self._function = folder, files, function
+    def __init__(self, folder: Path, files: Mapping[str, SavedFile]) -> None:
+        self._folder, self._files = folder, files
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._spare: list[memoryview] = []
 
@@ -168,7 +168,7 @@ class _Blocks:
             raise self._damaged(row)
 
     def _damaged(self, row: str) -> DamagedError:
-        return DamagedError(message(self._function, f"refuses {self._folder}: it is damaged.", [row], _OTHER))
+        return DamagedError(message(f"refuses {self._folder}: it is damaged.", [row], _OTHER))
 
 
 # -------------------------------------------------------------------------------------------------------------- leaves
@@ -181,7 +181,6 @@ class Source:
         folder: the checkpoint.
         inventory: what is in it; see `open_source`.
         files: size and checksums of its files; None where nobody knows any, as in what plain torch wrote.
-        function: the public function that reads, for errors.
 
     Attributes:
         leaves: global shape and dtype of every leaf, by path.
@@ -192,14 +191,13 @@ class Source:
         folder: Path,
         inventory: Mapping[str, Stored],
         files: Mapping[str, SavedFile] | None,
-        function: str = "fs.checkpoint.load",
     ) -> None:
         if files is None:
             names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
             files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
         self.leaves = {path: LeafInfo(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
-        self._folder, self._inventory, self._function = folder, inventory, function
-        self._blocks = _Blocks(folder, files, function)
+        self._folder, self._inventory = folder, inventory
+        self._blocks = _Blocks(folder, files)
         self._records: dict[Entry, Record] = {}
         self._staging: Tensor | None = None
 
@@ -230,7 +228,7 @@ class Source:
                 self._copy(chunk, boxes.relative(part, chunk.box), out[boxes.relative(part, box)])
         if result != boxes.volume(box):
             row = f"{path}: {result} of {boxes.volume(box)} elements are in the files"
-            raise CheckpointError(message(self._function, f"refuses {self._folder}.", [row], _OTHER))
+            raise CheckpointError(message(f"refuses {self._folder}.", [row], _OTHER))
 
     def check(self) -> None:
         """Looks at every record without reading its values.
@@ -286,7 +284,7 @@ class Source:
                 raise
             rule = f"refuses a record of {self._folder / chunk.file}."
             mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
-            raise CheckpointError(message(self._function, rule, [f"{chunk.path}: {error}"], mend)) from error
+            raise CheckpointError(message(rule, [f"{chunk.path}: {error}"], mend)) from error
         self._records[chunk] = record
         return record
 
@@ -303,13 +301,12 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 
-def open_source(folder: Path, manifest: Manifest | None, function: str = "fs.checkpoint.load") -> Source:
+def open_source(folder: Path, manifest: Manifest | None) -> Source:
     """Opens a checkpoint: reads its `.metadata`, and checks it.
 
     Args:
         folder: the checkpoint.
         manifest: of a checkpoint of ours; None for one that plain torch wrote, which has no checksums.
-        function: the public function that was called, for errors.
 
     Raises:
         DamagedError: `.metadata` is not what was written.
@@ -317,13 +314,13 @@ def open_source(folder: Path, manifest: Manifest | None, function: str = "fs.che
     """
     files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ())} if manifest is None else manifest.files
     if METADATA not in files:
-        raise DamagedError(message(function, f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
+        raise DamagedError(message(f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
     if (size := files[METADATA].bytes) > LARGEST:
         row = f"{METADATA} has {size:,} bytes; at most {LARGEST:,} are read"
-        raise CheckpointError(message(function, f"refuses {folder}.", [row], _OTHER))
+        raise CheckpointError(message(f"refuses {folder}.", [row], _OTHER))
     if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before there is memory for all of it
-        raise DamagedError(message(function, f"refuses {folder}: it is damaged.", rows, _OTHER))
+        raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, _OTHER))
     pickled = bytearray(size)
-    _Blocks(folder, files, function).fill(METADATA, 0, memoryview(pickled))
-    result = inventory(folder, pickled, manifest, function)
-    return Source(folder, result, None if manifest is None else manifest.files, function)
+    _Blocks(folder, files).fill(METADATA, 0, memoryview(pickled))
+    result = inventory(folder, pickled, manifest)
+    return Source(folder, result, None if manifest is None else manifest.files)

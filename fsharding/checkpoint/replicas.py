@@ -28,7 +28,6 @@ from fsharding.train.state_check import check_state
 
 __all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "checksums", "differences", "shared_boxes"]
 
-_FUNCTION = "fs.check_replicas"
 MEND = "Go on from the last checkpoint; if it happens again on one rank, look at the memory of that machine."
 
 Holders: TypeAlias = tuple[int, ...]
@@ -36,8 +35,8 @@ SharedBox: TypeAlias = tuple[str, Box, Tensor]
 """Path of a leaf, a box of it, and this rank's tensor of that box."""
 
 
+@called_by_all
 @public("fs.check_replicas")
-@called_by_all("fs.check_replicas")
 def check_replicas(state: TrainState, model: Any = None) -> None:
     """Compares what several ranks hold of a state, bit by bit. Collective.
 
@@ -63,18 +62,18 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
         >>> fs.check_replicas(state)
     """
     if not isinstance(state, TrainState):
-        raise refuse(_FUNCTION, "a TrainState", state, "Give the whole state: fs.check_replicas(state).")
+        raise refuse("a TrainState", state, "Give the whole state: fs.check_replicas(state).")
     planned: list[dict[Holders, list[SharedBox]]] = []
 
     def look() -> dict[Holders, int]:
-        check_state(_FUNCTION, state)
+        check_state(state)
         constants = {f"buffers.{name}": staged(tuple(x.shape), None, x) for name, x in constants_of(model).items()}
         planned.append(shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members))
         return checksums(planned[0])
 
-    sums_of_ranks = together(_FUNCTION, look)
-    if rows := differences(_FUNCTION, sums_of_ranks, planned[0]):
-        raise ReplicaError(message(_FUNCTION, f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
+    sums_of_ranks = together(look)
+    if rows := differences(sums_of_ranks, planned[0]):
+        raise ReplicaError(message(f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
 
 
 def _everything(state: TrainState) -> dict[str, Shards]:
@@ -82,7 +81,7 @@ def _everything(state: TrainState) -> dict[str, Shards]:
     result: dict[str, Shards] = {}
     for kind in ("params", "main"):
         values = getattr(state, kind)
-        flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values, _FUNCTION)
+        flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values)
         for leaf, x in zip(state.layout.leaves, flat, strict=False):
             if x is not None:
                 result[leaf.path_in(kind)] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
@@ -112,12 +111,11 @@ def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, in
 
 
 def differences(
-    function: str, sums_of_ranks: Sequence[Mapping[Holders, int]], shared: Mapping[Holders, Sequence[SharedBox]]
+    sums_of_ranks: Sequence[Mapping[Holders, int]], shared: Mapping[Holders, Sequence[SharedBox]]
 ) -> list[str]:
     """One row for each part that ranks hold differently. Collective where there are any.
 
     Args:
-        function: the public function, for the error.
         sums_of_ranks: what `checksums` gave on every rank.
         shared: what `shared_boxes` gave on this one.
     """
@@ -134,7 +132,7 @@ def differences(
         return {(path, box): checksum(x) for holders in sorted(disputed) for path, box, x in shared.get(holders, ())}
 
     values: dict[tuple[str, Box], dict[int, list[int]]] = {}
-    for rank, sums in enumerate(together(function, each)):
+    for rank, sums in enumerate(together(each)):
         for part, value in sums.items():
             values.setdefault(part, {}).setdefault(value, []).append(rank)
     return [f"{_part(*part)}: {_who(by_value)}" for part, by_value in sorted(values.items()) if len(by_value) > 1]

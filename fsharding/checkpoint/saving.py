@@ -52,8 +52,8 @@ _ASYNC = "fs.checkpoint.save_async"
 _LARGEST_EXTRA = 16 << 20
 
 
+@called_by_all
 @public(_FUNCTION)
-@called_by_all(_FUNCTION)
 def save(
     path: StrPath,
     state: TrainState,
@@ -97,12 +97,12 @@ def save(
         tensor([1., 1., 1., 1.])
     """
     settle()
-    group = own_group(_FUNCTION, timeout)
+    group = own_group(timeout)
     plan_save(path, state, extra, data=data, group=group).run(group)
 
 
+@called_by_all
 @public(_ASYNC)
-@called_by_all(_ASYNC)
 def save_async(
     path: StrPath,
     state: TrainState,
@@ -141,7 +141,7 @@ def save_async(
         '0'
     """
     settle()
-    group = own_group(_ASYNC, timeout)
+    group = own_group(timeout)
     return in_background(plan_save(path, state, extra, data=data, group=group), group)
 
 
@@ -210,7 +210,7 @@ class Job:
                 partial.close()
 
     def _together(self, work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-        return together(_FUNCTION, watched(_FUNCTION, self.target, work), group)
+        return together(watched(self.target, work), group)
 
     def _write(self) -> Written | None:
         """This rank's file; none where it has nothing to write."""
@@ -273,35 +273,35 @@ def plan_save(
         CheckpointError: it cannot; nothing has been touched.
         DonatedError: the state was donated.
     """
-    check_path(_FUNCTION, "a path, then a TrainState", path, "fs.checkpoint.save(path, state)")
+    check_path("a path, then a TrainState", path, "fs.checkpoint.save(path, state)")
     if not isinstance(state, TrainState):
         mend = "Give the whole state: fs.checkpoint.save(path, state)."
-        raise refuse(_FUNCTION, "a path, then a TrainState", state, mend)
+        raise refuse("a path, then a TrainState", state, mend)
     named = content(state)
-    target = real_path(path, _FUNCTION)
+    target = real_path(path)
     planned: list[tuple[Job, dict[Holders, list[SharedBox]]]] = []
 
     def check() -> tuple[dict[str, str], dict[Holders, int], tuple[int, int, Any] | None]:
         if data is not None:
-            check_stateful(_FUNCTION, data)
+            check_stateful(data)
         job, facts, shared = _check(target, named, state, extra)
         planned.append((dataclasses.replace(job, after=after), shared))
         facts["data"] = "none" if data is None else "a position"
-        return facts, checksums(shared), own_position(_FUNCTION, data, state.layout) if data is not None else None
+        return facts, checksums(shared), own_position(data, state.layout) if data is not None else None
 
-    answers = together(_FUNCTION, check, group)
+    answers = together(check, group)
     facts_of_ranks = [facts for facts, _, _ in answers]
     _same_everywhere(facts_of_ranks)
     job, shared = planned[0]
-    if rows := differences(_FUNCTION, [sums for _, sums, _ in answers], shared):
+    if rows := differences([sums for _, sums, _ in answers], shared):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
-        raise CheckpointError(message(_FUNCTION, rule, rows, MEND))
+        raise CheckpointError(message(rule, rows, MEND))
     step = next(facts["step"] for facts in facts_of_ranks if "step" in facts)
     positions = joined([position for _, _, position in answers]) if data is not None else None
     if (size := len(json.dumps(positions))) > _LARGEST_EXTRA:
         rule = f"cannot write positions of data of {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         mend = "Give data whose state_dict says where it is, not what it has read."
-        raise CheckpointError(message(_FUNCTION, rule, mend=mend))
+        raise CheckpointError(message(rule, mend=mend))
     manifest = dataclasses.replace(job.manifest, step=int(step), data=positions)
     if positions is not None:
         check_readable(text_of(manifest), _bytes_of({path: shards_of(x) for path, x in named.items()}))
@@ -319,8 +319,8 @@ def _check(
     """The work to do, the facts that must be the same on all ranks, and the parts that some of them share."""
     if rows := objections(named):
         rule = f"cannot save {len(rows)} leaves."
-        raise CheckpointError(message(_FUNCTION, rule, rows))
-    check_state(_FUNCTION, state)
+        raise CheckpointError(message(rule, rows))
+    check_state(state)
     leaves = {path: shards_of(x) for path, x in named.items()}
     _check_extra(extra)
     manifest = _manifest(state, leaves, extra)
@@ -352,7 +352,7 @@ def _check_extra(extra: Any) -> None:
     if size > _LARGEST_EXTRA:
         rule = f"cannot write `extra`: it has {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         mend = "Write what is large to a file of your own, and its name into `extra`."
-        raise CheckpointError(message(_FUNCTION, rule, mend=mend))
+        raise CheckpointError(message(rule, mend=mend))
 
 
 def _same_everywhere(checked: list[dict[str, str]]) -> None:
@@ -368,7 +368,7 @@ def _same_everywhere(checked: list[dict[str, str]]) -> None:
     ]
     if rows:
         mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
-        raise CheckpointError(message(_FUNCTION, "got different values on different ranks.", rows, mend))
+        raise CheckpointError(message("got different values on different ranks.", rows, mend))
 
 
 def _manifest(state: TrainState, leaves: dict[str, Shards], extra: Any) -> Manifest:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsharding import tree
-from fsharding.calls import named
+from fsharding.calls import named, public_name
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.errors import CheckpointError, FshardingError, listed, message
 from fsharding.formats import Blocks
@@ -143,7 +143,7 @@ def layout_of(
         >>> print(fs.checkpoint.layout_of(manifest, fs.AbstractMesh(("dp",), (2,)), fs.zero(3)).params["w"])
         P('dp')
     """
-    return layout_in(manifest, mesh, strategy, stages, function="fs.checkpoint.layout_of")
+    return layout_in(manifest, mesh, strategy, stages)
 
 
 def layout_in(
@@ -151,8 +151,6 @@ def layout_in(
     mesh: Mesh,
     strategy: Strategy | None = None,
     stages: Mapping[str, Any] | None = None,
-    *,
-    function: str,
 ) -> Layout:
     """`layout_of` for another public function, whose name the errors carry."""
     plain = manifest.layout
@@ -165,7 +163,7 @@ def layout_in(
         names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
         if none := [path for path, leaf in params.items() if not is_shape(leaf["shape"])]:
             raise ValueError(f"no shape: {listed(none)}")
-        model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters", function=function)
+        model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters")
         flat = [path.removeprefix("params").removeprefix(".") for path in tree.leaves(model)]
         shapes = [
             torch.empty(tuple(params[path]["shape"]), dtype=getattr(torch, params[path]["init"]), device="meta")
@@ -186,7 +184,7 @@ def layout_in(
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         row = f"{type(error).__name__}: {error}"
-        raise CheckpointError(message(function, "finds no layout in the manifest.", [row])) from error
+        raise CheckpointError(message("finds no layout in the manifest.", [row])) from error
 
 
 def _precision(plain: dict[str, Any]) -> Precision:
@@ -275,7 +273,6 @@ def rebuild(
     path: str = "opt_state",
     *,
     owner: str = "the optimizer state",
-    function: str = "fs.checkpoint.load",
 ) -> Tree:
     """A tree from plain data.
 
@@ -284,7 +281,6 @@ def rebuild(
         leaf: makes the leaf at a path.
         path: of the root.
         owner: what the tree is, for the error.
-        function: the public function, for the error.
 
     Raises:
         CheckpointError: a class that is not in `KNOWN`, or data that describes nothing.
@@ -313,7 +309,7 @@ def rebuild(
             case _:
                 what = str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain)
         rows = [f"{path} is a {what}; known are {', '.join(KNOWN)}"]
-        mend = "Pass the optimizer that made it: opt=..." if function == "fs.checkpoint.load" else ""
-        raise CheckpointError(message(function, f"cannot rebuild {owner} from the manifest alone.", rows, mend))
+        mend = "Pass the optimizer that made it: opt=..." if public_name() == "fs.checkpoint.load" else ""
+        raise CheckpointError(message(f"cannot rebuild {owner} from the manifest alone.", rows, mend))
 
     return build(plain, path)

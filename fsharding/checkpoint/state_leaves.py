@@ -129,13 +129,13 @@ def content(state: TrainState) -> dict[str, StateLeaf]:
     """
     layout = state.layout
     main = main_of(state)
-    flat = tree.flatten_up_to(layout.structure, main, "fs.checkpoint.save")
-    params = tree.flatten_up_to(layout.structure, state.params, "fs.checkpoint.save", ("the layout", "state.params"))
+    flat = tree.flatten_up_to(layout.structure, main)
+    params = tree.flatten_up_to(layout.structure, state.params, ("the layout", "state.params"))
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
     paths = [*tree.paths(_beside(state)), *(leaf.path_in("params") for leaf in layout.leaves)]
     if twice := sorted(path for path, count in Counter(paths).items() if count > 1):
         mend = "Rename a key: a dot in a key makes two paths one."
-        raise CheckpointError(message("fs.checkpoint.save", "found paths that name two leaves.", twice, mend))
+        raise CheckpointError(message("found paths that name two leaves.", twice, mend))
     named = {leaf.path_in("params"): _leaf(x, leaf) for leaf, x in zip(layout.leaves, stored, strict=True)}
     return leaves_beside(state) | named
 
@@ -175,7 +175,7 @@ def saved_sharding(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding
     return NamedSharding(layout.mesh) if owner is None else owner.home
 
 
-def device_of(layout: Layout, function: str) -> torch.device:
+def device_of(layout: Layout) -> torch.device:
     """Where the leaves of a layout have their memory.
 
     Raises:
@@ -183,11 +183,11 @@ def device_of(layout: Layout, function: str) -> torch.device:
     """
     if isinstance(layout.mesh, AbstractMesh):
         mend = "Plan the layout on a mesh of fs.make_mesh."
-        raise LayoutError(message(function, f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
+        raise LayoutError(message(f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
     return torch.device(layout.mesh.device_type)
 
 
-def main_wants(layout: Layout, function: str) -> dict[str, Want]:
+def main_wants(layout: Layout) -> dict[str, Want]:
     """The main parameters of a layout, and frozen ones, by their path in the layout.
 
     Raises:
@@ -195,8 +195,8 @@ def main_wants(layout: Layout, function: str) -> dict[str, Want]:
         LayoutError: the layout is on an abstract mesh.
     """
     if not isinstance(layout, Layout):
-        raise refuse(function, "a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
-    device, dtype = device_of(layout, function), layout.precision.main_dtype
+        raise refuse("a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
+    device, dtype = device_of(layout), layout.precision.main_dtype
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 
 

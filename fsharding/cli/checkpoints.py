@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fsharding.calls import call_as, named
 from fsharding.checkpoint.directory import Seen, survey
 from fsharding.checkpoint.exporting import export
 from fsharding.checkpoint.inspecting import inspect
@@ -49,7 +50,7 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
             _show(result, result.to_json(), as_json=config.json)
             return 1 if result.damaged else 0
         case ReshardConfig():
-            axes = parse_axes(config.mesh, "fsharding reshard")
+            axes = call_as("fsharding reshard", parse_axes, config.mesh)
             strategy = None if config.strategy is None else parse_strategy(config.strategy)
             made = reshard_checkpoint(config.source, config.target, axes, strategy)
             files = {name: file.bytes for name, file in made.files.items()}
@@ -111,6 +112,7 @@ _LARGEST_NAMES = 1 << 26
 """Bytes of a table of names: half a million of them."""
 
 
+@named("fsharding export")
 def _names(file: Path | None) -> dict[str, Name] | None:
     """The table of names in a JSON file."""
     if file is None:
@@ -121,7 +123,7 @@ def _names(file: Path | None) -> dict[str, Name] | None:
     except (OSError, ValueError, AttributeError) as error:
         mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}},'
         mend += ' or {"our.path": {"name": "their.{i}.name", "rows": [1, 2]}}.'
-        raise ConfigError(message("fsharding export", f"cannot read --names {file}: {error}.", mend=mend)) from error
+        raise ConfigError(message(f"cannot read --names {file}: {error}.", mend=mend)) from error
 
 
 def _name(value: Any) -> Name:

@@ -15,8 +15,6 @@ from fsharding.errors import ConfigError, message
 
 __all__ = ["Bytes", "Codec", "Tokenizer"]
 
-_FUNCTION = "fsharding generate"
-
 
 class Codec(Protocol):
     """Text as a model was given it."""
@@ -57,13 +55,13 @@ class Tokenizer:
             from tokenizers import Tokenizer  # lazy: an extra
         except ImportError as error:
             mend = "Install it with: pip install 'fsharding[text]'"
-            raise ConfigError(message(_FUNCTION, "needs the package tokenizers.", mend=mend)) from error
+            raise ConfigError(message("needs the package tokenizers.", mend=mend)) from error
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             self._inner: Any = Tokenizer.from_file(os.path.realpath(file))
         except Exception as error:  # the package raises Exception itself
             mend = "Give a tokenizer.json, or a directory that has one, as save_pretrained writes it."
-            raise ConfigError(message(_FUNCTION, f"cannot read the tokenizer {file}: {error}.", mend=mend)) from error
+            raise ConfigError(message(f"cannot read the tokenizer {file}: {error}.", mend=mend)) from error
 
     def encode(self, text: str) -> list[int]:
         """See `Codec`."""

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import fsharding as fs
 from fsharding import checkpoint
+from fsharding.calls import call_as, named
 from fsharding.cli.options import TrainConfig
 from fsharding.cli.resume import choose
 from fsharding.cli.trackers import require_trackers
 from fsharding.cli.usage import check_values
-from fsharding.errors import BatchError, CheckpointError, ConfigError, message
+from fsharding.errors import BatchError, CheckpointError, ConfigError, message, report
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_axes
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -63,6 +64,7 @@ OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 """What `--optimizer` takes, and by how much its peak rate is that of AdamW."""
 
 
+@named("fsharding train")
 def check(config: TrainConfig, world: int) -> None:
     """Refuses whatever could go wrong later, before anything has changed.
 
@@ -103,18 +105,18 @@ def check(config: TrainConfig, world: int) -> None:
     if 0 < config.decay_steps < warmup:
         wrong.append(f"--decay-steps {config.decay_steps}: 0, or at least the {warmup} of the warm-up")
     if wrong:
-        raise ConfigError(message("fsharding train", "got numbers out of range.", wrong))
+        raise ConfigError(message("got numbers out of range.", wrong))
     if config.resume_older and config.resume not in ("auto", "newest"):
         mend = "Write --resume auto --resume-older."
-        raise ConfigError(message("fsharding train", "got --resume-older without --resume auto or newest.", mend=mend))
+        raise ConfigError(message("got --resume-older without --resume auto or newest.", mend=mend))
     if config.deadline:
-        when = preemption.parse_deadline(config.deadline, function="fsharding train --deadline")
+        when = call_as("fsharding train --deadline", preemption.read_deadline, config.deadline)
         if when.timestamp() <= time.time():
             text = f"got a deadline that is over: {when:%Y-%m-%d %H:%M:%S}."
-            raise ConfigError(message("fsharding train --deadline", text, mend="Give a later one, or leave it out."))
+            raise ConfigError(report(f"fsharding train --deadline {text}", mend="Give a later one, or leave it out."))
     if config.val_every and not config.val_data:
         mend = "Give the data of the validation as well, or leave --val-every out."
-        raise ConfigError(message("fsharding train", "got --val-every without --val-data.", mend=mend))
+        raise ConfigError(message("got --val-every without --val-data.", mend=mend))
     require_trackers(config.log)
     _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):
@@ -132,6 +134,7 @@ def check(config: TrainConfig, world: int) -> None:
     _check_out(config)
 
 
+@named("fsharding train --resume")
 def batches_seen(newest: Path) -> int:
     """How many batches a run had seen when it saved a checkpoint."""
     result = checkpoint.metadata(newest)
@@ -139,7 +142,7 @@ def batches_seen(newest: Path) -> int:
     if type(batches) is not int or batches < 0:
         text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
         mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."
-        raise CheckpointError(message("fsharding train --resume", text, [f"batches: {batches!r}"], mend))
+        raise CheckpointError(message(text, [f"batches: {batches!r}"], mend))
     return batches
 
 
@@ -186,18 +189,19 @@ def _layers_of_stages(config: TrainConfig) -> list[int] | None:
     counts = [part.strip() for part in config.stage_layers.split(",") if part]
     if not all(count.isdecimal() for count in counts):
         text = f"cannot read --stage-layers {config.stage_layers!r}."
-        raise ConfigError(message("fsharding train", text, mend="Write the layers of each stage, such as 3,5."))
+        raise ConfigError(message(text, mend="Write the layers of each stage, such as 3,5."))
     return [int(count) for count in counts] or None
 
 
+@named("fsharding train")
 def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
-    axes = {"dp": -1, **parse_axes(text, "fsharding train")}
-    shape = make_shape(axes, world=world, function=f"fsharding train --mesh {text or 'dp=-1'}")
+    axes = {"dp": -1, **parse_axes(text)}
+    shape = call_as(f"fsharding train --mesh {text or 'dp=-1'}", make_shape, axes, world=world)
     model = model_of(config)
     known = ("pp", "replica", "dp", "ep", *model.axes)
     if others := [axis for axis in AXES if axis not in known and shape.axis_size(axis) > 1]:
         text = f"cannot cut the decoder over {', '.join(others)} on mesh {shape}."
-        raise ConfigError(message("fsharding train", text, mend=f"It runs on the axes {', '.join(known)}."))
+        raise ConfigError(message(text, mend=f"It runs on the axes {', '.join(known)}."))
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
     stages(config, shape)
@@ -205,11 +209,7 @@ def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
     parts = (2 * cp if cp > 1 else 1) * tp
     if config.seq % parts:
         what = " and ".join(f"{axis}={size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1)
-        raise BatchError(
-            message(
-                "fsharding train", f"cannot cut --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."
-            )
-        )
+        raise BatchError(message(f"cannot cut --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."))
     return shape
 
 
@@ -220,7 +220,6 @@ def _check_batch(config: TrainConfig, shape: AbstractMesh) -> None:
         near = max(1, round(config.batch / (parts * config.microbatches))) * parts * config.microbatches
         raise BatchError(
             message(
-                "fsharding train",
                 text,
                 mend=f"Use a multiple of {parts * config.microbatches}, such as --batch {near}.",
             )
@@ -243,11 +242,11 @@ def _open(config: TrainConfig, option: str, source: str) -> Tokens | Packed:
     if config.tokenizer is None:
         if source != "default" and is_table(Path(source)):
             text = f"cannot read the data set {option} {source} byte by byte."
-            raise ConfigError(message("fsharding train", text, mend="Give its tokenizer: --tokenizer tokenizer.json."))
+            raise ConfigError(message(text, mend="Give its tokenizer: --tokenizer tokenizer.json."))
         return open_data(source, documents=config.documents, **sizes)
     if source.endswith(".bin"):
         text = f"got --tokenizer {config.tokenizer}, and {option} {source} has tokens already."
-        raise ConfigError(message("fsharding train", text, mend="Leave --tokenizer out."))
+        raise ConfigError(message(text, mend="Leave --tokenizer out."))
     return packed(
         open_documents(source),
         tokenizer=config.tokenizer,
@@ -262,9 +261,7 @@ def _check_model(config: TrainConfig, data: Tokens | Packed, source: str) -> Non
     vocab = recipe(config.preset).config.vocab
     if data.vocab_size is not None and data.vocab_size > vocab:
         text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
-        raise ConfigError(
-            message("fsharding train", text, mend="Choose a preset with a larger vocabulary, or other data.")
-        )
+        raise ConfigError(message(text, mend="Choose a preset with a larger vocabulary, or other data."))
 
 
 def _check_out(config: TrainConfig) -> None:
@@ -273,13 +270,14 @@ def _check_out(config: TrainConfig) -> None:
         tempfile.TemporaryFile(dir=config.out).close()  # it has no name, so nothing of it can stay
     except OSError as error:
         text = f"cannot write to --out {config.out}: {error.strerror}."
-        raise ConfigError(message("fsharding train", text, mend="Choose a directory that can be written.")) from error
+        raise ConfigError(message(text, mend="Choose a directory that can be written.")) from error
 
 
 _OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
 """Options that say which rows a step sees."""
 
 
+@named("fsharding train --resume")
 def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
@@ -295,9 +293,7 @@ def _check_resume(config: TrainConfig, data: Tokens | Packed) -> None:
             rows.append(f"--{name.replace('_', '-')}: {before[name]} in the checkpoint, {value} now")
     if rows:
         mend = "Give the options of the run; its data have to be as they were. Or start a new one in another --out."
-        raise CheckpointError(
-            message("fsharding train --resume", f"cannot go on from {newest}: it is another run.", rows, mend)
-        )
+        raise CheckpointError(message(f"cannot go on from {newest}: it is another run.", rows, mend))
 
 
 # ------------------------------------------------------------------------------------------------------------- swaps
@@ -319,6 +315,7 @@ class Swap(NamedTuple):
     dtype: str = ""
 
 
+@named("fsharding train")
 def parse_swaps(text: str) -> tuple[Swap, ...]:
     """The swaps of an option, by step.
 
@@ -338,9 +335,9 @@ def parse_swaps(text: str) -> tuple[Swap, ...]:
         if not equals or not step.strip().isdigit() or int(step) < 1 or not known:
             mend = f"Write STEP=STRATEGY or STEP=STRATEGY:dp=4, with one of {', '.join(STRATEGIES)}; or STEP=PRECISION,"
             mend += f" with one of {', '.join((*_SHORT, *PRECISIONS))}."
-            raise ConfigError(message("fsharding train", f"cannot read {part!r} in --swap-at {text}.", mend=mend))
+            raise ConfigError(message(f"cannot read {part!r} in --swap-at {text}.", mend=mend))
         swaps.append(Swap(int(step), name, mesh) if name in STRATEGIES else Swap(int(step), "", mesh, dtype))
     steps = [swap.step for swap in swaps]
     if twice := sorted({step for step in steps if steps.count(step) > 1}):
-        raise ConfigError(message("fsharding train", f"got --swap-at {text}: step {twice[0]} stands twice."))
+        raise ConfigError(message(f"got --swap-at {text}: step {twice[0]} stands twice."))
     return tuple(sorted(swaps))

@@ -20,7 +20,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from fsharding.errors import ConfigError, did_you_mean, message
+from fsharding.calls import call_as, public_name
+from fsharding.errors import ConfigError, did_you_mean, message, report
 from fsharding.untrusted import read_plain
 
 __all__ = ["OWN_OPTIONS", "config_text", "read_options", "with_config_file"]
@@ -50,9 +51,9 @@ def with_config_file(args: Sequence[str], command: str, config: type[Any]) -> li
         return list(args)
     if len(paths) > 1:
         text = f"got {len(paths)} files: {', '.join(paths)}."
-        raise ConfigError(message(f"fsharding {command} --config", text, mend="Give one file."))
+        raise ConfigError(report(f"fsharding {command} --config {text}", mend="Give one file."))
     typed = {_name(arg) for arg in args[1:] if arg.startswith("--")}
-    options = read_options(Path(paths[0]), f"fsharding {command} --config", config)
+    options = call_as(f"fsharding {command} --config", read_options, Path(paths[0]), config)
     return [command, *(arg for name, given in options.items() if name not in typed for arg in given), *args[1:]]
 
 
@@ -69,12 +70,11 @@ def _name(arg: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
-def read_options(path: Path, function: str, config: type[Any]) -> dict[str, list[str]]:
+def read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
     """The options in a file, each as arguments of the command line.
 
     Args:
         path: of the file; `.toml` is TOML, all else YAML.
-        function: whose name errors carry.
         config: the dataclass of the options.
 
     Raises:
@@ -86,7 +86,7 @@ def read_options(path: Path, function: str, config: type[Any]) -> dict[str, list
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error) or "it is too deep"
         mend = "Give a file of YAML or TOML with one option a line; --print-config writes one."
-        raise ConfigError(message(function, f"cannot read {path}.", [why], mend)) from error
+        raise ConfigError(message(f"cannot read {path}.", [why], mend)) from error
     hints = typing.get_type_hints(config)
     known = [field.name for field in dataclasses.fields(config) if field.name not in OWN_OPTIONS]
     result: dict[str, list[str]] = {}
@@ -102,8 +102,8 @@ def read_options(path: Path, function: str, config: type[Any]) -> dict[str, list
         else:
             result[name] = given
     if wrong:
-        mend = f"Keys are the options of `{function.removesuffix(' --config')} --help`."
-        raise ConfigError(message(function, f"cannot take all of {path}.", wrong, mend))
+        mend = f"Keys are the options of `{public_name().removesuffix(' --config')} --help`."
+        raise ConfigError(message(f"cannot take all of {path}.", wrong, mend))
     return result
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import fsharding as fs
 from fsharding import checkpoint, hf
+from fsharding.calls import call_as, named
 from fsharding.checkpoint.manifest import MANIFEST, Manifest
 from fsharding.cli.codec import Bytes, Codec, Tokenizer
 from fsharding.cli.config import PRECISIONS
@@ -42,6 +43,7 @@ __all__ = ["check_generate", "generate"]
 _FUNCTION = "fsharding generate"
 
 
+@named(_FUNCTION)
 def check_generate(config: GenerateConfig, world: int) -> None:
     """Refuses whatever could go wrong later.
 
@@ -65,27 +67,28 @@ def check_generate(config: GenerateConfig, world: int) -> None:
     wrong += [] if 0 <= config.seed < 2**64 else [f"--seed {config.seed}: 0 to 2**64 - 1"]
     wrong += [] if config.timeout > 0 else [f"--timeout {config.timeout}: above 0"]
     if wrong:
-        raise ConfigError(message(_FUNCTION, "got numbers out of range.", wrong))
+        raise ConfigError(message("got numbers out of range.", wrong))
     source = _open(config)
-    shape = make_shape(_axes(config), world=world, function=f"{_FUNCTION} --mesh {config.mesh or 'tp=-1'}")
+    shape = call_as(f"{_FUNCTION} --mesh {config.mesh or 'tp=-1'}", make_shape, _axes(config), world=world)
     model = decoder(source.config)
     if (stages := shape.axis_size("pp")) > 1:
         mend = "Use tp or dp: a checkpoint of any mesh is loaded into the mesh that generates."
-        raise ConfigError(message(_FUNCTION, f"cannot generate in stages: --mesh has pp={stages}.", mend=mend))
+        raise ConfigError(message(f"cannot generate in stages: --mesh has pp={stages}.", mend=mend))
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
     ids = source.text.encode(config.prompt)
     vocab = source.config.vocab
     if not ids:
         mend = "Give --prompt at least one character; a text may begin after a line break."
-        raise DataError(message(_FUNCTION, "got a prompt without tokens.", mend=mend))
+        raise DataError(message("got a prompt without tokens.", mend=mend))
     if outside := [i for i in ids if i >= vocab]:
         pieces = ", ".join(f"{source.text.decode([i])!r} is {i}" for i in dict.fromkeys(outside[:5]))
         mend = "Leave them out, or take the tokenizer of this model."
         rule = f"got a prompt with {len(outside)} tokens outside of the vocabulary of {vocab}."
-        raise DataError(message(_FUNCTION, rule, [pieces], mend))
+        raise DataError(message(rule, [pieces], mend))
 
 
+@named(_FUNCTION)
 def generate(config: GenerateConfig) -> int:
     """Generates on the ranks that are there: this process alone, or those that a launcher started.
 
@@ -131,7 +134,7 @@ def _generate(config: GenerateConfig) -> None:
 
 def _axes(config: GenerateConfig) -> dict[str, int]:
     """Sizes by axis: what the options do not name goes to `tp`."""
-    return {"tp": -1, **parse_axes(config.mesh, _FUNCTION)}
+    return {"tp": -1, **parse_axes(config.mesh)}
 
 
 # ---------------------------------------------------------------------------------------------------- where it is from
@@ -178,7 +181,7 @@ def _model(config: GenerateConfig, notes: dict[str, Any], path: Path) -> Decoder
     if isinstance(entries, dict):
         return hf.config_of(cast("dict[str, Any]", entries))
     mend = 'Give --preset NAME or --model config.json; or save with extra={"model": fs.hf.config_json(config)}.'
-    raise ConfigError(message(_FUNCTION, f"cannot tell which model {path} is of.", mend=mend))
+    raise ConfigError(message(f"cannot tell which model {path} is of.", mend=mend))
 
 
 def _check_leaves(path: Path, manifest: Manifest, sizes: DecoderConfig) -> None:
@@ -193,7 +196,7 @@ def _check_leaves(path: Path, manifest: Manifest, sizes: DecoderConfig) -> None:
     ]
     if rows:
         mend = "Give --preset or --model of the run that saved it."
-        raise CheckpointError(message(_FUNCTION, f"finds other parameters in {path} than the model's.", rows, mend))
+        raise CheckpointError(message(f"finds other parameters in {path} than the model's.", rows, mend))
 
 
 def _text(config: GenerateConfig, notes: dict[str, Any], sizes: DecoderConfig, path: Path) -> Codec:
@@ -206,7 +209,7 @@ def _text(config: GenerateConfig, notes: dict[str, Any], sizes: DecoderConfig, p
     data = options.get("data")
     if (isinstance(data, str) and data.endswith(".bin")) or (data is None and sizes.vocab != 256):
         mend = "Give the one that encoded its text: --tokenizer tokenizer.json."
-        raise ConfigError(message(_FUNCTION, f"cannot tell the tokenizer of {path}.", mend=mend))
+        raise ConfigError(message(f"cannot tell the tokenizer of {path}.", mend=mend))
     return Bytes()
 
 

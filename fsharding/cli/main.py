@@ -41,7 +41,7 @@ from fsharding.cli.options import (
 )
 from fsharding.cli.starting import quit_on_signals
 from fsharding.cli.usage import check_options, check_values
-from fsharding.errors import ConfigError, FshardingError, did_you_mean, message
+from fsharding.errors import ConfigError, FshardingError, did_you_mean, report
 from fsharding.version import own_version
 
 __all__ = ["main"]
@@ -142,12 +142,12 @@ def _check_verbs(args: Sequence[str]) -> None:
     """Refuses a verb, or a measurement of `bench`, that there is not; the parser would not say which one is near."""
     if args and args[0].startswith("--") and args[0] not in _OPTIONS and not args[0].startswith("--tyro-"):
         mend = f"Write one of {', '.join(_VERBS)} first.{did_you_mean(args[0], _OPTIONS)}"
-        raise ConfigError(message("fsharding", f"has no {args[0]}.", mend=mend))
+        raise ConfigError(report(f"fsharding has no {args[0]}.", mend=mend))
     for place, (name, names) in enumerate((("fsharding", _VERBS), ("fsharding bench", _BENCHES))):
         if len(args) <= place or args[place].startswith("-"):
             return
         if args[place] not in names:
             mend = f"Write one of {', '.join(names)}.{did_you_mean(args[place], names)}"
-            raise ConfigError(message(name, f"has no {args[place]!r}.", mend=mend))
+            raise ConfigError(report(f"{name} has no {args[place]!r}.", mend=mend))
         if args[0] != "bench":
             return

@@ -11,10 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from fsharding.calls import call_as, named
 from fsharding.cli.config import PRECISIONS
 from fsharding.cli.options import PlanConfig
 from fsharding.cli.usage import check_values
-from fsharding.errors import ConfigError, MeshError, message
+from fsharding.errors import ConfigError, MeshError, message, report
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape, parse_axes
 from fsharding.models.presets import recipe
 from fsharding.pipeline.schedule import plan_schedule
@@ -25,6 +26,7 @@ from fsharding.sharding.strategy import parse_strategy
 __all__ = ["preview"]
 
 
+@named("fsharding plan")
 def preview(config: PlanConfig) -> None:
     """Plans and prints.
 
@@ -40,7 +42,7 @@ def preview(config: PlanConfig) -> None:
 def _planned(config: PlanConfig) -> dict[str, Any]:
     check_values("fsharding plan", config)
     if config.microbatches is not None and config.microbatches < 1:
-        raise ConfigError(message("fsharding plan", f"got --microbatches {config.microbatches}: at least 1."))
+        raise ConfigError(message(f"got --microbatches {config.microbatches}: at least 1."))
     mesh, model = _mesh(config.mesh), recipe(config.preset).model()
     ranks, stages = mesh.axis_size("pp"), None
     if ranks > 1:
@@ -61,11 +63,12 @@ def _planned(config: PlanConfig) -> dict[str, Any]:
 
 def _mesh(text: str) -> AbstractMesh:
     """The mesh of an option, whose axes say how many ranks there are."""
-    function, axes = f"fsharding plan --mesh {text}", parse_axes(text, "fsharding plan")
+    axes = parse_axes(text)
     if free := [axis for axis, size in axes.items() if size == -1]:
         mend = "Say the size of each axis: no number of ranks is given of which one could take the rest."
-        raise MeshError(message(function, f"got {', '.join(f'{axis}=-1' for axis in free)}.", mend=mend))
-    return make_shape(axes, world=math.prod(axes.values()), function=function)
+        got = ", ".join(f"{axis}=-1" for axis in free)
+        raise MeshError(report(f"fsharding plan --mesh {text} got {got}.", mend=mend))
+    return call_as(f"fsharding plan --mesh {text}", make_shape, axes, world=math.prod(axes.values()))
 
 
 def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsharding import checkpoint
+from fsharding.calls import named
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import lock_alone, survey
 from fsharding.errors import CheckpointError, ConfigError, message
@@ -73,18 +74,21 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
     return Choice(None, tuple(passed))
 
 
+@named(_FUNCTION)
 def _nothing(checkpoints: Path, rows: list[str]) -> CheckpointError:
     text = f"finds no complete checkpoint in {checkpoints}."
-    return CheckpointError(message(_FUNCTION, text, rows, "Leave --resume out to start a new run."))
+    return CheckpointError(message(text, rows, "Leave --resume out to start a new run."))
 
 
+@named(_FUNCTION)
 def is_damaged(path: Path) -> bool:
     """Whether a checkpoint's data is not what its manifest says. Collective; rank 0 reads all of it."""
-    answers = together(_FUNCTION, lambda: bool(checkpoint.inspect(path).damaged) if own_rank() == 0 else None)
+    answers = together(lambda: bool(checkpoint.inspect(path).damaged) if own_rank() == 0 else None)
     return bool(answers[0])
 
 
 @contextlib.contextmanager
+@named("fsharding train")
 def alone_in(out: Path) -> Generator[None]:
     """Holds a directory for one run, and makes sure that all ranks see the same one. Collective.
 
@@ -99,8 +103,8 @@ def alone_in(out: Path) -> Generator[None]:
     """
     held: list[int] = []
     try:
-        token = next(filter(None, together("fsharding train", lambda: _hold(out, held) if own_rank() == 0 else "")))
-        together("fsharding train", lambda: _check_seen(out, token))
+        token = next(filter(None, together(lambda: _hold(out, held) if own_rank() == 0 else "")))
+        together(lambda: _check_seen(out, token))
         yield
     finally:
         for fd in held:
@@ -120,7 +124,7 @@ def _hold(out: Path, held: list[int]) -> str:
         holder = os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0]
         mend = "Wait for its end, or give another --out."
         text = f"cannot run in {out}: another run is there."
-        raise ConfigError(message("fsharding train", text, [holder] if holder else [], mend)) from error
+        raise ConfigError(message(text, [holder] if holder else [], mend)) from error
     holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     token = f"{holder}\n{uuid.uuid4().hex}\n"
     os.ftruncate(fd, 0)
@@ -137,4 +141,4 @@ def _check_seen(out: Path, token: str) -> None:
         result = ""
     if result != token:
         mend = "Give all ranks an --out on a file system that they share: checkpoints are written by all of them."
-        raise ConfigError(message("fsharding train", f"does not see the --out of rank 0 at {out}.", mend=mend))
+        raise ConfigError(message(f"does not see the --out of rank 0 at {out}.", mend=mend))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from fsharding.calls import named
 from fsharding.checkpoint.directory import append, naming_path
 from fsharding.errors import ConfigError, did_you_mean, message
 from fsharding.pipeline.plots import metrics_rows
@@ -36,6 +37,7 @@ class Tracker(Protocol):
         ...
 
 
+@named("fsharding train")
 def parse_trackers(given: Iterable[str]) -> tuple[str, ...]:
     """The names of trackers in an option, each once.
 
@@ -49,10 +51,11 @@ def parse_trackers(given: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         if name not in TRACKERS:
             mend = f"Use one of {', '.join(TRACKERS)}.{did_you_mean(name, TRACKERS)}"
-            raise ConfigError(message("fsharding train", f"knows no --log {name!r}.", mend=mend))
+            raise ConfigError(message(f"knows no --log {name!r}.", mend=mend))
     return tuple(dict.fromkeys(names))
 
 
+@named(_FUNCTION)
 def require_trackers(given: Iterable[str]) -> None:
     """Refuses trackers whose package is missing.
 
@@ -65,7 +68,7 @@ def require_trackers(given: Iterable[str]) -> None:
     names = parse_trackers(given)
     if missing := [name for name in names if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None]:
         text = f"needs packages that are not installed: {', '.join(_PACKAGES[name] for name in missing)}."
-        raise ConfigError(message(_FUNCTION, text, mend="Install them with: pip install 'fsharding[log]'"))
+        raise ConfigError(message(text, mend="Install them with: pip install 'fsharding[log]'"))
 
 
 def tracker_files(out: Path) -> list[Path]:

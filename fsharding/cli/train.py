@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import fsharding as fs
 from fsharding import checkpoint, ops
+from fsharding.calls import named
 from fsharding.checkpoint.directory import append, naming_path, survey
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.cli.config import (
@@ -47,7 +48,7 @@ from fsharding.cli.throughput import Meter, flops_per_token, peak_flops
 from fsharding.cli.trace import traced, traces
 from fsharding.cli.trackers import Tracker, cut_rows, open_trackers, tracker_files
 from fsharding.comm.counters import Counts, recording
-from fsharding.errors import CheckpointError, RankError, message, printable
+from fsharding.errors import CheckpointError, RankError, printable, report
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import parse_axes
 from fsharding.mesh.consistency import agree
@@ -69,6 +70,7 @@ __all__ = ["train"]
 Step: TypeAlias = Callable[[TrainState, fs.tree.Tree], tuple[TrainState, Metrics]]
 
 
+@named("fsharding train")
 def train(config: TrainConfig) -> int:
     """Trains on the ranks that are there: this process alone, or those that a launcher started.
 
@@ -335,6 +337,7 @@ _OWN = {"out", "data", "val_data", "tokenizer", "config", "ranks", "plot", "log_
 """Options that ranks on several machines may have each of their own."""
 
 
+@named("fsharding train")
 def _agree(config: TrainConfig, data: Tokens | Packed, mesh: Any, choice: Choice) -> None:
     """Refuses ranks that were started with different options, or that see different data or other checkpoints."""
     facts = {f"--{k.replace('_', '-')}": str(v) for k, v in asdict(config).items() if k not in _OWN}
@@ -343,7 +346,7 @@ def _agree(config: TrainConfig, data: Tokens | Packed, mesh: Any, choice: Choice
     facts["fingerprint of --val-data"] = "none" if validation is None else validation.fingerprint()
     facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
     with naming_lost("fsharding train", mesh):
-        agree("fsharding train", facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
+        agree(facts, ranks=ranks.ranks, group=ranks.process_group, device=_device(mesh))
 
 
 def _device(mesh: Any) -> str:
@@ -351,7 +354,7 @@ def _device(mesh: Any) -> str:
 
 
 def _mesh(config: TrainConfig, text: str) -> Any:
-    axes: dict[str, Any] = {"dp": -1, **parse_axes(text, "fsharding train")}
+    axes: dict[str, Any] = {"dp": -1, **parse_axes(text)}
     return make_mesh(timeout=timedelta(seconds=config.timeout), **axes)
 
 
@@ -517,7 +520,7 @@ class _Log:
             mend = (
                 mend if not self.config.checkpoints.exists() else "Go on from the newest checkpoint with --resume auto."
             )
-            raise CheckpointError(message("fsharding train", rule, mend=mend))
+            raise CheckpointError(report(f"fsharding train {rule}", mend=mend))
 
     def finish(self, stopped: str = "") -> None:
         # Drawing takes longer than what a run that is stopped may have left.
@@ -622,7 +625,7 @@ def _writing(path: Path) -> Generator[None]:
     except OSError as error:
         rule = f"cannot write {error.filename}: {error.strerror or error}."
         mend = "Make room there, then continue from the newest checkpoint with --resume auto."
-        raise CheckpointError(message("fsharding train", rule, mend=mend)) from error
+        raise CheckpointError(report(f"fsharding train {rule}", mend=mend)) from error
 
 
 def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:

@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fsharding.errors import ConfigError, MeshError, did_you_mean, message
+from fsharding.calls import call_as
+from fsharding.errors import ConfigError, MeshError, did_you_mean, report
 from fsharding.mesh.abstract_mesh import AXES, parse_axes, unknown_axis
 from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
 
@@ -55,10 +56,10 @@ def check_options(command: str, options: type[Any], args: Sequence[str]) -> None
     unknown = [arg for arg in dict.fromkeys(unknown) if arg.replace("_", "-") not in known]
     mend = f"{command} --help lists its options."
     if len(unknown) == 1:
-        raise ConfigError(message(command, f"has no {unknown[0]}.", mend=mend + did_you_mean(unknown[0], known)))
+        raise ConfigError(report(f"{command} has no {unknown[0]}.", mend=mend + did_you_mean(unknown[0], known)))
     if unknown:
         rows = [f"{arg}:{did_you_mean(arg, known) or ' unknown'}" for arg in unknown]
-        raise ConfigError(message(command, f"does not have {len(unknown)} of these options.", rows, mend))
+        raise ConfigError(report(f"{command} does not have {len(unknown)} of these options.", rows, mend))
 
 
 def _options(options: type[Any]) -> list[str]:
@@ -88,21 +89,21 @@ def check_values(command: str, config: Any) -> None:
             _refuse(command, f"--{option}", values[option], known)
     if values.get("preset") and _plain(values["preset"]) not in map(_plain, PRESETS):
         known = f"Presets are {', '.join(PRESETS)}.{did_you_mean(values['preset'], PRESETS)}"
-        raise ConfigError(message(command, f"knows no preset {values['preset']!r}.", mend=known))
+        raise ConfigError(report(f"{command} knows no preset {values['preset']!r}.", mend=known))
     if values.get("strategy") is not None and values["strategy"] not in STRATEGY_NAMES:
         known = f"Strategies are {', '.join(STRATEGY_NAMES)}.{meant_strategy(values['strategy'])}"
-        raise ConfigError(message(command, f"knows no strategy {values['strategy']!r}.", mend=known))
+        raise ConfigError(report(f"{command} knows no strategy {values['strategy']!r}.", mend=known))
     for name in (name.strip() for text in values.get("log", ()) for name in text.split(",")):
         if name and name not in TRACKERS:
             _refuse(command, "--log", name, TRACKERS)
-    for axis in parse_axes(values.get("mesh", ""), command):
+    for axis in call_as(command, parse_axes, values.get("mesh", "")):
         if axis not in AXES:
-            raise MeshError(message(f"{command} --mesh {values['mesh']}", unknown_axis(axis)))
+            raise MeshError(report(f"{command} --mesh {values['mesh']} {unknown_axis(axis)}"))
     _check_paths(command, values)
     if command.startswith("fsharding bench"):
         rows = [f"{name}: {n}" for name, n in values.items() if name in _COUNTS and _least(n) < 1]
         if rows:
-            raise ConfigError(message(command, "cannot measure this.", rows, "Numbers are at least 1."))
+            raise ConfigError(report(f"{command} cannot measure this.", rows, "Numbers are at least 1."))
 
 
 def _check_paths(command: str, values: Mapping[str, Any]) -> None:
@@ -112,12 +113,12 @@ def _check_paths(command: str, values: Mapping[str, Any]) -> None:
     if lost:
         rows = [str(path) if name in _ARGUMENTS else f"--{name.replace('_', '-')} {path}" for name, path in lost]
         mend = f"Correct them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."
-        raise ConfigError(message(command, f"finds nothing at {len(rows)} of its paths.", rows, mend))
+        raise ConfigError(report(f"{command} finds nothing at {len(rows)} of its paths.", rows, mend))
 
 
 def _refuse(command: str, option: str, value: str, known: Iterable[str]) -> None:
     mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
-    raise ConfigError(message(command, f"knows no {option} {value!r}.", mend=mend))
+    raise ConfigError(report(f"{command} knows no {option} {value!r}.", mend=mend))
 
 
 def _plain(preset: str) -> str:

@@ -35,6 +35,7 @@ from fsharding.bench.reshard import bench_reshard
 from fsharding.bench.scaling import bench_scaling
 from fsharding.bench.step import bench_step
 from fsharding.bench.step import check as check_step
+from fsharding.calls import named
 from fsharding.cli.checkpoints import run_tool
 from fsharding.cli.config import check
 from fsharding.cli.config_file import config_text
@@ -142,19 +143,20 @@ def _list(config: ListConfig) -> None:
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
 
 
+@named("fsharding")
 def _ranks(asked: int | None, *, default: int) -> int:
     """How many ranks will run: those that a launcher started, or those that were asked for."""
     world = os.environ["WORLD_SIZE"] if under_launcher() else ""
     if world and not world.isdigit():
         text = f"got WORLD_SIZE={world!r} from a launcher."
-        raise ConfigError(message("fsharding", text, mend="Unset RANK and WORLD_SIZE, or start it by torchrun."))
+        raise ConfigError(message(text, mend="Unset RANK and WORLD_SIZE, or start it by torchrun."))
     started = int(world) if world else None
     if started is not None and asked not in (None, started):
         text = f"got --ranks {asked}, but a launcher started {started} ranks."
-        raise ConfigError(message("fsharding", text, mend="Leave --ranks out under torchrun."))
+        raise ConfigError(message(text, mend="Leave --ranks out under torchrun."))
     ranks = started or (default if asked is None else asked)
     if ranks < 1:
-        raise ConfigError(message("fsharding", f"got --ranks {ranks}.", mend="Start at least one rank."))
+        raise ConfigError(message(f"got --ranks {ranks}.", mend="Start at least one rank."))
     return ranks
 
 

@@ -150,17 +150,9 @@ def start_redistribute(
         TreeError: the trees do not match.
     """
     leaves, spec = tree.flatten(values)
-    targets = tree.flatten_up_to(spec, shardings, "fs.redistribute", ("values", "shardings"))
-    kinds = (
-        tree.flatten_up_to(spec, dtypes, "fs.redistribute", ("values", "dtypes"))
-        if dtypes is not None
-        else [None] * len(leaves)
-    )
-    homes = (
-        tree.flatten_up_to(spec, into, "fs.redistribute", ("values", "into"))
-        if into is not None
-        else [None] * len(leaves)
-    )
+    targets = tree.flatten_up_to(spec, shardings, ("values", "shardings"))
+    kinds = tree.flatten_up_to(spec, dtypes, ("values", "dtypes")) if dtypes is not None else [None] * len(leaves)
+    homes = tree.flatten_up_to(spec, into, ("values", "into")) if into is not None else [None] * len(leaves)
     result: list[Any] = list(leaves)
     groups: dict[tuple[Any, ...], list[_Leaf]] = {}
     wrong: list[int] = []
@@ -170,7 +162,7 @@ def start_redistribute(
             continue
         local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
         if not isinstance(target, NamedSharding):
-            raise refuse("fs.redistribute", "shardings", target, "Give a tree of NamedShardings, such as layout.main.")
+            raise refuse("shardings", target, "Give a tree of NamedShardings, such as layout.main.")
         route = route_of(leaf, target)
         if route is None:
             wrong.append(i)
@@ -185,7 +177,7 @@ def start_redistribute(
         text = "moves reduced leaves along data axes of one mesh only."
         named = tree.paths(values)
         rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
-        raise LayoutError(message("fs.redistribute", text, rows))
+        raise LayoutError(message(text, rows))
     shapes = [tuple(leaf.shape) if isinstance(leaf, DTensor) else () for leaf in leaves]
 
     def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
@@ -277,7 +269,7 @@ def start_reduce_grads(
         TreeError: the trees do not match.
     """
     leaves, spec = tree.flatten(values)
-    flat = [tree.flatten_up_to(spec, x, "fs.redistribute") for x in (sources, targets)]
+    flat = [tree.flatten_up_to(spec, x) for x in (sources, targets)]
     result: list[Any] = list(leaves)
     groups: dict[tuple[Any, torch.dtype], list[_Leaf]] = {}
     for i, (leaf, source, target) in enumerate(zip(leaves, *flat, strict=True)):

@@ -300,8 +300,8 @@ def start_rounded(
         TreeError: the trees do not match.
     """
     leaves, spec = tree.flatten(values)
-    targets, kinds = (tree.flatten_up_to(spec, x, "fs.redistribute") for x in (shardings, dtypes))
-    homes = [None] * len(leaves) if into is None else tree.flatten_up_to(spec, into, "fs.redistribute")
+    targets, kinds = (tree.flatten_up_to(spec, x) for x in (shardings, dtypes))
+    homes = [None] * len(leaves) if into is None else tree.flatten_up_to(spec, into)
     rounded: list[_Leaf] = []
     for i, rounding in enumerate(roundings):
         leaf, target, dtype = leaves[i], targets[i], kinds[i]

@@ -177,7 +177,7 @@ def choice_for(group: Group, device: torch.device) -> Choice:
 @named("fs.make_mesh")
 def _refusal(asked: str, reason: str) -> MeshError:
     rule = f'cannot use transport="{asked}".'
-    return MeshError(message("fs.make_mesh", rule, [reason], 'Leave transport="auto", or ask for another one.'))
+    return MeshError(message(rule, [reason], 'Leave transport="auto", or ask for another one.'))
 
 
 def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:

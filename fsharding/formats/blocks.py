@@ -100,7 +100,7 @@ class Blocks:
         ):
             rows.append(f'block={self.block!r}: use rows and columns from 1, such as (1, 32), or "row" or "tensor"')
         if rows:
-            raise ConfigError(message("fs.Blocks", "cannot be made so.", rows))
+            raise ConfigError(message("cannot be made so.", rows))
 
     @property
     def element(self) -> Element:

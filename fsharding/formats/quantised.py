@@ -72,7 +72,7 @@ def _refuses(use: str) -> Any:
 @named("fs.dequantise")
 def _not_dequantised(node: Quantised, use: str) -> NotDequantisedError:
     mend = "Write fs.dequantise(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
-    return NotDequantisedError(message("fs.dequantise", f"was not called for a tensor that {use}.", [repr(node)], mend))
+    return NotDequantisedError(message(f"was not called for a tensor that {use}.", [repr(node)], mend))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +224,7 @@ def _flatten(node: Quantised) -> tuple[list[Tensor], _Aux]:
     return [getattr(node, name) for name in names], (_held(node), names)
 
 
+@named("fs.Quantised")
 def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantised:
     held, names = aux
     given = dict(zip(names, children, strict=True))
@@ -231,7 +232,7 @@ def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantised:
     if isinstance(codes, Tensor) and codes.dtype != torch.uint8:
         rule = f"cannot have codes in {codes.dtype}: a function of trees has changed them."
         mend = "Dequantise first, fs.dequantise(w), and quantise the result."
-        raise ArgumentError(message("fs.Quantised", rule, mend=mend))
+        raise ArgumentError(message(rule, mend=mend))
     return Quantised(
         given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
         given.get("carrier"), held.start, held.strict, held.columnwise,
@@ -323,7 +324,7 @@ def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tenso
         return q if dtype is None else q.to(dtype)
     if not isinstance(q, Quantised):
         mend = "Give what fs.quantise gives, or a tensor."
-        raise ArgumentError(message("fs.dequantise", f"takes a Quantised, got {type(q).__name__}.", mend=mend))
+        raise ArgumentError(message(f"takes a Quantised, got {type(q).__name__}.", mend=mend))
     if q.values is None:
         assert q.carrier is not None
         return q.carrier if dtype is None else q.carrier.to(dtype)
@@ -347,18 +348,18 @@ def numbers_of(q: Quantised) -> Tensor:
 def _check(x: Any, format: Any, key: Any) -> None:
     mend = "Call it as fs.quantise(x, fs.formats.MXFP8)."
     if not isinstance(format, Blocks):
-        raise ArgumentError(message("fs.quantise", f"takes a format, got {type(format).__name__}.", mend=mend))
+        raise ArgumentError(message(f"takes a format, got {type(format).__name__}.", mend=mend))
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim or hasattr(x, "device_mesh"):
         kind = type(x).__name__
         what = f"{kind} {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else kind
         rule = f"takes a plain floating point tensor of at least one dim, got {what}."
-        raise ArgumentError(message("fs.quantise", rule, mend=mend))
+        raise ArgumentError(message(rule, mend=mend))
     if format.keyed and key is None:
         rule = f"rounds to {format} by key, and has none."
-        raise ConfigError(message("fs.quantise", rule, mend="Give a key, such as key=fs.random.key(0)."))
+        raise ConfigError(message(rule, mend="Give a key, such as key=fs.random.key(0)."))
     if key is not None and not format.keyed:
         mend = 'Leave the key out, or say format.with_rounding("keyed").'
-        raise ConfigError(message("fs.quantise", f"rounds to {format} without a key, and got one.", mend=mend))
+        raise ConfigError(message(f"rounds to {format} without a key, and got one.", mend=mend))
 
 
 def _block(format: Blocks, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, tree
-from fsharding.calls import named
+from fsharding.calls import named, public_name
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
@@ -71,8 +71,8 @@ _IMPLS = ("transformer_engine", "local")
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
-@called_by_all(_LOAD)
-@named("fs.megatron.load")
+@called_by_all
+@named(_LOAD)
 def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse", "ignore"] = "refuse") -> Tree:
     """Read the parameters of a Megatron checkpoint. Collective over all ranks, which must see one file system.
 
@@ -109,11 +109,11 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
         >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
         True
     """
-    return _load(_LOAD, path, layout, config, strict=extra == "refuse", moments=False)[0]
+    return _load(path, layout, config, strict=extra == "refuse", moments=False)[0]
 
 
-@called_by_all(_LOAD_STATE)
-@named("fs.megatron.load_state")
+@called_by_all
+@named(_LOAD_STATE)
 def load_state(
     path: StrPath, opt: GradientTransformation, key: Tensor, layout: Layout, config: Any, *, step: int | None = None
 ) -> TrainState:
@@ -141,21 +141,21 @@ def load_state(
         >>> int(again.step)
         0
     """
-    params, opened, pieces = _load(_LOAD_STATE, path, layout, config, strict=True, moments=True)
+    params, opened, pieces = _load(path, layout, config, strict=True, moments=True)
     if (updates := iteration_of(opened) if step is None else step) is None:
         mend = "Give it: step=100."
-        raise CheckpointError(message(_LOAD_STATE, f"finds no iteration in {opened.weights.path}.", mend=mend))
+        raise CheckpointError(message(f"finds no iteration in {opened.weights.path}.", mend=mend))
     state = state_from(params, opt, key, layout)
-    adam = _adam_of(_LOAD_STATE, state.opt_state)
+    adam = _adam_of(state.opt_state)
 
     def fill() -> None:
         for tree_name, kind in _MOMENTS.items():
-            trained = tree.flatten_up_to(layout.structure, getattr(adam, tree_name), _LOAD_STATE)
+            trained = tree.flatten_up_to(layout.structure, getattr(adam, tree_name))
             for leaf, x in zip(layout.leaves, trained, strict=True):
                 if x is not None:
                     _fill(opened, kind, pieces[leaf.path], staged(leaf.shape, leaf.home, local_of(x)))
 
-    together(_LOAD_STATE, fill)
+    together(fill)
     state.step.fill_(updates)
     adam.count.fill_(updates)
     return state
@@ -163,26 +163,26 @@ def load_state(
 
 # -------------------------------------------------------------------------------------------------------------- reading
 def _load(
-    function: str, path: StrPath, layout: Layout, config: Any, *, strict: bool, moments: bool
+    path: StrPath, layout: Layout, config: Any, *, strict: bool, moments: bool
 ) -> tuple[Tree, Opened, dict[str, list[Piece]]]:
-    check_path(function, "a path, then a Layout", path, _CALLS[function])
-    config = decoder_config(config, function)
-    refuse_others(config, function)
-    wants = main_wants(layout, function)
+    check_path("a path, then a Layout", path, _CALLS[public_name()])
+    config = decoder_config(config)
+    refuse_others(config)
+    wants = main_wants(layout)
     looked: list[tuple[Opened, dict[str, list[Piece]]]] = []
 
     def look() -> str:
-        opened = open_directory(function, path)
+        opened = open_directory(path)
         if opened.flat and not strict:
             opened.tensors.pop(MAIN, None)
         kinds = ("exp_avg", "exp_avg_sq") if moments else ()
-        looked.append((opened, _compare(function, opened, config, layout, strict=strict, moments=kinds)))
+        looked.append((opened, _compare(opened, config, layout, strict=strict, moments=kinds)))
         return opened.digest()
 
-    seen = together(function, look)
+    seen = together(look)
     rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
     if rows:
-        raise CheckpointError(message(function, f"finds {path} different on different ranks.", rows))
+        raise CheckpointError(message(f"finds {path} different on different ranks.", rows))
     ((opened, pieces),) = looked
     shards: dict[str, Shards] = {}
     for leaf, want in wants.items():
@@ -193,7 +193,7 @@ def _load(
         for leaf, shard in shards.items():
             _fill(opened, _main_kind(opened, pieces[leaf]), pieces[leaf], shard)
 
-    together(function, fill)
+    together(fill)
     read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
     return tree.unflatten(layout.structure, read), opened, pieces
 
@@ -211,11 +211,11 @@ def _fill(opened: Opened, kind: str, pieces: list[Piece], shard: Shards) -> None
 
 
 def _compare(
-    function: str, opened: Opened, config: DecoderConfig, layout: Layout, *, strict: bool, moments: tuple[str, ...]
+    opened: Opened, config: DecoderConfig, layout: Layout, *, strict: bool, moments: tuple[str, ...]
 ) -> dict[str, list[Piece]]:
     """The pieces of every leaf; refuses a directory that differs, with every argument and tensor that does."""
     if opened.flat and (strict or moments):
-        raise CheckpointError(_flat_state(function, opened))
+        raise CheckpointError(_flat_state(opened))
     model = opened.tensors["model"]
     embedding = opened.weights.leaves[model[EMBEDDING]]
     args = opened.facts.get("args")
@@ -241,7 +241,7 @@ def _compare(
     if rows:
         mend = "Plan the layout with models.decoder(config), where config has the arguments and sizes of the run."
         rule = f"cannot use {opened.weights.path}: {len(rows)} things are not as they should be."
-        raise CheckpointError(message(function, rule, rows, mend))
+        raise CheckpointError(message(rule, rows, mend))
     return pieces
 
 
@@ -256,7 +256,7 @@ def _without_main(opened: Opened, leaf: str, names: list[str]) -> list[str]:
     return rows
 
 
-def _flat_state(function: str, opened: Opened) -> str:
+def _flat_state(opened: Opened) -> str:
     """The message for a directory whose optimizer state is not stored by parameter."""
     content = opened.facts.get("content_metadata")
     kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
@@ -267,7 +267,7 @@ def _flat_state(function: str, opened: Opened) -> str:
         "Load it in Megatron with the parallel sizes of its run and save it with --dist-ckpt-optim-fully-reshardable. "
         'fs.megatron.load(..., extra="ignore") reads the weights of the model alone, in their own precision.'
     )
-    return message(function, rule, rows, mend)
+    return message(rule, rows, mend)
 
 
 def _adams_in(node: Any) -> list[AdamState]:
@@ -282,15 +282,15 @@ def _adams_in(node: Any) -> list[AdamState]:
     return [adam for part in inner for adam in _adams_in(part)]
 
 
-def _adam_of(function: str, opt_state: Any) -> AdamState:
+def _adam_of(opt_state: Any) -> AdamState:
     """The only state of Adam in that of an optimizer."""
     found = _adams_in(opt_state)
     if len(found) != 1:
         rule = f"needs the moments of one AdamW; the optimizer has {len(found)}."
-        raise CheckpointError(message(function, rule, mend="Give fs.adamw(...), also under fs.optim.chain."))
+        raise CheckpointError(message(rule, mend="Give fs.adamw(...), also under fs.optim.chain."))
     if any(map(is_coded, moment_leaves(found[0].mu))):
         mend = "Train with moments=torch.float32."
-        raise CheckpointError(message(function, "knows no moments in low precision.", mend=mend))
+        raise CheckpointError(message("knows no moments in low precision.", mend=mend))
     return found[0]
 
 
@@ -321,8 +321,8 @@ class _Kind(NamedTuple):
     dtype: torch.dtype | None
 
 
-@called_by_all(_SAVE)
-@named("fs.megatron.save")
+@called_by_all
+@named(_SAVE)
 def save(
     path: StrPath,
     state: TrainState,
@@ -376,15 +376,15 @@ def save(
         >>> "decoder.layers.self_attention.linear_qkv.weight" in names
         True
     """
-    check_path(_SAVE, "a path, then a TrainState", path, "fs.megatron.save(path, state, config)")
+    check_path("a path, then a TrainState", path, "fs.megatron.save(path, state, config)")
     if not isinstance(state, TrainState):
         mend = "Give the whole state: fs.megatron.save(path, state, config)."
-        raise refuse(_SAVE, "a path, then a TrainState", state, mend)
-    config = decoder_config(config, _SAVE)
-    refuse_others(config, _SAVE)
+        raise refuse("a path, then a TrainState", state, mend)
+    config = decoder_config(config)
+    refuse_others(config)
     if rows := unsayable(config):
         mend = "Megatron would compute something else. Write the weights for another program: fs.hf.save."
-        raise ConfigError(message(_SAVE, "cannot describe this decoder by arguments of Megatron.", rows, mend))
+        raise ConfigError(message("cannot describe this decoder by arguments of Megatron.", rows, mend))
     choice = _Choice(format, dtype, vocab_multiple, transformer_impl, settings, samples)
     planned: list[tuple[Path, list[_Kind], dict[str, list[Piece]]]] = []
 
@@ -394,11 +394,11 @@ def save(
         facts = str(target), choice, len(kinds), config, [(leaf, own) for leaf, own in pieces.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    group = own_group(_SAVE, timeout, "export")
-    seen = together(_SAVE, plan, group)
+    group = own_group(timeout, "export")
+    seen = together(plan, group)
     rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
     if rows:
-        raise CheckpointError(message(_SAVE, "got different things on different ranks.", rows))
+        raise CheckpointError(message("got different things on different ranks.", rows))
     ((target, kinds, pieces),) = planned
     step, partial = int(state.step), partial_of(target)
     common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
@@ -406,7 +406,7 @@ def save(
 
     def begin() -> None:
         if own_rank() == 0:
-            outputs.append(PartialOutput(target, _SAVE))
+            outputs.append(PartialOutput(target))
 
     def commit() -> None:
         for output in outputs:
@@ -416,10 +416,10 @@ def save(
             output.place()
 
     try:
-        together(_SAVE, watched(_SAVE, target, begin), group)
-        write = watched(_SAVE, target, lambda: _write(partial, kinds, pieces, config, common, format))
-        written = together(_SAVE, write, group)
-        together(_SAVE, watched(_SAVE, target, commit), group)
+        together(watched(target, begin), group)
+        write = watched(target, lambda: _write(partial, kinds, pieces, config, common, format))
+        written = together(write, group)
+        together(watched(target, commit), group)
     except BaseException:  # also Ctrl-C
         for output in outputs:
             output.discard()
@@ -464,16 +464,16 @@ def _plan(
     path: StrPath, state: TrainState, config: DecoderConfig, choice: _Choice
 ) -> tuple[Path, list[_Kind], dict[str, list[Piece]]]:
     """Check everything; return the kinds of tensors, and the pieces of every leaf."""
-    real_path(path, _SAVE)
+    real_path(path)
     target = Path(os.path.abspath(path))
     rows = choice.wrong(state)
     rows += [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     if rows:
-        raise CheckpointError(message(_SAVE, "cannot write.", rows))
+        raise CheckpointError(message("cannot write.", rows))
     homes = {leaf.path: leaf for leaf in state.layout.leaves}
 
     def held(values: Tree) -> dict[str, Shards]:
-        flat = tree.flatten_up_to(state.layout.structure, values, _SAVE)
+        flat = tree.flatten_up_to(state.layout.structure, values)
         named = zip(homes, flat, strict=True)
         return {path: shards_at_home(path, x, homes[path], rows) for path, x in named if x is not None}
 
@@ -481,7 +481,7 @@ def _plan(
     params = held(stored_params(state))
     kinds = [_Kind(str if core else "model.module.{}".format, params, choice.dtype)]
     if _adams_in(state.opt_state):
-        adam = _adam_of(_SAVE, state.opt_state)
+        adam = _adam_of(state.opt_state)
         if core:
             kinds.append(_Kind("optimizer.state.param.{}".format, params, None))
         for tree_name, kind in _MOMENTS.items():
@@ -493,7 +493,7 @@ def _plan(
     rows += _untiled(pieces, padded - config.vocab)
     if rows:
         mend = "Give the state of models.decoder(config)."
-        raise CheckpointError(message(_SAVE, f"cannot write {target}.", rows, mend))
+        raise CheckpointError(message(f"cannot write {target}.", rows, mend))
     return target, kinds, pieces
 
 

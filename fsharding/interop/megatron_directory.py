@@ -73,17 +73,17 @@ class Opened:
         return hashlib.sha256(repr((sorted(self.weights.leaves.items()), self.facts)).encode()).hexdigest()
 
 
-def open_directory(function: str, path: StrPath) -> Opened:
+def open_directory(path: StrPath) -> Opened:
     """Find out which of the two formats is at a path, and which tensors.
 
     Raises:
         CheckpointError: no checkpoint of one GPT model, or one that cannot be read.
     """
-    folder = _latest(function, Path(path))
+    folder = _latest(Path(path))
     mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
-    weights = weights_at(function, folder, mend=mend)
+    weights = weights_at(folder, mend=mend)
     if weights.format != "dcp":
-        raise CheckpointError(message(function, f"finds no Megatron checkpoint at {folder}.", mend=mend))
+        raise CheckpointError(message(f"finds no Megatron checkpoint at {folder}.", mend=mend))
     fsdp = any(_MODEL.fullmatch(name) for name in weights.leaves)
     result = Opened(weights, "fsdp_dtensor" if fsdp else "torch_dist")
     rows: list[str] = []
@@ -97,16 +97,16 @@ def open_directory(function: str, path: StrPath) -> Opened:
         rows.append(f"it has no {EMBEDDING}")
     if rows:
         mend = "Give the checkpoint of one GPT model."
-        raise CheckpointError(message(function, f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
-    others = value_places(folder, function)
+        raise CheckpointError(message(f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
+    others = value_places(folder)
     result.flat = _flat(result, [*weights.leaves, *others])
     entries = ("iteration", "args", "content_metadata")
     if os.path.lexists(folder / COMMON):
-        result.facts = _facts(function, folder / COMMON, None, entries)
+        result.facts = _facts(folder / COMMON, None, entries)
     elif (place := others.get(_COMMON_STATE)) is not None:
-        result.facts = _facts(function, folder / place[0], place, entries)
+        result.facts = _facts(folder / place[0], place, entries)
     elif (place := others.get("args")) is not None:
-        result.facts = {"args": _facts(function, folder / place[0], place, None)}
+        result.facts = {"args": _facts(folder / place[0], place, None)}
     return result
 
 
@@ -122,7 +122,7 @@ def iteration_of(opened: Opened) -> int | None:
     return int(found[1]) if found else None
 
 
-def _latest(function: str, path: Path) -> Path:
+def _latest(path: Path) -> Path:
     """The directory of the latest iteration, given the directory that has all of them."""
     tracker = path / _LATEST
     if os.path.lexists(path / METADATA) or not os.path.lexists(tracker):
@@ -130,9 +130,9 @@ def _latest(function: str, path: Path) -> Path:
     try:
         said = bytes(read_plain(tracker, 64)).decode().strip()
     except (OSError, ValueError) as error:
-        raise CheckpointError(message(function, f"cannot read {tracker}: {error}.")) from error
+        raise CheckpointError(message(f"cannot read {tracker}: {error}.")) from error
     if not (said.isascii() and said.isdigit()):
-        raise CheckpointError(message(function, f"finds no number of an iteration in {tracker}.", [repr(said)]))
+        raise CheckpointError(message(f"finds no number of an iteration in {tracker}.", [repr(said)]))
     return path / f"iter_{int(said):07d}"
 
 
@@ -163,7 +163,7 @@ def _flat(opened: Opened, names: list[str]) -> str:
     return ""
 
 
-def _facts(function: str, file: Path, place: Place | None, entries: tuple[str, ...] | None) -> dict[str, Any]:
+def _facts(file: Path, place: Place | None, entries: tuple[str, ...] | None) -> dict[str, Any]:
     """Plain values of a `torch.save` record, which is a file or inside of one; nothing in it is run."""
     try:
         with open_plain(file) as stream:
@@ -174,4 +174,4 @@ def _facts(function: str, file: Path, place: Place | None, entries: tuple[str, .
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(message(function, f"cannot read {file}: {error}.")) from error
+        raise CheckpointError(message(f"cannot read {file}: {error}.")) from error

@@ -101,7 +101,7 @@ def extra_states(config: DecoderConfig) -> list[str]:
     return result
 
 
-def refuse_others(config: DecoderConfig, function: str) -> None:
+def refuse_others(config: DecoderConfig) -> None:
     """Refuses a decoder that has parts which no table here names.
 
     Raises:
@@ -114,7 +114,7 @@ def refuse_others(config: DecoderConfig, function: str) -> None:
     rows += ["its router has biases"] if experts is not None and experts.bias_rate is not None else []
     if rows:
         mend = "Give a decoder of equal blocks with grouped-query attention, dense or with routed experts."
-        raise ConfigError(message(function, "has no names for this decoder in Megatron.", rows, mend))
+        raise ConfigError(message("has no names for this decoder in Megatron.", rows, mend))
 
 
 class _Run(NamedTuple):

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, formats, tree
 from fsharding.calls import named
-from fsharding.errors import ConfigError, TransformError, TreeError, message
+from fsharding.errors import ConfigError, TransformError, TreeError, message, report
 from fsharding.formats import Blocks
 from fsharding.interop.module import functionalize as modules
 from fsharding.interop.module.functionalize import PureModule
@@ -60,7 +60,7 @@ class _Layer(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------------- the package
-def _package(function: str) -> ModuleType:
+def _package() -> ModuleType:
     """`transformer_engine.pytorch`.
 
     Raises:
@@ -71,7 +71,7 @@ def _package(function: str) -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         mend = "On a machine with a CUDA toolchain: pip install 'fsharding[te]'."
         why = f"{type(error).__name__}: {error}"
-        raise ConfigError(message(function, "needs Transformer Engine.", [why], mend)) from error
+        raise ConfigError(message("needs Transformer Engine.", [why], mend)) from error
 
 
 def _recipes() -> ModuleType:
@@ -148,6 +148,7 @@ class TeModule(PureModule):
         params = super().init(key)
         return {**params, STATE: self._first()} if self.layers else params
 
+    @named(_FUNCTION)
     def check(self, mesh: Mesh, rules: AxisRules) -> None:
         """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
 
@@ -157,9 +158,10 @@ class TeModule(PureModule):
         super().check(mesh, rules)
         if self.layers and abstract(mesh).size > 1 and not self.recipe.reduce_amax:
             mend = "Make the recipe with reduce_amax=True: the state is one value for all ranks."
-            raise ConfigError(message(_FUNCTION, f"got a recipe of one rank on the mesh {abstract(mesh)}.", mend=mend))
+            raise ConfigError(message(f"got a recipe of one rank on the mesh {abstract(mesh)}.", mend=mend))
 
     @_compat.outside_of_graphs
+    @named(_FUNCTION)
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls the module with these parameters, and its state, under its recipe.
 
@@ -175,10 +177,10 @@ class TeModule(PureModule):
         """
         if _functorch.in_functorch():
             mend = "Use fs.te.value_and_grad, or fs.value_and_grad with a recipe without state."
-            raise TransformError(message(_FUNCTION, _NO_SETUP, mend=mend))
+            raise TransformError(message(_NO_SETUP, mend=mend))
         if kwargs.get("is_first_microbatch") is not None:
             mend = "Leave is_first_microbatch out."
-            raise TransformError(message(_FUNCTION, "keeps no weights in fp8 between calls.", mend=mend))
+            raise TransformError(message("keeps no weights in fp8 between calls.", mend=mend))
         if not self.layers:
             with _autocast(self._te, self.recipe):
                 result = super().__call__(params, *args, random_key=random_key, **kwargs)
@@ -186,7 +188,7 @@ class TeModule(PureModule):
             return result
         if not isinstance(params, Mapping) or STATE not in params:
             mend = "Give all of the tree that net.init makes; net.with_state(params, state) puts the next state in."
-            raise TreeError(message(_FUNCTION, f"finds no {STATE!r} in the parameters.", mend=mend))
+            raise TreeError(message(f"finds no {STATE!r} in the parameters.", mend=mend))
         self._note()
         weights = {key: value for key, value in params.items() if key != STATE}
         values, mesh = gather_unit(params[STATE]), _mesh_of(params)
@@ -213,12 +215,12 @@ class TeModule(PureModule):
                 rule = "has fp8 state that a call changes, which would be lost."
                 mend = "Differentiate with fs.te.value_and_grad, which returns the next state; "
                 mend += "evaluate under torch.no_grad()."
-                raise TransformError(message(_FUNCTION, rule, rows, mend))
+                raise TransformError(message(rule, rows, mend))
             return
         if call.module is not None:
             rule = "can follow the fp8 state of one call of one module in a loss function."
             mend = "Put the modules into one nn.Module, and call it once for each microbatch."
-            raise TransformError(message(_GRADS, rule, rows, mend))
+            raise TransformError(report(f"{_GRADS} {rule}", rows, mend))
         call.module = self
 
     def _layer(self, path: str) -> Any:
@@ -264,7 +266,7 @@ class TeModule(PureModule):
         ]
         if rows:
             rule = f"got a recipe with state outside of leaves, {type(self.recipe).__name__}."
-            raise TransformError(message(_FUNCTION, rule, rows, _KNOWN))
+            raise TransformError(message(rule, rows, _KNOWN))
         self._looked = True
 
 
@@ -299,7 +301,7 @@ def _group(mesh: Mesh | None) -> Any:
     if group.process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
         mend = "Make a mesh of all ranks."
         rule = "reduces amaxes over a process group, and a mesh of one rank beside others has none."
-        raise ConfigError(message(_FUNCTION, rule, mend=mend))
+        raise ConfigError(message(rule, mend=mend))
     return group.process_group
 
 
@@ -310,7 +312,7 @@ _KNOWN = (
 )
 
 
-@named("fs.te.functionalize")
+@named(_FUNCTION)
 def functionalize(
     module: nn.Module, recipe: Any, units: UnitPatterns = (), *, names: NameTable | None = None
 ) -> TeModule:
@@ -340,7 +342,7 @@ def functionalize(
         ...     net = fs.te.functionalize(layer, recipe.Float8CurrentScaling())
         ...     layout = fs.plan_layout(net, fs.make_mesh(dp=1), strategy=fs.zero(3), precision=fs.BF16)
     """
-    package = _package(_FUNCTION)
+    package = _package()
     _refuse_recipe(recipe)
     layers, rows = list[_Layer](), list[str]()
     for path, layer in module.named_modules() if isinstance(module, nn.Module) else ():
@@ -355,7 +357,7 @@ def functionalize(
             rows.append(f"{name} is {kind}: layers with fp8 state are {', '.join(_GEMMS)}")
     if rows:
         mend = "Use the layers and settings above; weights are cut by the layout, and gradients reduced by it."
-        raise ConfigError(message(_FUNCTION, "has layers whose state would be no leaf.", rows, mend))
+        raise ConfigError(message("has layers whose state would be no leaf.", rows, mend))
     net = modules.made(TeModule, module, units, names=names)
     net.begin(recipe, tuple(layers) if _is(recipe, "delayed") else (), package)
     return net
@@ -376,7 +378,7 @@ def _refuse_recipe(recipe: Any) -> None:
         row = f"{kind} has fp8_dpa or fp8_mha, under which attention has state"
     else:
         return
-    raise ConfigError(message(_FUNCTION, "got a recipe with state outside of leaves.", [row], _KNOWN))
+    raise ConfigError(message("got a recipe with state outside of leaves.", [row], _KNOWN))
 
 
 def _objections(name: str, layer: Any) -> list[str]:
@@ -436,7 +438,7 @@ def _following() -> Generator[_Call]:
         _calls.reset(token)
 
 
-@named("fs.te.scaled_linear")
+@named(_LINEAR)
 def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` by a linear of Transformer Engine that rounds both sides to a format.
 
@@ -462,7 +464,7 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
         ...     x, weight = torch.ones(32, 64, device="cuda"), torch.ones(32, 64, device="cuda")
         ...     y = fs.te.scaled_linear(x.bfloat16(), weight.bfloat16(), fs.formats.TENSORWISE)
     """
-    package = _package(_LINEAR)
+    package = _package()
     kinds = {
         formats.TENSORWISE: "Float8CurrentScaling",
         formats.E4M3_1x128: "Float8BlockScaling",
@@ -471,10 +473,10 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
     }
     if format not in kinds:
         rows = [f"{known} is {recipe}" for known, recipe in kinds.items()]
-        raise ConfigError(message(_LINEAR, f"has no recipe for {format}.", rows, "Use one of these formats."))
+        raise ConfigError(message(f"has no recipe for {format}.", rows, "Use one of these formats."))
     if _functorch.in_functorch():
         mend = "Use fs.value_and_grad, or dequantise and multiply."
-        raise TransformError(message(_LINEAR, _NO_SETUP, mend=mend))
+        raise TransformError(message(_NO_SETUP, mend=mend))
     layer = _linear(package, weight.shape[1], weight.shape[0], x.dtype, bias is not None)
     given = {"weight": weight} | ({} if bias is None else {"bias": bias})
     with _autocast(package, getattr(_recipes(), kinds[format])()):

@@ -53,7 +53,7 @@ class AbstractMesh:
     def __post_init__(self) -> None:
         if wrong := _faults(self.names, self.sizes, self.ranks):
             mend = 'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.'
-            raise MeshError(message("fs.AbstractMesh", "cannot be made.", wrong, mend))
+            raise MeshError(message("cannot be made.", wrong, mend))
 
     @property
     def size(self) -> int:
@@ -111,12 +111,11 @@ def unknown_axis(name: str) -> str:
     return f"knows no axis {name!r}. Axes are {', '.join(AXES)}.{hint}"
 
 
-def parse_axes(text: str, function: str) -> dict[str, int]:
+def parse_axes(text: str) -> dict[str, int]:
     """Sizes by axis from what a user writes: `replica=2,dp=-1`.
 
     Args:
         text: axes separated by commas.
-        function: whose name the error carries.
 
     Raises:
         ConfigError: something that is no axis with its size, or one axis twice.
@@ -126,21 +125,18 @@ def parse_axes(text: str, function: str) -> dict[str, int]:
         name, equals, size = part.partition("=")
         if not equals or not size.strip().removeprefix("-").isdecimal() or name.strip() in axes:
             mend = "Write axes as --mesh replica=2,dp=2, each once."
-            raise ConfigError(message(function, f"cannot read {part!r} in --mesh {text}.", mend=mend))
+            raise ConfigError(message(f"cannot read {part!r} in --mesh {text}.", mend=mend))
         axes[name.strip()] = int(size)
     return axes
 
 
-def make_shape(
-    axes: dict[str, int], *, world: int, order: Sequence[str] = AXES, function: str = "fs.make_mesh"
-) -> AbstractMesh:
+def make_shape(axes: dict[str, int], *, world: int, order: Sequence[str] = AXES) -> AbstractMesh:
     """Checks axis sizes against a number of ranks and fills in the -1.
 
     Args:
         axes: size by axis; one of them may be -1 and takes what is left.
         world: number of ranks.
         order: all six axes, major first: which ranks are neighbours.
-        function: whose name the error carries.
 
     Returns:
         The mesh; axes of size 1 are left out, but `dp` stays when nothing else is there.
@@ -150,24 +146,24 @@ def make_shape(
     """
     for name in [*axes, *order]:
         if name not in AXES:
-            raise MeshError(message(function, unknown_axis(name)))
+            raise MeshError(message(unknown_axis(name)))
     if sorted(order) != sorted(AXES):
-        raise MeshError(message(function, f"needs an order of all six axes, got {order!r}.", mend=f"Use {AXES!r}."))
+        raise MeshError(message(f"needs an order of all six axes, got {order!r}.", mend=f"Use {AXES!r}."))
     if odd := [f"{axis}={size!r}" for axis, size in axes.items() if type(size) is not int]:
-        raise MeshError(message(function, f"got {', '.join(odd)}.", mend="A size is a whole number, such as dp=2."))
+        raise MeshError(message(f"got {', '.join(odd)}.", mend="A size is a whole number, such as dp=2."))
     sizes = {axis: axes.get(axis, 1) for axis in order}
     asked = ", ".join(f"{axis}={size}" for axis, size in axes.items()) or "no axes"
     wrong = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
     free = [axis for axis, size in sizes.items() if size == -1]
     if wrong or len(free) > 1:
         what = ", ".join(wrong) or " and ".join(f"{axis}=-1" for axis in free)
-        raise MeshError(message(function, f"got {what}.", mend="A size is at least 1; one axis may be -1."))
+        raise MeshError(message(f"got {what}.", mend="A size is at least 1; one axis may be -1."))
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if free and world % fixed == 0:
         sizes[free[0]] = world // fixed
     if math.prod(sizes.values()) != world:
         mend = "Use dp=-1 to let dp take what is left." if not free and world % (fixed // sizes["dp"]) == 0 else ""
         mend = mend or f"Start {fixed} ranks, or choose sizes whose product divides {world}."
-        raise MeshError(message(function, f"got {asked}: {fixed} ranks, but there are {world}.", mend=mend))
+        raise MeshError(message(f"got {asked}: {fixed} ranks, but there are {world}.", mend=mend))
     kept = [axis for axis in order if sizes[axis] > 1] or ["dp"]
     return AbstractMesh(tuple(kept), tuple(sizes[axis] for axis in kept))

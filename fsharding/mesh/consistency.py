@@ -28,7 +28,6 @@ _LONG = 1000
 
 
 def agree(
-    function: str,
     facts: Mapping[str, str],
     *,
     ranks: Sequence[int],
@@ -39,7 +38,6 @@ def agree(
     """Compares facts over the ranks of a group. Collective.
 
     Args:
-        function: the public function, for the error.
         facts: text by name; what may differ between ranks is not among them.
         ranks: global ranks of the group, in its own order.
         group: None where there is one rank.
@@ -49,7 +47,7 @@ def agree(
     Raises:
         ConfigError: on every rank: some of the facts differ; each is listed with the ranks that have it.
     """
-    refuse_differences(function, compare(facts, ranks=ranks, group=group, device=device, ask=ask))
+    refuse_differences(compare(facts, ranks=ranks, group=group, device=device, ask=ask))
 
 
 def compare(
@@ -102,7 +100,6 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
 
 
 def refuse_differences(
-    function: str,
     facts: Mapping[int, Mapping[str, str]],
     rule: str = "is set up differently on different ranks.",
     mend: str = "Start every rank with the same program and arguments.",
@@ -110,7 +107,6 @@ def refuse_differences(
     """Refuses ranks whose facts differ.
 
     Args:
-        function: the public function, for the error.
         facts: by rank, as `compare` gives them.
         rule: what is wrong with ranks that differ, as the rest of a sentence that begins with the function.
         mend: the edit that makes them equal.
@@ -119,7 +115,7 @@ def refuse_differences(
         ConfigError: some of the facts differ; each is listed with the ranks that have it.
     """
     if rows := _differences(facts):
-        raise ConfigError(message(function, rule, rows, mend))
+        raise ConfigError(message(rule, rows, mend))
 
 
 def digest(value: Any) -> int:

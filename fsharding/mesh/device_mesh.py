@@ -96,11 +96,11 @@ def abstract(mesh: Mesh) -> AbstractMesh:
 def _abstract(mesh: DeviceMesh) -> AbstractMesh:
     names = mesh.mesh_dim_names
     if names is None:
-        text = message("fs.abstract", "needs a mesh with named axes.", mend=f"Name its dims with {', '.join(AXES)}.")
+        text = message("needs a mesh with named axes.", mend=f"Name its dims with {', '.join(AXES)}.")
         raise MeshError(text)
     for name in names:
         if name not in AXES:
-            raise MeshError(message("fs.abstract", unknown_axis(name)))
+            raise MeshError(message(unknown_axis(name)))
     ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
     standard = ranks == tuple(range(len(ranks)))
     return AbstractMesh(tuple(names), tuple(mesh.mesh.shape), () if standard else ranks)
@@ -153,30 +153,30 @@ def make_mesh(
     if unnamed:
         size = next((x for x in unnamed if isinstance(x, int)), -1)
         mend = f"Name the axis: fs.make_mesh(dp={size}). Axes are {', '.join(AXES)}."
-        raise refuse("fs.make_mesh", "sizes by axis", unnamed[0], mend)
+        raise refuse("sizes by axis", unnamed[0], mend)
     if device not in (None, "cpu", "cuda"):
-        raise refuse("fs.make_mesh", 'device="cpu" or "cuda"', device, "Give one of the two.")
+        raise refuse('device="cpu" or "cuda"', device, "Give one of the two.")
     if transport not in get_args(TransportName):
         mend = f"Give one of {', '.join(get_args(TransportName))}."
-        raise refuse("fs.make_mesh", "transport= by name", transport, mend)
+        raise refuse("transport= by name", transport, mend)
     if communicators not in (None, 1, 2) or isinstance(communicators, bool):
         mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
-        raise refuse("fs.make_mesh", "communicators= as 1 or 2", communicators, mend)
-    check_timeout("fs.make_mesh", timeout)
+        raise refuse("communicators= as 1 or 2", communicators, mend)
+    check_timeout(timeout)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = _own_gpu() if device == "cuda" else None
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     members = list(range(world)) if ranks is None else list(ranks)
     if sorted({*members} & {*range(world)}) != sorted(members):
         text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
-        raise MeshError(message("fs.make_mesh", text))
+        raise MeshError(message(text))
     shape = make_shape(cast("dict[str, int]", axes), world=len(members), order=order)
     if gpu is not None:
         torch.cuda.set_device(gpu)
     if not dist.is_initialized():
         if "RANK" not in os.environ and world > 1:
             mend = "Start the program with torchrun, or unset WORLD_SIZE for one process."
-            raise ConfigError(message("fs.make_mesh", f"finds WORLD_SIZE={world}, but no RANK.", mend=mend))
+            raise ConfigError(message(f"finds WORLD_SIZE={world}, but no RANK.", mend=mend))
         if "RANK" not in os.environ:
             grid = torch.zeros(shape.sizes, dtype=torch.int64)
             return _compat.meshless_device_mesh(device, shape.names, grid, 0)
@@ -246,11 +246,11 @@ def _own_gpu() -> int | None:
             mend = (
                 'Make the mesh on the CPU: fs.make_mesh(device="cpu"); Precision(sums="native") sends what CUDA sends.'
             )
-            raise MeshError(message("fs.make_mesh", rule, mend=mend))
+            raise MeshError(message(rule, mend=mend))
         return None
     if not visible:
         mend = 'Make the mesh on the CPU: fs.make_mesh(device="cpu"), or look at nvidia-smi and CUDA_VISIBLE_DEVICES.'
-        raise MeshError(message("fs.make_mesh", 'finds no GPU for device="cuda".', mend=mend))
+        raise MeshError(message('finds no GPU for device="cuda".', mend=mend))
     name = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ), None)
     if visible == 1:
         return 0
@@ -259,7 +259,7 @@ def _own_gpu() -> int | None:
     if int(os.environ[name]) >= visible:
         rule = f"finds {visible} GPUs, none of which is left for {name}={os.environ[name]}."
         mend = f"Start {visible} processes on this machine, or show each process one GPU by CUDA_VISIBLE_DEVICES."
-        raise MeshError(message("fs.make_mesh", rule, mend=mend))
+        raise MeshError(message(rule, mend=mend))
     return int(os.environ[name])
 
 
@@ -277,13 +277,13 @@ def _start(device: str, timeout: timedelta) -> None:
     ):
         rule = "meets the ranks of several machines in the store of torchrun, which cannot start them again."
         mend = f"For --max-restarts start torchrun with {FRESH_STORE}=1 on every machine."
-        _log.warning(message("fs.make_mesh", rule, mend=mend))
+        _log.warning(message(rule, mend=mend))
     try:
         dist.init_process_group(backend, timeout=timeout, **meet_all(timeout))
     except dist.DistError as error:
         rule = f"on rank {os.environ['RANK']} has not met all of {os.environ.get('WORLD_SIZE')} ranks."
         mend = "Every rank has to call it; look at what the others said last."
-        raise RankError(message("fs.make_mesh", rule, [str(error).strip().partition("\n")[0]], mend)) from error
+        raise RankError(message(rule, [str(error).strip().partition("\n")[0]], mend)) from error
 
 
 def _made(
@@ -293,7 +293,7 @@ def _made(
     uses = ("", _REDUCTIONS)[:communicators]
     world = dist.get_world_size()
     if world > 1:
-        agree("fs.make_mesh", facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
+        agree(facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
     # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
     # of a pipeline gather over other axes, or in another order.
     several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
@@ -421,7 +421,7 @@ def coordinate(mesh: Mesh) -> dict[str, int]:
     coord = [0] * len(shape.names) if isinstance(mesh, AbstractMesh) else mesh.get_coordinate()
     if coord is None:
         mend = "Guard what only its ranks do with fs.is_member(mesh)."
-        raise MeshError(message("fs.coordinate", f"is called on a rank that is not in the mesh {shape}.", mend=mend))
+        raise MeshError(message(f"is called on a rank that is not in the mesh {shape}.", mend=mend))
     return dict(zip(shape.names, coord, strict=True))
 
 
@@ -529,7 +529,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
         return Group(ranks, 0, None)
     if isinstance(mesh, AbstractMesh):
         text = f"cannot run a collective over {', '.join(axes)} on the abstract mesh {shape}."
-        raise MeshError(message("fs.axis_group", text, mend="Use fs.make_mesh."))
+        raise MeshError(message(text, mend="Use fs.make_mesh."))
     inside = _strides(axes, shape)
     index = sum(own[axis] * inside[axis] for axis in axes)
     named = tuple(axis for axis in AXES if axis in axes)
@@ -641,7 +641,7 @@ def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
         True
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
-        raise refuse("fs.set_mesh", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+        raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
     return _Setting(mesh)
 
 
@@ -652,7 +652,7 @@ def mesh_here() -> Mesh | None:
 
 
 @_compat.outside_of_graphs
-def current_mesh(function: str) -> Mesh:
+def current_mesh() -> Mesh:
     """The mesh of the innermost `set_mesh`.
 
     Raises:
@@ -660,19 +660,19 @@ def current_mesh(function: str) -> Mesh:
     """
     mesh = _current.get()
     if mesh is None:
-        text = message(function, "was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")
+        text = message("was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")
         raise MeshError(text)
     return mesh
 
 
 @_compat.outside_of_graphs
-def axis_size(axis: str, mesh: Mesh | None = None, *, function: str = "fs.axis_size") -> int:
+def axis_size(axis: str, mesh: Mesh | None = None) -> int:
     """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
 
     Raises:
         MeshError: no such axis can exist.
     """
     if axis not in AXES:
-        raise MeshError(message(function, unknown_axis(axis)))
+        raise MeshError(message(unknown_axis(axis)))
     mesh = mesh if mesh is not None else _current.get()
     return 1 if mesh is None else abstract(mesh).axis_size(axis)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat
-from fsharding.errors import CheckpointError, RankError, message
+from fsharding.calls import call_as, name_of
+from fsharding.errors import CheckpointError, RankError, message, report
 from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.backends import default_store, has_fake_backend, is_served_by_rank, own_connection
@@ -207,7 +208,7 @@ class naming_lost:
         if isinstance(error, UnlikeRanks):
             note = {"raised": f"raised: {error}", "call": str(self.call()), **_failed(error)}
             _bounded(lambda: _post(note), 1.0)
-            raise unlike_ranks(self.function, self.mesh, error.ranks, self.order) from error
+            raise call_as(self.function, unlike_ranks, self.mesh, error.ranks, self.order) from error
         peers, doing = _mark(error)
         if peers is None and is_network_error(error):
             setattr(error, _PEERS, (self.ranks(), doing))
@@ -303,25 +304,13 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
     where = call_stacks.LIBRARY if waits else call_stacks.DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
-        known = next(filter(None, map(_public_name, codes)), "")
+        known = next(filter(None, map(name_of, codes)), "")
         backward = any(code.co_name == "backward" for code in codes)
         inner = "a backward pass" if backward else codes[0].co_qualname.replace("<locals>.", "") if codes else ""
         function = known or inner
     else:
         function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
     return _Call(function, function, call_stacks.site(frame))
-
-
-def _public_name(code: CodeType) -> str:
-    """The name under which users know a function of the library; "" for one that they do not know."""
-    root: Any = sys.modules["fsharding"]
-    spaces = [("fs.", root), *((f"fs.{name}.".replace("fs.ops", "ops"), getattr(root, name)) for name in root.__all__)]
-    for prefix, space in spaces:
-        for name in getattr(space, "__all__", ()) if inspect.ismodule(space) else ():
-            function = inspect.unwrap(value) if callable(value := getattr(space, name)) else None
-            if getattr(function, "__code__", None) is code:
-                return prefix + name
-    return ""
 
 
 def _places() -> list[dict[str, Any]]:
@@ -708,7 +697,8 @@ def _explained(
     noticed = f"{_who([me], names)} noticed it{' in ' if doing else ''}{doing}: {_in_one_line(error)}"
     kinds = {it.kind for it in causes.values()}
     coordinates = _coordinates(mesh if isinstance(mesh, DeviceMesh) else None)
-    unlike = differences(call.function, followed.orders, coordinates, functools.partial(_who, names=names))
+    who = functools.partial(_who, names=names)
+    unlike = call_as(call.function, differences, followed.orders, coordinates, who)
     if unlike is not None:
         text, causes = unlike.text, dict.fromkeys(unlike.ranks, Cause("elsewhere", noticed, call.function))
     elif isinstance(error, UnlikeSizes) and kinds <= {"gone", "sizes"}:
@@ -733,12 +723,11 @@ _unlike_before: Counter[tuple[int, ...]] = Counter()
 
 
 def unlike_ranks(
-    function: str, mesh: DeviceMesh | AbstractMesh | Sequence[int] | None, ranks: Sequence[int], order: UnitOrder
+    mesh: DeviceMesh | AbstractMesh | Sequence[int] | None, ranks: Sequence[int], order: UnitOrder
 ) -> RankError:
     """The error of ranks that have found together that they differ. Each tells the others what it did.
 
     Args:
-        function: the public function.
         mesh: which tells coordinates.
         ranks: global ranks, each of which calls this.
         order: what this rank did, with the facts that it shares with others.
@@ -750,10 +739,10 @@ def unlike_ranks(
     reports = {me: own, **(_bounded(lambda: _exchanged(key, own, ranks), 2 * _REPORT_S) or {})}
     coordinates = _coordinates(mesh if isinstance(mesh, DeviceMesh) else None)
     names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
-    found = differences(function, reports, coordinates, functools.partial(_who, names=names))
+    found = differences(reports, coordinates, functools.partial(_who, names=names))
     if found is None:
         rows = [f"{_who([rank], names)}: no answer" for rank in ranks if rank not in reports]
-        text = message(function, "finds that ranks differ in units or rows.", rows, "Look at what each did last.")
+        text = message("finds that ranks differ in units or rows.", rows, "Look at what each did last.")
         odd = tuple(ranks)
     else:
         text, odd = found
@@ -782,21 +771,21 @@ def _lost_text(call: _Call, causes: Mapping[int, Cause], names: Mapping[int, str
     mend = f"Look at what {rank_numbers([*causes])} said last; all ranks have to start again."
     if slow:
         mend = f"If it is only slow, give {_TIMED.get(call.function, 'make_mesh')} a longer timeout=. {mend}"
-    return message(call.function, f"lost {_who([*causes], names)}.", [*rows, noticed], mend)
+    return report(f"{call.function} lost {_who([*causes], names)}.", [*rows, noticed], mend)
 
 
 def _unlike(call: _Call, rank: int, others: Sequence[int], names: Mapping[int, str], said: str) -> str:
     """Ranks that are in one call with tensors of other sizes; what one of them said."""
     rule = f"got tensors of other sizes on {_who([rank], names)} than on {_who([*others], names)}."
     mend = "Give all ranks the same shapes and dtypes: one of them has another state, layout, precision or batch."
-    return message(call.function, rule, [f"{_who([rank], names)}: {said}"], mend)
+    return report(f"{call.function} {rule}", [f"{_who([rank], names)}: {said}"], mend)
 
 
 def _given_up(call: _Call, me: int, names: Mapping[int, str], noticed: str) -> str:
     rule = f"was given up by the other ranks: they have waited for {_who([me], names)}, this one, in vain."
     owner = _TIMED.get(call.function, "the mesh")
     mend = f"It was stopped, or busy, for longer than the timeout of {owner}; all ranks have to start again."
-    return message(call.function, rule, [noticed], mend)
+    return report(f"{call.function} {rule}", [noticed], mend)
 
 
 def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str:
@@ -817,7 +806,7 @@ def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str
     mend = f"Every rank has to call {odd}: move it out of the `if rank == 0:`."
     if idle:
         mend += " If the others are only slow, give make_mesh a longer timeout=."
-    return message(call.function, rule, _table(call, followed, names), mend)
+    return report(f"{call.function} {rule}", _table(call, followed, names), mend)
 
 
 def _here(call: _Call, followed: Followed) -> dict[int, str]:
@@ -958,23 +947,17 @@ def meet(number: int = 0) -> list[int]:
     return numbers.tolist()
 
 
-def called_by_all(function: str) -> Callable[[Callable[_Args, _T]], Callable[_Args, _T]]:
-    """Makes a function one that all ranks there are begin with `meet`, inside `naming_lost`.
+def called_by_all(fn: Callable[_Args, _T]) -> Callable[_Args, _T]:
+    """Make a public function one that all ranks there are begin with `meet`, inside `naming_lost`."""
+    code = inspect.unwrap(fn).__code__
 
-    Args:
-        function: its public name.
-    """
+    @functools.wraps(fn)
+    def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _T:
+        with naming_lost(name_of(code), range(world_size())):
+            meet()
+            return fn(*args, **kwargs)
 
-    def decorate(fn: Callable[_Args, _T]) -> Callable[_Args, _T]:
-        @functools.wraps(fn)
-        def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _T:
-            with naming_lost(function, range(world_size())):
-                meet()
-                return fn(*args, **kwargs)
-
-        return run
-
-    return decorate
+    return run
 
 
 @contextmanager
@@ -1004,7 +987,7 @@ def _remind(call: _Call, mesh: Any) -> None:
         if followed.causes or followed.silent:
             names = _names(mesh if isinstance(mesh, DeviceMesh) else _latest_mesh and _latest_mesh())
             rule = f"has waited for the other ranks for {_REMIND_S:g} s on rank {own_rank()}."
-            _log.warning(message(call.function, rule, _table(call, followed, names), "All ranks have to call it."))
+            _log.warning(report(f"{call.function} {rule}", _table(call, followed, names), "All ranks have to call it."))
 
 
 def _meeting_group() -> dist.ProcessGroup:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
-from fsharding.errors import RankError, message
+from fsharding.errors import RankError, report
 from fsharding.mesh.preemption import SIGNALS, announce
 from fsharding.mesh.rank_process import Answer, run_rank
 from fsharding.mesh.rendezvous import INIT_METHOD, local_variables
@@ -268,7 +268,7 @@ def _supervise(ranks: _Ranks, signals: _Signals, grace: float | None) -> list[An
                 answers[rank] = answer
     if failures:
         first = min(failures)
-        raise RankError(message("fsharding", first.rule, [first.said] if first.said else []), ranks=(first.rank,))
+        raise RankError(report(f"fsharding {first.rule}", [first.said] if first.said else []), ranks=(first.rank,))
     until = time.monotonic() + _EXIT_S
     for process in ranks.processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -286,4 +286,4 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
 def _not_saved(signals: _Signals, grace: float) -> RankError:
     names = ", ".join(sorted(number.name for number in signals.received))
     rule = f"has killed its ranks, which had not saved {grace:g} s after {names}."
-    return RankError(message("fsharding", rule, mend="Give a longer --grace, or smaller steps."))
+    return RankError(report(f"fsharding {rule}", mend="Give a longer --grace, or smaller steps."))

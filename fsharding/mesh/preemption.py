@@ -133,15 +133,15 @@ def watch(
     global _active, _agreed
     if not isinstance(deadline, datetime | timedelta | None):
         mend = 'Write datetime.timedelta(hours=4), or fs.preemption.parse_deadline("3h50m").'
-        raise refuse("fs.preemption.watch", "deadline= as a datetime or a timedelta", deadline, mend)
+        raise refuse("deadline= as a datetime or a timedelta", deadline, mend)
     if _active is not None:
-        raise ArgumentError(message("fs.preemption.watch", "is open already.", mend="Open it once, around the run."))
+        raise ArgumentError(message("is open already.", mend="Open it once, around the run."))
     if signals and threading.current_thread() is not threading.main_thread():
         mend = "Open it in the main thread, or give signals=() and a deadline."
-        raise ArgumentError(message("fs.preemption.watch", "is opened in a thread without signals.", mend=mend))
+        raise ArgumentError(message("is opened in a thread without signals.", mend=mend))
     if wrong := [x for x in signals if not isinstance(x, signal.Signals) or x in (signal.SIGKILL, signal.SIGSTOP)]:
         mend = "Give some of signal.Signals, such as signal.SIGTERM; SIGKILL and SIGSTOP reach no handler."
-        raise refuse("fs.preemption.watch", "signals that can be handled", wrong[0], mend)
+        raise refuse("signals that can be handled", wrong[0], mend)
     when = datetime.now() + deadline if isinstance(deadline, timedelta) else deadline
     opened = Watch(None if when is None else when.timestamp(), margin)
     _active, _agreed = opened, False
@@ -238,13 +238,12 @@ _UNITS = ("days", "hours", "minutes", "seconds")
 
 
 @public("fs.preemption.parse_deadline")
-def parse_deadline(text: str, *, function: str = "fs.preemption.parse_deadline") -> datetime:
+def parse_deadline(text: str) -> datetime:
     """Reads a deadline as the command line takes it.
 
     Args:
         text: how long from now, such as `3h50m`, `2d`, `90s` or `5400`, which are seconds; a time, such as
             `2030-01-31T18:00`; or `slurm`, the end of the job that Slurm tells in `SLURM_JOB_END_TIME`.
-        function: the public function, for the error.
 
     Raises:
         ConfigError: none of these, or Slurm tells no end.
@@ -255,11 +254,16 @@ def parse_deadline(text: str, *, function: str = "fs.preemption.parse_deadline")
         >>> fs.preemption.parse_deadline("3h50m") > fs.preemption.parse_deadline("3h")
         True
     """
+    return read_deadline(text)
+
+
+def read_deadline(text: str) -> datetime:
+    """Read a deadline for a caller that has another public name, such as an option of the command line."""
     if text == "slurm":
         end = os.environ.get("SLURM_JOB_END_TIME", "")
         if not end.isdecimal():
             rule = f"finds no end of the job: SLURM_JOB_END_TIME is {end!r}."
-            raise ConfigError(message(function, rule, mend="Give the deadline as a duration, such as 3h50m."))
+            raise ConfigError(message(rule, mend="Give the deadline as a duration, such as 3h50m."))
         return datetime.fromtimestamp(int(end))
     result = _DURATION.fullmatch(text)
     try:
@@ -268,4 +272,4 @@ def parse_deadline(text: str, *, function: str = "fs.preemption.parse_deadline")
         return datetime.fromisoformat(text)
     except (ValueError, OverflowError) as error:
         mend = "Write 3h50m, a number of seconds, a time such as 2030-01-31T18:00, or slurm."
-        raise ConfigError(message(function, f"cannot read the deadline {text!r}.", mend=mend)) from error
+        raise ConfigError(message(f"cannot read the deadline {text!r}.", mend=mend)) from error

@@ -18,6 +18,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from fsharding.calls import named
 from fsharding.errors import ConfigError, RankError, message
 from fsharding.mesh.backends import launchers_store, open_store, prefixed
 from fsharding.mesh.failures import rank_numbers
@@ -88,7 +89,7 @@ def init_arguments() -> dict[str, Any]:
     if start != "0" and not method and shares_launchers_store():
         rule = f"cannot start the ranks of {os.environ['GROUP_WORLD_SIZE']} machines again in the store of torchrun."
         rows = ["It has the addresses of ranks that are gone, and new ranks would wait for those."]
-        raise ConfigError(message("fs.make_mesh", rule, rows, f"Start torchrun with {FRESH_STORE}=1 on every machine."))
+        raise ConfigError(message(rule, rows, f"Start torchrun with {FRESH_STORE}=1 on every machine."))
     if method:
         where: dict[str, Any] = {"init_method": method}
     elif start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -112,7 +113,7 @@ def meet_all(timeout: timedelta) -> dict[str, Any]:
     needed = ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if url == "env://" else ()))
     if missing := [f"{name} is not set" for name in needed if name not in os.environ]:
         mend = "Start the program with torchrun, or unset RANK for one process."
-        raise ConfigError(message("fs.make_mesh", "finds RANK, but not all that a launcher sets.", missing, mend))
+        raise ConfigError(message("finds RANK, but not all that a launcher sets.", missing, mend))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if url == "env://" else url
     until = time.monotonic() + timeout.total_seconds()
@@ -154,13 +155,14 @@ def _wait(store: Any, rank: int, size: int, until: float, place: str) -> list[in
     return []
 
 
+@named("fs.make_mesh")
 def _remind(rank: int, size: int, place: str, lost: list[int]) -> None:
     if rank < _SPEAKERS:
         rule = f"on rank {rank} is waiting for {len(lost)} of {size} ranks at {place}: {rank_numbers(lost)}."
         mend = "Every rank has to call it. For one process, unset RANK and WORLD_SIZE."
-        _log.warning(message("fs.make_mesh", rule, mend=mend))
+        _log.warning(message(rule, mend=mend))
 
 
 def _not_met(rank: int, size: int, place: str, rows: list[str]) -> str:
     mend = "Every rank has to call it; look at what the others said last. For one process, unset RANK and WORLD_SIZE."
-    return message("fs.make_mesh", f"on rank {rank} has not met all of {size} ranks at {place}.", rows, mend)
+    return message(f"on rank {rank} has not met all of {size} ranks at {place}.", rows, mend)

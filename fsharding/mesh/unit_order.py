@@ -191,14 +191,13 @@ _ROWS = (
 
 
 def differences(
-    function: str, reports: Mapping[int, Mapping[str, Any]], coordinates: Mapping[int, Mapping[str, int]], who: Who
+    reports: Mapping[int, Mapping[str, Any]], coordinates: Mapping[int, Mapping[str, int]], who: Who
 ) -> Difference | None:
     """The text about ranks whose sequences or facts differ; None if those that are known do not.
 
     A sequence that ends where another one goes on is no difference: its rank may only be slower.
 
     Args:
-        function: the public function, for the error.
         reports: of `UnitOrder.report`, by rank.
         coordinates: of each rank, by axis.
         who: words ranks.
@@ -213,7 +212,7 @@ def differences(
             mends = {SAME_CONSTANTS: SAME_BUFFERS, SAME_RATES: _RATES}
             kinds = (kind for kind in mends if all(text.startswith(kind) for _, text in rows))
             mend = mends.get(next(kinds, ""), _ORDER)
-            text = message(function, rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)
+            text = message(rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)
             return Difference(text, tuple(odd))
     for ranks in _sharing(reports, coordinates, apart=("replica", "dp", "ep", "cp")):
         facts = {rank: reports[rank]["facts"] for rank in ranks}
@@ -226,7 +225,7 @@ def differences(
         ]
         if rows:
             rule = f"gets different rows on {who(sorted(ranks))}, which have to read the same."
-            return Difference(message(function, rule, rows, _ROWS), tuple(ranks))
+            return Difference(message(rule, rows, _ROWS), tuple(ranks))
     return None
 
 

@@ -142,7 +142,7 @@ class DecoderConfig:
         if self.stacks and (total := sum(stack.layers for stack in self.stacks)) != self.layers:
             wrong.append(f"the stacks have {total} layers, not {self.layers}")
         if wrong:
-            raise ConfigError(message("DecoderConfig", "has sizes that do not fit.", wrong))
+            raise ConfigError(message("has sizes that do not fit.", wrong))
 
     @property
     def head_dim(self) -> int:
@@ -284,6 +284,7 @@ def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
     return tuple((f"{path}.experts.bias", rate) for path, rate in pairs if rate is not None)
 
 
+@named("models.decoder")
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
     """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
     cuts = Cuts(abstract(mesh), rules, kind)
@@ -294,7 +295,7 @@ def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: Axis
     if wrong:
         mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
         text = f"cannot be cut over the mesh {cuts.mesh}."
-        raise ConfigError(message("models.decoder", text, list(dict.fromkeys(wrong)), mend))
+        raise ConfigError(message(text, list(dict.fromkeys(wrong)), mend))
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:

@@ -110,7 +110,7 @@ def generate(
         >>> int(drawn.max()) < 16
         True
     """
-    refuse_compiled(_NAME, "Compile what it calls: fs.models.generate(torch.compile(apply), ...).")
+    refuse_compiled("Compile what it calls: fs.models.generate(torch.compile(apply), ...).")
     sampling = _Sampling(key, temperature, top_k, top_p)
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     _check_numbers(max_new_tokens, context, sampling, ends)
@@ -118,7 +118,7 @@ def generate(
     decode = _decode_of(model, context)
     values, dtypes = (params.params, params.layout.precision) if hasattr(params, "opt_state") else (params, FP32)
     if precision is not None:
-        check_precision(_NAME, precision)
+        check_precision(precision)
         dtypes = precision
     mesh = _mesh_of(values)
     _check_mesh(mesh)
@@ -179,7 +179,7 @@ def _loop(
     logits_BV = predictor.logits(cache, tokens_BT, positions_BT, lengths_B - 1, longest)
     if logits_BV.isnan().any():
         mend = "Look for the step of the training from which on they are not finite."
-        raise NonFiniteError(message(_NAME, "got logits that are NaN: parameters are not finite.", mend=mend))
+        raise NonFiniteError(message("got logits that are NaN: parameters are not finite.", mend=mend))
     new_BN = torch.full((rows, count), ends[0] if ends else 0, dtype=torch.int64, device=tokens_BT.device)
     for n in range(count):
         next_B = sampling.choose(logits_BV, draws_BN[:, n]).where(~done_B, new_BN[:, n])
@@ -299,7 +299,7 @@ class _Uncached:
             name = getattr(self.fn, "__name__", type(self.fn).__name__)
             row = f"{name} returned {kind_of(logits)} for tokens {list(window_BT.shape)}"
             mend = "Return the logits of every token, [B, T, V], or something that has them as .logits."
-            raise TransformError(message(_NAME, "needs a function that returns logits.", [row], mend))
+            raise TransformError(message("needs a function that returns logits.", [row], mend))
         return at_each(logits, end_B - 1 - first_B)[:, 0]
 
 
@@ -345,14 +345,14 @@ def _without_cp(mesh: DeviceMesh) -> DeviceMesh:
 def _decode_of(model: Any, context: int | None) -> Decode | None:
     """How a model decodes; None for a function."""
     if not hasattr(model, "block"):
-        check_function(_NAME, "a decoder, or a function (params, tokens) -> logits", model, 2)
+        check_function("a decoder, or a function (params, tokens) -> logits", model, 2)
         return None
     if getattr(model, "decode", None) is None:
         mend = "Give a function (params, tokens) -> logits in its place; of a module, fs.functionalize(module) is one."
-        raise ConfigError(message(_NAME, "got a Model that cannot decode: it has losses and no logits.", mend=mend))
+        raise ConfigError(message("got a Model that cannot decode: it has losses and no logits.", mend=mend))
     if context is not None:
         mend = "Leave context= out; it is for functions, which are called with all tokens."
-        raise ConfigError(message(_NAME, f"got context={context} with a model that keeps all tokens.", mend=mend))
+        raise ConfigError(message(f"got context={context} with a model that keeps all tokens.", mend=mend))
     return model.decode
 
 
@@ -368,24 +368,24 @@ def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: S
     wrong += [] if top_p is None or 0 < top_p <= 1 else [f"top_p={top_p}: above 0, at most 1"]
     wrong += [f"eos={end!r}: a token" for end in ends if not isinstance(end, int) or end < 0]
     if wrong:
-        raise ConfigError(message(_NAME, "got numbers out of range.", wrong))
+        raise ConfigError(message("got numbers out of range.", wrong))
     chosen = {"temperature": None if temperature in (0, 1) else temperature, "top_k": sampling.top_k, "top_p": top_p}
     if sampling.key is None and (given := [f"{name}={x}" for name, x in chosen.items() if x is not None]):
         mend = "Give key=fs.random.key(0); without a key the likeliest token is taken each time."
-        raise ConfigError(message(_NAME, f"got {', '.join(given)} and no key to draw with.", mend=mend))
+        raise ConfigError(message(f"got {', '.join(given)} and no key to draw with.", mend=mend))
 
 
 def _check_mesh(mesh: DeviceMesh | None) -> None:
     if mesh is not None and (stages := abstract(mesh).axis_size("pp")) > 1:
         mend = "Move them first, fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1))), or load the checkpoint"
         mend += " into such a layout."
-        raise ConfigError(message(_NAME, f"got parameters on a mesh with pp={stages}.", mend=mend))
+        raise ConfigError(message(f"got parameters on a mesh with pp={stages}.", mend=mend))
 
 
 def _check_parameters(model: Model, params: Tree) -> None:
     """Refuses parameters of another model."""
     draws = model.init(torch.zeros(2, dtype=torch.int64))
-    tree.match(_NAME, draws, params, ("the model", "params"))
+    tree.match(draws, params, ("the model", "params"))
     have = tree.named_leaves(params)
     # Of a fused leaf over tp a rank's DTensor is its slice, which says nothing of the whole shape.
     told = [path for path, x in have.items() if not (isinstance(x, DTensor) and hides_owners(x))]
@@ -397,7 +397,7 @@ def _check_parameters(model: Model, params: Tree) -> None:
     ]
     if rows:
         mend = "Give the config that they were trained with."
-        raise TreeError(message(_NAME, "got parameters of other shapes than the model's.", rows, mend))
+        raise TreeError(message("got parameters of other shapes than the model's.", rows, mend))
 
 
 def _rows(prompts: Any, vocab: int | None) -> list[Tensor]:
@@ -405,19 +405,19 @@ def _rows(prompts: Any, vocab: int | None) -> list[Tensor]:
     mend = "Give int64[B, T], or a list of prompts: [[3, 1, 4], [1, 5]]."
     if isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(x, str) for x in prompts)):
         text = "takes token ids, got text."
-        raise ArgumentError(message(_NAME, text, mend="Encode it: of a model of bytes [*text.encode()] is a prompt."))
+        raise ArgumentError(message(text, mend="Encode it: of a model of bytes [*text.encode()] is a prompt."))
     if not isinstance(prompts, Tensor | Sequence) or isinstance(prompts, DTensor):
-        raise refuse(_NAME, "prompts of token ids", prompts, mend)
+        raise refuse("prompts of token ids", prompts, mend)
     given: list[Any] = [*cast("Sequence[Any]", prompts)]
     if any(not isinstance(x, Tensor | Sequence) or (isinstance(x, Tensor) and x.ndim == 0) for x in given):
-        raise refuse(_NAME, "a list of prompts", prompts, f"{mend} A prompt alone is a list of one: [prompt].")
+        raise refuse("a list of prompts", prompts, f"{mend} A prompt alone is a list of one: [prompt].")
     rows = [torch.as_tensor(x, device="cpu") for x in given]
     if not rows or any(x.ndim != 1 or not x.numel() for x in rows):
         shapes = [f"prompt {i} has {list(x.shape)}" for i, x in enumerate(rows) if x.ndim != 1 or not x.numel()]
         mend = "Give every prompt at least one token, such as the one that begins a text."
-        raise DataError(message(_NAME, "needs prompts of one dim that are not empty.", shapes or ["no prompts"], mend))
+        raise DataError(message("needs prompts of one dim that are not empty.", shapes or ["no prompts"], mend))
     most = 1 << 62 if vocab is None else vocab
-    return [checked_ids(_NAME, "prompts", x, most) for x in rows]
+    return [checked_ids("prompts", x, most) for x in rows]
 
 
 def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -437,4 +437,4 @@ def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Samp
     for axis, facts in (("tp", settings | own), ("ep", settings)):
         group = axis_group(mesh, (axis,) if abstract(mesh).axis_size(axis) > 1 else ())
         if group.size > 1:
-            agree(_NAME, facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type)
+            agree(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type)

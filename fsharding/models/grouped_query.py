@@ -67,7 +67,7 @@ class Grouped:
         if self.kv_heads >= 1 and self.heads % self.kv_heads:
             wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
         if wrong:
-            raise ConfigError(message("models.Grouped", "has sizes that do not fit.", wrong))
+            raise ConfigError(message("has sizes that do not fit.", wrong))
 
     @property
     def value_dim(self) -> int:

@@ -65,7 +65,7 @@ class Latent:
     def __post_init__(self) -> None:
         if self.rotary_dim % 2:
             wrong = [f"rotary_dim {self.rotary_dim} is not even"]
-            raise ConfigError(message("models.Latent", "has sizes that do not fit.", wrong))
+            raise ConfigError(message("has sizes that do not fit.", wrong))
 
     @property
     def head_dim(self) -> int:

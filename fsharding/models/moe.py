@@ -78,7 +78,7 @@ class Experts:
         wrong = [f"{k}={v}: at least {least[k]}" for k, v in given.items() if v is not None and not v >= least[k]]
         wrong += misfits(self.count, self.active, self.score, self.groups, self.kept_groups)
         if wrong:
-            raise ConfigError(message("Experts", "has numbers that do not fit.", wrong))
+            raise ConfigError(message("has numbers that do not fit.", wrong))
 
 
 def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random.Draw], narrow: float) -> Tree:

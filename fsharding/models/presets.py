@@ -248,7 +248,7 @@ def recipe(name: str) -> Recipe:
     same = [known for known in RECIPES if _plain(known) == _plain(name)]
     if not same:
         known = f"Presets are {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
-        raise ConfigError(message("fs.models.presets.recipe", f"knows no preset {name!r}.", mend=known))
+        raise ConfigError(message(f"knows no preset {name!r}.", mend=known))
     return RECIPES[same[0]]
 
 

@@ -26,7 +26,7 @@ from fsharding.calls import named
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
-from fsharding.errors import SpecError, TransformError, message
+from fsharding.errors import SpecError, TransformError, message, report
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_to_all, gather
 from fsharding.ops.context_parallel import zigzag, zigzag_order
@@ -110,7 +110,7 @@ def attention(
         >>> fs.ops.attention(q, k, v, documents=torch.tensor([[0, 0, 1, 1]])).flatten()
         tensor([0.0000, 0.5000, 2.0000, 2.5000])
     """
-    size = axis_size(axis, mesh, function="ops.attention")
+    size = axis_size(axis, mesh)
     _check(q_BHTE, k_BKTE, v_BKTE, documents, kind, axis, size)
     wide_E, value_E = q_BHTE.shape[-1], v_BKTE.shape[-1]
     if wide_E != value_E:
@@ -125,7 +125,7 @@ def attention(
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:
         return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _Settings(causal, scale, axis, mesh, _ALONE))
-    mesh = mesh if mesh is not None else current_mesh("ops.attention")
+    mesh = mesh if mesh is not None else current_mesh()
     settings = _Settings(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":
         return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, settings)
@@ -136,7 +136,7 @@ def attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
     if kind not in _KINDS:
-        raise SpecError(message("ops.attention", f"knows no kind {kind!r}.", mend=f"Kinds are {', '.join(_KINDS)}."))
+        raise SpecError(message(f"knows no kind {kind!r}.", mend=f"Kinds are {', '.join(_KINDS)}."))
     fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
     fits = fits and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     fits = fits and q.dtype == k.dtype == v.dtype
@@ -153,7 +153,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str,
     if mend:
         named = {"q": q, "k": k, "v": v} | ({} if documents is None else {"documents": documents})
         rows = [f"{name} is {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in named.items()]
-        raise SpecError(message("ops.attention", "got tensors that do not fit.", rows, mend))
+        raise SpecError(message("got tensors that do not fit.", rows, mend))
 
 
 # ------------------------------------------------------------------------------------------ all keys and values at once
@@ -350,7 +350,7 @@ class _Once(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rule = "is computed block by block here, which autograd can differentiate once only."
-        raise TransformError(message("ops.attention", rule, mend="Take second derivatives with torch.func."))
+        raise TransformError(report(f"ops.attention {rule}", mend="Take second derivatives with torch.func."))
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

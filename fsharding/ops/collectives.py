@@ -23,7 +23,7 @@ from fsharding.comm.native import Message
 from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import send_recv, start_sum, transport_for
 from fsharding.comm.turns import wait_in_turn
-from fsharding.errors import MeshError, SpecError, TransformError, message
+from fsharding.errors import MeshError, SpecError, TransformError, message, report
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
 from fsharding.precision import wide
@@ -95,7 +95,7 @@ def apply_linear(x: Tensor, op: Linear) -> Tensor:
     """
     if isinstance(x, DTensor):
         mend = "Give it x.to_local(); or call it inside fs.shard_map, where leaves are local."
-        raise TransformError(message("fs.ops", "takes local tensors, got a DTensor.", mend=mend))
+        raise TransformError(report("fs.ops takes local tensors, got a DTensor.", mend=mend))
     return cast(Tensor, _functorch.apply(_Apply, x, op))
 
 
@@ -256,20 +256,20 @@ class _Ppermute:
         return self
 
 
-def _group(function: str, axis: str | Sequence[str], mesh: Mesh | None) -> Group:
+def _group(axis: str | Sequence[str], mesh: Mesh | None) -> Group:
     if not isinstance(axis, str | tuple | list) or not all(isinstance(name, str) for name in axis):
-        raise refuse(function, "an axis or several", axis, 'Name them: "dp", or ("dp", "cp").')
+        raise refuse("an axis or several", axis, 'Name them: "dp", or ("dp", "cp").')
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
         if name not in AXES:
-            raise MeshError(message(function, unknown_axis(name)))
-    return axis_group(mesh if mesh is not None else current_mesh(function), axes)
+            raise MeshError(message(unknown_axis(name)))
+    return axis_group(mesh if mesh is not None else current_mesh(), axes)
 
 
-def _dim(function: str, x: Tensor, dim: int) -> int:
+def _dim(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         text = f"got dim {dim} of a tensor of shape {tuple(x.shape)}."
-        raise SpecError(message(function, text, mend=f"Dims go from {-x.ndim} to {x.ndim - 1}." if x.ndim else ""))
+        raise SpecError(message(text, mend=f"Dims go from {-x.ndim} to {x.ndim - 1}." if x.ndim else ""))
     return dim % x.ndim
 
 
@@ -296,8 +296,8 @@ def gather(
         >>> fs.shard_map(lambda p: fs.ops.gather(p["w"].value, "dp", dim=0))(params)
         tensor([0., 1., 2., 3.])
     """
-    group = _group("ops.gather", axis, mesh)
-    dim = _dim("ops.gather", x, dim)
+    group = _group(axis, mesh)
+    dim = _dim(x, dim)
     return apply_linear(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
 
 
@@ -322,8 +322,8 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
         >>> part.sum()
         tensor(4.)
     """
-    dim = _dim("ops.scatter", x, dim)
-    return apply_linear(x, _Scatter(_group("ops.scatter", axis, mesh), dim, x.shape[dim]))
+    dim = _dim(x, dim)
+    return apply_linear(x, _Scatter(_group(axis, mesh), dim, x.shape[dim]))
 
 
 @public("ops.psum")
@@ -337,7 +337,7 @@ def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
         ...     fs.ops.psum(torch.tensor(128 // mesh.size()), ("dp", "cp"))  # the tokens of all data ranks
         tensor(128)
     """
-    return apply_linear(x, _Psum(_group("ops.psum", axis, mesh)))
+    return apply_linear(x, _Psum(_group(axis, mesh)))
 
 
 @public("ops.vary")
@@ -352,7 +352,7 @@ def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
         >>> scale.grad  # summed over tp
         tensor([3., 4.])
     """
-    return apply_linear(x, _Vary(_group("ops.vary", axis, mesh)))
+    return apply_linear(x, _Vary(_group(axis, mesh)))
 
 
 @public("ops.all_to_all")
@@ -373,11 +373,11 @@ def all_to_all(
         ...     fs.ops.all_to_all(x_BHTE, "cp", split_dim=1, concat_dim=2).shape  # on two ranks: [2, 4, 32, 4]
         torch.Size([2, 8, 16, 4])
     """
-    group = _group("ops.all_to_all", axis, mesh)
-    split_dim, concat_dim = (_dim("ops.all_to_all", x, d) for d in (split_dim, concat_dim))
+    group = _group(axis, mesh)
+    split_dim, concat_dim = (_dim(x, d) for d in (split_dim, concat_dim))
     if x.shape[split_dim] % group.size:
         text = f"cannot cut dim {split_dim} of size {x.shape[split_dim]} over {axis} of size {group.size}."
-        raise SpecError(message("ops.all_to_all", text, mend="Pad the dim to a multiple of the axis."))
+        raise SpecError(message(text, mend="Pad the dim to a multiple of the axis."))
     return apply_linear(x, _AllToAll(group, split_dim, concat_dim))
 
 
@@ -416,11 +416,11 @@ def all_to_all_rows(
                 [2., 2.],
                 [3., 3.]])
     """
-    group = _group("ops.all_to_all_rows", axis, mesh)
+    group = _group(axis, mesh)
     if len(send) != group.size or len(receive) != group.size or sum(send) != (x_M.shape[0] if x_M.ndim else -1):
         text = f"cannot send {list(send)} and receive {list(receive)} rows over {axis} of size {group.size}."
         mend = "Give a number for each rank; those of send sum to dim 0."
-        raise SpecError(message("ops.all_to_all_rows", text, [f"x has shape {tuple(x_M.shape)}"], mend))
+        raise SpecError(message(text, [f"x has shape {tuple(x_M.shape)}"], mend))
     return apply_linear(x_M, _AllToAllRows(group, tuple(map(int, send)), tuple(map(int, receive))))
 
 
@@ -441,12 +441,10 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
         ...     fs.ops.ppermute(torch.arange(3), "dp", [(i, (i + 1) % n) for i in range(n)])  # to the next rank
         tensor([0, 1, 2])
     """
-    group = _group("ops.ppermute", axis, mesh)
+    group = _group(axis, mesh)
     sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
     inside = all(0 <= c < group.size for c in sources + targets)
     if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
         text = f"got the pairs {list(pairs)} on axis {axis} of size {group.size}."
-        raise SpecError(
-            message("ops.ppermute", text, mend="Each coordinate sends at most once and receives at most once.")
-        )
+        raise SpecError(message(text, mend="Each coordinate sends at most once and receives at most once."))
     return apply_linear(x, _Ppermute(group, tuple((int(a), int(b)) for a, b in pairs)))

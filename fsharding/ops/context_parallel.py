@@ -71,9 +71,9 @@ def positions(
         ...     fs.ops.positions(8)  # on two ranks of cp: [0, 1, 6, 7] and [2, 3, 4, 5]
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    size, index = _place("ops.positions", axis, mesh)
+    size, index = _place(axis, mesh)
     if why := _uncut(length, size):
-        raise BatchError(message("ops.positions", f"cannot cut a sequence of {length} over {axis}: {size}.", mend=why))
+        raise BatchError(message(f"cannot cut a sequence of {length} over {axis}: {size}.", mend=why))
     return zigzag_order(length, size, device).view(size, -1)[index]
 
 
@@ -99,8 +99,8 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
     """
     if documents_BT.ndim != 2:
         mend = "Give the document of each token, as [B, T]."
-        raise SpecError(message("ops.document_positions", "needs documents [B, T].", [kind_text(documents_BT)], mend))
-    size, index = _place("ops.document_positions", axis, mesh)
+        raise SpecError(message("needs documents [B, T].", [kind_text(documents_BT)], mend))
+    size, index = _place(axis, mesh)
     order = zigzag_order(documents_BT.shape[1] * size, size, documents_BT.device)
     if size > 1:
         documents_BT = gather(documents_BT, axis, dim=1, mesh=mesh).index_select(1, order.argsort())
@@ -133,12 +133,12 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
         ...     fs.ops.cut_sequence(batch)["tokens"]  # on two ranks of cp: [[5, 4]] and [[3, 9]]
         tensor([[5, 3, 9, 4]])
     """
-    return cut_leaves("ops.cut_sequence", x, dim, axis, mesh)
+    return cut_leaves(x, dim, axis, mesh)
 
 
-def cut_leaves(function: str, x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
+def cut_leaves(x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
     """`cut_sequence` as a part of a public function, which errors name."""
-    size, index = _place(function, axis, mesh)
+    size, index = _place(axis, mesh)
     wrong: list[str] = []
     ways: set[str] = set()
     for path, leaf in tree.named_leaves(x).items():
@@ -154,7 +154,7 @@ def cut_leaves(function: str, x: Tree, dim: int, axis: str, mesh: Mesh | None) -
             ways.add(why)
     if wrong:
         rule = f"cannot cut {len(wrong)} of {len(tree.leaves(x))} leaves over {axis}: {size}."
-        raise BatchError(message(function, rule, wrong, " ".join(sorted(ways))))
+        raise BatchError(message(rule, wrong, " ".join(sorted(ways))))
     if size == 1:
         return x
 
@@ -168,9 +168,9 @@ def cut_leaves(function: str, x: Tree, dim: int, axis: str, mesh: Mesh | None) -
     return tree.map(part, x)
 
 
-def _place(function: str, axis: str, mesh: Mesh | None) -> tuple[int, int]:
+def _place(axis: str, mesh: Mesh | None) -> tuple[int, int]:
     """The size of an axis, and this rank's coordinate along it."""
-    return axis_size(axis, mesh, function=function), axis_index(axis, mesh)
+    return axis_size(axis, mesh), axis_index(axis, mesh)
 
 
 def _uncut(length: int, size: int) -> str:

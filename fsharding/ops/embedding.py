@@ -65,7 +65,7 @@ def embedding(
     """
     table_VD = dequantise(table_VD)
     rows = table_VD.shape[0]
-    tokens = checked_ids("ops.embedding", "tokens", tokens, vocab or rows)
+    tokens = checked_ids("tokens", tokens, vocab or rows)
     size = axis_size(axis, mesh)
     if size == 1 or vocab is None or rows == vocab:
         return _look_up(tokens, table_VD)
@@ -102,11 +102,10 @@ class _LookUp(Function):
         return None, torch.ops.aten.embedding_dense_backward(vectors, ids, ctx.rows, -1, False)
 
 
-def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_index: int | None = None) -> Tensor:
+def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None = None) -> Tensor:
     """Ids as int64. On the CPU their range is looked at; on other devices that would wait for them.
 
     Args:
-        function: the public function, for the error.
         name: of the argument, for the error.
         ids: whole numbers [...].
         vocab: how many ids there are.
@@ -117,7 +116,7 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         text = f"needs {name} that are whole numbers, got {kind_text(ids)}."
-        raise DataError(message(function, text, mend=f"Give {name}.long()."))
+        raise DataError(message(text, mend=f"Give {name}.long()."))
     ids = ids.long()
     # A tensor that a transform, a trace or a compiler has wrapped has no values to look at.
     if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel():
@@ -134,5 +133,5 @@ def checked_ids(function: str, name: str, ids: Tensor, vocab: int, *, ignore_ind
         row = f"{wrong.size} of {ids.numel()}, the first is {int(wrong[0])}"
         mend = f"Ids are 0 to {vocab - 1}" + ("" if ignore_index is None else f", or {ignore_index} to ignore") + "."
         mend += f" Take a vocab of at least {high + 1}, or the tokenizer of this model." if high >= vocab else ""
-        raise DataError(message(function, f"got {name} outside the vocabulary.", [row], mend))
+        raise DataError(message(f"got {name} outside the vocabulary.", [row], mend))
     return ids

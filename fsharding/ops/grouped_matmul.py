@@ -186,7 +186,7 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantised, counts_X: Tensor) ->
     counts = _functorch.unwrapped(counts_X)
     if counts is None:
         mend = "Keep the counts out of the vmap, or loop over the batch."
-        raise TransformError(message("ops.grouped_matmul", "cannot run under a vmap over its counts.", mend=mend))
+        raise TransformError(message("cannot run under a vmap over its counts.", mend=mend))
     fits = x_MD.ndim == 2 and w_XDF.ndim == 3 and counts.shape == w_XDF.shape[:1] and x_MD.shape[1] == w_XDF.shape[1]
     # The kernel takes rows wherever counts say. Elsewhere than on the CPU they would have to be waited for.
     known = counts.tolist() if counts.device.type == "cpu" and not _compat.is_fake(counts) else None
@@ -197,5 +197,5 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantised, counts_X: Tensor) ->
             f"counts are {counts.tolist() if not _compat.is_fake(counts) else 'fake'}",
         ]
         text = "needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M."
-        raise SpecError(message("ops.grouped_matmul", text, rows))
+        raise SpecError(message(text, rows))
     return _rows(x_MD, w_XDF, counts)

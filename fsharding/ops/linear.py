@@ -73,7 +73,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
         return psum(x, axis, mesh=mesh)
     if x.shape[sequence_dim] % size:
         text = f"cannot cut dim {sequence_dim} of size {x.shape[sequence_dim]} over {axis} of size {size}."
-        raise SpecError(message("ops.leave", text, mend=f"Make the sequence of each rank a multiple of {size}."))
+        raise SpecError(message(text, mend=f"Make the sequence of each rank a multiple of {size}."))
     return scatter(x, axis, dim=sequence_dim, mesh=mesh)
 
 
@@ -137,7 +137,7 @@ def split_parts(
     here, has = [stop - start for start, stop in pieces], x.shape[dim]
     if has not in (sum(here), sum(sizes)):
         text = f"cannot split dim {dim} of size {has} into parts of {tuple(sizes)}: this rank has {tuple(here)}."
-        raise SpecError(message("ops.split_parts", text, mend="Give the sizes of the leaf's Fused name."))
+        raise SpecError(message(text, mend="Give the sizes of the leaf's Fused name."))
     return x.split(here if has == sum(here) else list(sizes), dim)
 
 

@@ -51,9 +51,7 @@ def cross_entropy(
         >>> fs.ops.cross_entropy(logits, torch.tensor([1, 3, -100]))  # the last target does not count
         tensor([1.3863, 1.3863, 0.0000])
     """
-    targets = checked_ids(
-        "ops.cross_entropy", "targets", targets, vocab or logits_V.shape[-1], ignore_index=ignore_index
-    )
+    targets = checked_ids("targets", targets, vocab or logits_V.shape[-1], ignore_index=ignore_index)
     logits = logits_V.float()
     size = axis_size(axis, mesh)
     if size == 1 or vocab is None or logits.shape[-1] == vocab:

@@ -101,7 +101,7 @@ def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
     if why and weight.strict:
         text = f"has no kernel for {weight.format} on {device}, which is asked for with strict=True."
         mend = "Leave strict out, and such products dequantise; `fsharding doctor` says which formats have one."
-        raise ConfigError(message("ops.product", text, [f"{weight!r}: {why}"], mend))
+        raise ConfigError(message(text, [f"{weight!r}: {why}"], mend))
     return None if why or not (dim or kernel.transposes) else kernel
 
 

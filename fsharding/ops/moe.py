@@ -156,24 +156,24 @@ def dispatch(
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
         if name not in AXES:
-            raise MeshError(message("ops.dispatch", unknown_axis(name)))
+            raise MeshError(message(unknown_axis(name)))
     axes = tuple(name for name in axes if axis_size(name, mesh) > 1)
-    where = mesh if mesh is not None or not axes else current_mesh("ops.dispatch")
+    where = mesh if mesh is not None or not axes else current_mesh()
     group = Group((0,), 0, None) if where is None else axis_group(where, axes)
     chosen_NK = _functorch.unwrapped(routing.experts)
     if chosen_NK is None:
         mend = "Flatten the batch into the tokens before routing."
-        raise TransformError(message("ops.dispatch", "cannot run under a vmap over tokens.", mend=mend))
+        raise TransformError(message("cannot run under a vmap over tokens.", mend=mend))
     if chosen_NK.ndim != 2 or x_ND.ndim != 2 or chosen_NK.shape[0] != x_ND.shape[0]:
         rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
-        raise SpecError(message("ops.dispatch", "needs x [N, D] and experts [N, k] of the same tokens.", rows))
+        raise SpecError(message("needs x [N, D] and experts [N, k] of the same tokens.", rows))
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
     with _functorch.outside_transforms():
         by_expert = _order(chosen_NK.reshape(-1))
         counts_X = count_choices(chosen_NK, experts)
         if counts_X.numel() > experts:
             rows = [f"a token goes to expert {counts_X.numel() - 1}"]
-            raise SpecError(message("ops.dispatch", f"has {experts} experts, from 0 on.", rows))
+            raise SpecError(message(f"has {experts} experts, from 0 on.", rows))
         coming_RE = _coming(counts_X, owned, group)
         counts_E, (send, receive) = (
             coming_RE.sum(0),
@@ -249,7 +249,7 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
     """
     if y_MD.ndim != 2 or y_MD.shape[0] != sum(plan.receive):
         text = f"needs results [M, D] for the {sum(plan.receive)} rows of the dispatch."
-        raise SpecError(message("ops.combine", text, [f"y is {list(y_MD.shape)}"]))
+        raise SpecError(message(text, [f"y is {list(y_MD.shape)}"]))
     if plan.arrived is not None:
         y_MD = apply_linear(y_MD, plan.arrived.dual())
         y_MD = all_to_all_rows(y_MD, plan.axis, send=plan.receive, receive=plan.send, mesh=plan.mesh)
@@ -310,7 +310,7 @@ def experts_swiglu(
         rows = [f"{name} is {shape}" for name, shape in held.items()]
         text = f"needs weights of the {counts_E.numel()} experts of this rank, of {experts} in all."
         mend = 'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
-        raise SpecError(message("ops.experts_swiglu", text, rows, mend))
+        raise SpecError(message(text, rows, mend))
     gate_EFD, up_EFD = dequantise(gate_EFD), dequantise(up_EFD)
     hidden_MF = F.silu(grouped_matmul(x_MD, gate_EFD.mT, counts_E)) * grouped_matmul(x_MD, up_EFD.mT, counts_E)
     y_ND = combine(grouped_matmul(hidden_MF, down_EFD, counts_E), plan)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding.calls import named
-from fsharding.errors import ConfigError, SpecError, message
+from fsharding.errors import ConfigError, SpecError, message, report
 
 __all__ = ["LlamaScaling", "Scaling", "YarnScaling", "rotary", "rotary_frequencies"]
 
@@ -46,8 +46,9 @@ class LlamaScaling:
     slow: float = 1.0
     fast: float = 4.0
 
+    @named("LlamaScaling")
     def __post_init__(self) -> None:
-        _check("LlamaScaling", self.factor, self.length, self.slow, self.fast)
+        _check(self.factor, self.length, self.slow, self.fast)
 
     @property
     def score_factor(self) -> float:
@@ -94,8 +95,9 @@ class YarnScaling:
     slow: float = 1.0
     fast: float = 32.0
 
+    @named("YarnScaling")
     def __post_init__(self) -> None:
-        _check("YarnScaling", self.factor, self.length, self.slow, self.fast)
+        _check(self.factor, self.length, self.slow, self.fast)
 
     @property
     def score_factor(self) -> float:
@@ -123,12 +125,12 @@ Scaling: TypeAlias = LlamaScaling | YarnScaling
 """How a longer context changes frequencies."""
 
 
-def _check(name: str, factor: float, length: int, slow: float, fast: float) -> None:
+def _check(factor: float, length: int, slow: float, fast: float) -> None:
     wrong = [] if 1 <= factor < math.inf else [f"factor {factor}: at least 1, and finite"]
     wrong += [f"length {length}: at least 1"] if length < 1 else []
     wrong += [] if 0 < slow < fast < math.inf else [f"slow {slow}, fast {fast}: 0 < slow < fast"]
     if wrong:
-        raise ConfigError(message(name, "got numbers out of range.", wrong))
+        raise ConfigError(report(" got numbers out of range.", wrong))
 
 
 def rotary_frequencies(
@@ -183,7 +185,7 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
     if E % 2 or tuple(positions_T.shape) not in ((T,), (B, T)):
         rows = [f"{name} {_kind(x)}" for name, x in (("x is", x_BHTE), ("positions are", positions_T))]
         mend = "Give x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
-        raise SpecError(message("ops.rotary", "got shapes that do not fit.", rows, mend))
+        raise SpecError(message("got shapes that do not fit.", rows, mend))
     frequencies = rotary_frequencies(E, base=base, scaling=scaling, device=x_BHTE.device)
     angles = positions_T.to(x_BHTE.device).float()[..., None] * frequencies
     angles = angles.unsqueeze(-3)  # one for all heads: [1, T, E/2] or [B, 1, T, E/2]

@@ -100,9 +100,9 @@ def route(
     if wrong:
         rows = [f"logits are {list(logits_NX.shape)}"] + ([] if bias is None else [f"bias is {list(bias.shape)}"])
         mend = "Flatten batch and positions to tokens first."
-        raise SpecError(message("ops.route", "needs logits [N, X] and a bias [X].", rows, mend))
+        raise SpecError(message("needs logits [N, X] and a bias [X].", rows, mend))
     if rows := misfits(logits_NX.shape[1], top_k, score, groups, kept_groups):
-        raise ConfigError(message("ops.route", f"cannot choose among {logits_NX.shape[1]} experts.", rows))
+        raise ConfigError(message(f"cannot choose among {logits_NX.shape[1]} experts.", rows))
     logits_NX = logits_NX.to(wide(logits_NX.dtype))
     scores_NX = torch.softmax(logits_NX, -1) if score == "softmax" else torch.sigmoid(logits_NX)
     ranked_NX = scores_NX.detach() if bias is None else scores_NX.detach() + bias.detach().to(scores_NX.dtype)
@@ -179,7 +179,7 @@ def expert_counts(
     known = [_functorch.unwrapped(x) for x in (routing.experts, *([] if counted_N is None else [counted_N]))]
     if any(x is None for x in known):
         mend = "Loop over the batch, or flatten it into the tokens."
-        raise TransformError(message("ops.expert_counts", "cannot run under a vmap over tokens.", mend=mend))
+        raise TransformError(message("cannot run under a vmap over tokens.", mend=mend))
     size = routing.scores.shape[-1]
     with _functorch.outside_transforms():
         experts_NK = known[0]

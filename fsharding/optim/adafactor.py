@@ -44,7 +44,6 @@ from fsharding.tree import Tree
 
 __all__ = ["AdafactorState", "adafactor"]
 
-_NAME = "fs.optim.adafactor"
 _STAGES = ("pp",)
 
 
@@ -136,15 +135,15 @@ def adafactor(
         tensor([0.9000, 0.9000])
     """
     above = {"learning_rate": learning_rate, "eps[0]": eps[0] or 0.0, "eps[1]": eps[1], "weight_decay": weight_decay}
-    check_settings(_NAME, (FROM_0, above), (ABOVE_0, {"clip": clip}))
-    own = check_dtype(_NAME, "moments", moments)
+    check_settings((FROM_0, above), (ABOVE_0, {"clip": clip}))
+    own = check_dtype("moments", moments)
     rate = as_schedule(learning_rate)
 
     @public("fs.optim.adafactor(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> AdafactorState:
-        kept = own or refuse_format(_NAME, context.moments, "it has means of moments, and no moments")
+        kept = own or refuse_format(context.moments, "it has means of moments, and no moments")
         flat, spec = tree.flatten(params)
-        shardings = assigned_shardings(_NAME, params, context.shardings, known=_STAGES)
+        shardings = assigned_shardings(params, context.shardings, known=_STAGES)
 
         def zeros(path: str, x: Tensor, sharding: NamedSharding | None, dim: int) -> Tensor | None:
             factored = x.ndim - stacked_dims(path, stacks) >= 2
@@ -161,22 +160,20 @@ def adafactor(
     def update(
         updates: Tree, state: AdafactorState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, AdafactorState]:
-        check_update(_NAME, AdafactorState, updates, state, require_params(params, _NAME))
-        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
-        refuse_other_shapes(_NAME, params, updates, ("parameters", "gradients"))
+        check_update(AdafactorState, updates, state, require_params(params))
+        params = tree.prune(params, updates, ("parameters", "gradients"))
+        refuse_other_shapes(params, updates, ("parameters", "gradients"))
         t = int(state.count) + 1
         grads, spec = tree.flatten(updates)
         main = local_leaves(redistribute(params, shardings_of(updates)))
         leaves: list[_Leaf] = []
-        shardings = assigned_shardings(_NAME, updates, context.shardings, known=_STAGES)
+        shardings = assigned_shardings(updates, context.shardings, known=_STAGES)
         for path, g, sharding, p in zip(tree.paths(updates), grads, shardings, main, strict=True):
             lead, dtype = stacked_dims(path, stacks), wide(g.dtype)
             unit = tuple(range(lead, g.ndim))
             shape, factored = whole_shape(g, sharding), len(unit) >= 2
             leaves.append(_Leaf(g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
-        olds = [
-            tree.flatten_up_to(spec, x, _NAME, ("gradients", "moments")) for x in (state.row, state.col, state.full)
-        ]
+        olds = [tree.flatten_up_to(spec, x, ("gradients", "moments")) for x in (state.row, state.col, state.full)]
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
         lr, scaled = rate(t - 1), _normalized(leaves, moments, eps[0])
         norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])

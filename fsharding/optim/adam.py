@@ -57,7 +57,6 @@ from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]
 
-_NAME = "fs.adamw"
 _VECTOR = 64
 """Elements that the kernel takes at once on every processor, or a multiple of that."""
 
@@ -148,32 +147,32 @@ def adamw(
         tensor([0.9989, 0.9989])
     """
     above = {"learning_rate": learning_rate, "eps": eps, "weight_decay": weight_decay}
-    check_settings(_NAME, (FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))
-    own = check_moment_kind(_NAME, moments)
+    check_settings((FROM_0, above), (BELOW_1, {"b1": b1, "b2": b2}))
+    own = check_moment_kind(moments)
     rule = _Rule(as_schedule(learning_rate), b1, b2, eps)
 
     @public("fs.adamw(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> AdamState:
-        mu = init_moments(_NAME, params, own, context)
-        return AdamState(torch.zeros((), dtype=torch.int64), mu, init_moments(_NAME, params, own, context, root=True))
+        mu = init_moments(params, own, context)
+        return AdamState(torch.zeros((), dtype=torch.int64), mu, init_moments(params, own, context, root=True))
 
     @public("fs.adamw(...).update")
     def update(
         updates: Tree, state: AdamState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, AdamState]:
-        check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
+        check_update(AdamState, updates, state, params, decay=weight_decay)
         if any(map(is_coded, moment_leaves(state.mu))):
             held = carriers(state.mu)
             deltas = [new_zeros(x, torch.float32) for x in local_leaves(held)]
             after = _change_in_chunks(rule, deltas, updates, state, context, decay=0.0)
             if weight_decay:
-                add_decay_(_NAME, deltas, params, held, -rate_at(rule.rate, state.count) * weight_decay)
+                add_decay_(deltas, params, held, -rate_at(rule.rate, state.count) * weight_decay)
             return like(held, deltas), after
         grads, mu, nu = _inputs(updates, state, context.donate)
         deltas = [new_zeros(x, wide(x.dtype)) for x in mu]
         _change_whole(rule, deltas, grads, mu, nu, state, decay=0.0)
         if weight_decay:
-            add_decay_(_NAME, deltas, params, state.mu, -rate_at(rule.rate, state.count) * weight_decay)
+            add_decay_(deltas, params, state.mu, -rate_at(rule.rate, state.count) * weight_decay)
         return like(state.mu, deltas), _successor(state, mu, nu, None)
 
     @public("fs.adamw(...).apply")
@@ -186,7 +185,7 @@ def adamw(
         scale: float | Tensor = 1.0,
     ) -> tuple[Tree, AdamState]:
         donate, finite = context.donate, context.finite
-        check_update(_NAME, AdamState, updates, state, params, decay=weight_decay)
+        check_update(AdamState, updates, state, params, decay=weight_decay)
         if any(map(is_coded, moment_leaves(state.mu))) or rounds_by_key(params, context):
             after: list[AdamState] = []
 
@@ -196,7 +195,7 @@ def adamw(
                 return main
 
             held = carriers(state.mu)
-            return change_slices(params, held, change_chunks, donate=donate, function=_NAME), after[0]
+            return change_slices(params, held, change_chunks, donate=donate), after[0]
         columns = writable_leaves(params, updates, state.mu, state.nu) if donate else None
         if columns is not None:
             main, grads, mu, nu = columns
@@ -211,7 +210,7 @@ def adamw(
             _change_whole(rule, main, grads, mu, nu, state, decay=weight_decay, scale=scale, finite=finite)
             return main
 
-        changed = change_slices(params, state.mu, change, donate=donate, function=_NAME)
+        changed = change_slices(params, state.mu, change, donate=donate)
         return changed, _successor(state, mu, nu, finite)
 
     return ContextTransformation(init, update, apply, masks=True)
@@ -247,16 +246,16 @@ def _change_in_chunks(
     scale: float | Tensor = 1.0,
 ) -> AdamState:
     """Changes values, and moments of which some are codes, or parameters that are rounded by key."""
-    check_moments(_NAME, mu=state.mu, nu=state.nu)
+    check_moments(mu=state.mu, nu=state.nu)
     held = carriers(state.mu)
-    grads = local_grads(_NAME, updates, held)
+    grads = local_grads(updates, held)
     shards = (values, grads, local_leaves(held), local_leaves(carriers(state.nu)))
-    refuse_other_shards(_NAME, held, dict(zip(_LABELS, shards, strict=True)))
+    refuse_other_shards(held, dict(zip(_LABELS, shards, strict=True)))
     device = values[0].device if values else state.count.device
     count = state.count.to(device, non_blocking=True)
     settings = rule.settings(count, decay=decay, scale=scale, finite=context.finite)
     step, key = (count + 1).float(), functools.cache(lambda: step_key(context, state.count))
-    leaves = leaves_of(_NAME, state.mu, context.shardings)
+    leaves = leaves_of(state.mu, context.shardings)
 
     def change(i: int, chunk: Chunk, parts: list[Tensor], trial: bool) -> None:
         value, grad = values[i][chunk.place], grads[i][chunk.place]
@@ -283,8 +282,8 @@ def _change_in_chunks(
 
 
 def _inputs(updates: Tree, state: AdamState, donate: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    check_moments(_NAME, mu=state.mu, nu=state.nu)
-    grads = local_grads(_NAME, updates, state.mu)
+    check_moments(mu=state.mu, nu=state.nu)
+    grads = local_grads(updates, state.mu)
     mu, nu = ([x if donate else clone(x) for x in local_leaves(m)] for m in (state.mu, state.nu))
     return grads, mu, nu
 
@@ -316,9 +315,9 @@ def _fused(columns: _Columns, moments: Tree, count: Tensor, settings: dict[str, 
             return
     except LayoutError:
         # Nothing has changed yet; with the names of the leaves it says more.
-        refuse_other_shards(_NAME, moments, dict(zip(_LABELS, columns, strict=True)))
+        refuse_other_shards(moments, dict(zip(_LABELS, columns, strict=True)))
         raise
-    refuse_other_shards(_NAME, moments, dict(zip(_LABELS, columns, strict=True)))
+    refuse_other_shards(moments, dict(zip(_LABELS, columns, strict=True)))
     kinds = [*zip(*([x.dtype for x in column] for column in columns), [x.device for x in columns[0]], strict=True)]
     for kind in dict.fromkeys(kinds):
         *dtypes_of_leaf, device = kind

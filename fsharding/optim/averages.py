@@ -86,7 +86,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
         >>> fs.optim.apply_updates(params, updates), fs.optim.ema_of(state)
         ({'w': tensor([0., 0.])}, {'w': tensor([0.7500, 0.7500])})
     """
-    check_settings("fs.optim.ema", (TO_1, {"decay": decay}))
+    check_settings((TO_1, {"decay": decay}))
     rate = as_schedule(decay)
 
     @public("fs.optim.ema(...).init")
@@ -97,11 +97,11 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     def update(
         updates: Tree, state: EmaState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, EmaState]:
-        check_update("fs.optim.ema", EmaState, updates, state, params)
-        check_moments("fs.optim.ema", average=state.average)
+        check_update(EmaState, updates, state, params)
+        check_moments(average=state.average)
         share = rate_at(rate, state.count)
         average = [x if context.donate else clone(x) for x in local_leaves(state.average)]
-        updated = _updated("fs.optim.ema", updates, require_params(params, "fs.optim.ema"), state.average)
+        updated = _updated(updates, require_params(params), state.average)
         _compat.foreach_mul_(average, share)
         _compat.foreach_mul_(updated, 1 - share)
         _compat.foreach_add_(average, updated)
@@ -133,9 +133,7 @@ def ema_of(opt_state: Tree) -> Tree:
     averages = [x for x in tree.leaves(opt_state, is_leaf=_is_ema) if _is_ema(x)]
     if len(averages) != 1:
         mend = "Put one fs.optim.ema at the end of the chain, or take state.average out of the state yourself."
-        raise TreeError(
-            message("fs.optim.ema_of", f"finds {len(averages)} averages in the optimizer state.", mend=mend)
-        )
+        raise TreeError(message(f"finds {len(averages)} averages in the optimizer state.", mend=mend))
     return cast(EmaState, averages[0]).average
 
 
@@ -164,8 +162,8 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         tensor([0.7500])
         tensor([0.7500])
     """
-    check_optimizer("fs.optim.lookahead", inner)
-    check_settings("fs.optim.lookahead", (FROM_1, {"every": every}), (TO_1, {"share": share}))
+    check_optimizer(inner)
+    check_settings((FROM_1, {"every": every}), (TO_1, {"share": share}))
     fast = inner.with_context()
 
     @public("fs.optim.lookahead(...).init")
@@ -176,18 +174,15 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     def update(
         updates: Tree, state: LookaheadState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, LookaheadState]:
-        check_update("fs.optim.lookahead", LookaheadState, updates, state, params)
-        check_moments("fs.optim.lookahead", slow=state.slow)
-        params = require_params(params, "fs.optim.lookahead")
+        check_update(LookaheadState, updates, state, params)
+        check_moments(slow=state.slow)
+        params = require_params(params)
         updates, inner_state = fast.update(updates, state.inner, params, context)
         count, slow = state.count + 1, state.slow
         if int(count) % every == 0:
             old = local_leaves(slow)
-            new = [
-                s + share * (new_fast - s)
-                for s, new_fast in zip(old, _updated("fs.optim.lookahead", updates, params, slow), strict=True)
-            ]
-            current = local_params("fs.optim.lookahead", params, slow)
+            new = [s + share * (new_fast - s) for s, new_fast in zip(old, _updated(updates, params, slow), strict=True)]
+            current = local_params(params, slow)
             slow = like(slow, new)
             updates = like(slow, [s - p for s, p in zip(new, current, strict=True)])
         return updates, LookaheadState(count, slow, inner_state)
@@ -200,8 +195,8 @@ def _wide_copy(params: Tree) -> Tree:
     return like(params, [clone(x) if x.dtype == wide(x.dtype) else x.to(wide(x.dtype)) for x in local_leaves(params)])
 
 
-def _updated(function: str, updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
+def _updated(updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
     """The parameters after the update as local tensors in the shardings and dtypes of an average; in new memory."""
-    local_updates = local_grads(function, updates, average)
-    current, targets = local_params(function, params, average), local_leaves(average)
+    local_updates = local_grads(updates, average)
+    current, targets = local_params(params, average), local_leaves(average)
     return [(p.to(x.dtype) + u).to(x.dtype) for p, u, x in zip(current, local_updates, targets, strict=True)]

@@ -366,27 +366,25 @@ def shardings_of(values: Tree) -> Tree:
     return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)
 
 
-def local_grads(function: str, grads: Tree, moments: Tree) -> list[Tensor]:
+def local_grads(grads: Tree, moments: Tree) -> list[Tensor]:
     """The local tensors of gradients, in the shardings of the moments.
 
     Args:
-        function: the public function, for the error.
         grads: tree of gradients.
         moments: tree of moments.
 
     Raises:
         TreeError: there is no gradient, or the two differ in paths or shapes; all such leaves are listed.
     """
-    refuse_no_gradients(function, grads, moments)
-    refuse_other_shapes(function, grads, moments, ("gradients", "moments"))
+    refuse_no_gradients(grads, moments)
+    refuse_other_shapes(grads, moments, ("gradients", "moments"))
     return local_leaves(redistribute(grads, shardings_of(moments)))
 
 
-def local_params(function: str, params: Tree, moments: Tree) -> list[Tensor]:
+def local_params(params: Tree, moments: Tree) -> list[Tensor]:
     """The local tensors of those parameters that have moments, in the shardings of the moments.
 
     Args:
-        function: the public function, for the error.
         params: tree of parameters.
         moments: tree of moments or updates.
 
@@ -394,20 +392,19 @@ def local_params(function: str, params: Tree, moments: Tree) -> list[Tensor]:
         TreeError: the two differ in paths or shapes; all such leaves are listed.
     """
     labels = ("parameters", "moments")
-    pruned = tree.prune(params, moments, function, labels)
-    refuse_other_shapes(function, pruned, moments, labels)
+    pruned = tree.prune(params, moments, labels)
+    refuse_other_shapes(pruned, moments, labels)
     return local_leaves(redistribute(pruned, shardings_of(moments)))
 
 
 _ORDER = "Call opt.update(gradients, state, params), in this order."
 
 
-def require_params(params: Tree, function: str, why: str = "to update them") -> Tree:
+def require_params(params: Tree, why: str = "to update them") -> Tree:
     """The parameters, or an error where an update did not get them.
 
     Args:
         params: the argument of the update.
-        function: the public function, for the error.
         why: the update needs them.
 
     Raises:
@@ -415,15 +412,14 @@ def require_params(params: Tree, function: str, why: str = "to update them") -> 
     """
     if params is None:
         mend = "Call update(updates, state, params)."
-        raise TreeError(message(function, f"needs the parameters {why}.", mend=mend))
+        raise TreeError(message(f"needs the parameters {why}.", mend=mend))
     return params
 
 
-def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
+def check_state(kind: type, updates: Tree, state: Any) -> None:
     """Refuses a state of another optimizer, such as gradients in its place.
 
     Args:
-        function: the public function, for the error.
         kind: the type of this optimizer's states.
         updates: the argument for gradients.
         state: the argument for the state.
@@ -432,27 +428,24 @@ def check_state(function: str, kind: type, updates: Tree, state: Any) -> None:
         TreeError: the state is of another type.
         ArgumentError: a whole `TrainState` is in the place of gradients.
     """
-    refuse_state(function, updates)
+    refuse_state(updates)
     if not isinstance(state, kind):
         swapped = f", and {kind.__name__} in the place of gradients" if isinstance(updates, kind) else ""
         text = f"got {type(state).__name__} in the place of its state, {kind.__name__}{swapped}."
         mend = _ORDER if swapped else f"The state is what opt.init(params), or the last update, returned. {_ORDER}"
-        raise TreeError(message(function, text, mend=mend))
+        raise TreeError(message(text, mend=mend))
     if "count" not in getattr(state, "_fields", ()):
         return
     count = state.count
     if not isinstance(count, Tensor) or count.ndim or count.is_meta:
         text = f"got a state whose count is {kind_of(count)}, not a 0-d tensor."
-        raise TreeError(
-            message(function, text, mend="The state is what opt.init(params), or the last update, returned.")
-        )
+        raise TreeError(message(text, mend="The state is what opt.init(params), or the last update, returned."))
 
 
-def check_moments(function: str, **moments: Tree) -> None:
+def check_moments(**moments: Tree) -> None:
     """Refuses moments that no kernel can compute with: leaves that are no floating point tensors, or are missing.
 
     Args:
-        function: the public function, for the error.
         **moments: trees of one structure, by their names in the state.
 
     Raises:
@@ -463,23 +456,22 @@ def check_moments(function: str, **moments: Tree) -> None:
     rows = [f"{first}.{path}: {kind_of(x)}" for path, x in named.items() if not _is_moment(x)]
     for name, values in others:
         spec = tree.flatten(values_of_first, is_leaf=is_coded)[1]
-        flat = tree.flatten_up_to(spec, values, function, (first, name))
+        flat = tree.flatten_up_to(spec, values, (first, name))
         rows += [f"{name}.{path}: {kind_of(x)}" for path, x in zip(named, flat, strict=True) if not _is_moment(x)]
     if rows:
         text = "got moments that are no floating point tensors."
         mend = "The state is what opt.init(params), or the last update, returned."
-        raise TreeError(message(function, text, rows, mend))
+        raise TreeError(message(text, rows, mend))
 
 
 def _is_moment(x: Any) -> bool:
     return is_coded(x) or (isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta)
 
 
-def check_update(function: str, kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
+def check_update(kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
     """Refuses arguments of an update that are swapped, and weight decay without parameters.
 
     Args:
-        function: the public function, for the error.
         kind: the type of this optimizer's states.
         updates: the gradients.
         state: the state.
@@ -489,23 +481,22 @@ def check_update(function: str, kind: type, updates: Tree, state: Any, params: T
     Raises:
         TreeError: the state is of another type, the updates are a loss, or parameters are missing.
     """
-    check_state(function, kind, updates, state)
+    check_state(kind, updates, state)
     other = params if params is not None else state[1]
     if isinstance(updates, tuple | Tensor) and other is not None and type(updates) is not type(other):
         # fs.value_and_grad returns a value, or a pair of it and a weight, beside the gradients.
         given = f"a tuple of {len(updates)}" if isinstance(updates, tuple) else f"a tensor {list(updates.shape)}"
         text = f"got {given} in the place of gradients, and {type(other).__name__} for the rest."
         mend = f"Values come first: value, grads = fs.value_and_grad(loss_fn)(params, batch). {_ORDER}"
-        raise TreeError(message(function, text, mend=mend))
+        raise TreeError(message(text, mend=mend))
     if decay:
-        require_params(params, function, f"for weight_decay={decay}")
+        require_params(params, f"for weight_decay={decay}")
 
 
-def refuse_other_shards(function: str, moments: Tree, columns: Mapping[str, Sequence[Tensor]]) -> None:
+def refuse_other_shards(moments: Tree, columns: Mapping[str, Sequence[Tensor]]) -> None:
     """Refuses local tensors that are not the same shard of their leaves: kernels would read or write past an end.
 
     Args:
-        function: the public function, for the error.
         moments: tree of moments, for its paths.
         columns: local tensors of all leaves, by a label such as "gradients".
 
@@ -521,17 +512,16 @@ def refuse_other_shards(function: str, moments: Tree, columns: Mapping[str, Sequ
         if len({*leaf}) > 1
     ]
     mend = "Bring all of them to layout.main with fs.shard or fs.reshard; a DTensor has to hold what it says."
-    raise LayoutError(message(function, "got different parts of the same leaves on this rank.", rows, mend))
+    raise LayoutError(message("got different parts of the same leaves on this rank.", rows, mend))
 
 
-def refuse_other_shapes(function: str, first: Tree, second: Tree, labels: tuple[str, str]) -> None:
+def refuse_other_shapes(first: Tree, second: Tree, labels: tuple[str, str]) -> None:
     """Checks that two trees have the same paths and shapes: kernels would broadcast, or write a part of a tensor.
 
     A plain tensor does not go with a DTensor, even where this rank has all of the DTensor: on other ranks the plain
     tensor would be whole beside a shard.
 
     Args:
-        function: the public function, for the error.
         first: tree of tensors.
         second: another tree.
         labels: of the two, for the error.
@@ -540,7 +530,7 @@ def refuse_other_shapes(function: str, first: Tree, second: Tree, labels: tuple[
         TreeError: they differ; all such leaves are listed.
     """
     flat, spec = tree.flatten(first)
-    others = tree.flatten_up_to(spec, second, function, labels)
+    others = tree.flatten_up_to(spec, second, labels)
     if all(map(_alike, flat, others)):
         return
     rows = [
@@ -549,14 +539,13 @@ def refuse_other_shapes(function: str, first: Tree, second: Tree, labels: tuple[
         if not _alike(x, y)
     ]
     text = f"got {labels[0]} and {labels[1]} of different shapes."
-    raise TreeError(message(function, text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
+    raise TreeError(message(text, rows, f"Give {labels[0]} and {labels[1]} of one model."))
 
 
-def refuse_no_gradients(function: str, grads: Tree, like: Tree) -> None:
+def refuse_no_gradients(grads: Tree, like: Tree) -> None:
     """Refuse gradients that are all None, as `.grad` of a tensor is without a `.backward()`.
 
     Args:
-        function: the public function, for the error.
         grads: tree of gradients.
         like: the tree that they belong to; it may be empty too.
 
@@ -567,7 +556,7 @@ def refuse_no_gradients(function: str, grads: Tree, like: Tree) -> None:
         mend = (
             "Compute them: value, grads = fs.value_and_grad(loss_fn)(params, batch); .grad of a parameter is None here."
         )
-        raise TreeError(message(function, "got no gradients: each of them is None.", mend=mend))
+        raise TreeError(message("got no gradients: each of them is None.", mend=mend))
 
 
 def _alike(x: Tensor, y: Any) -> bool:
@@ -581,7 +570,7 @@ def _shape(x: Any, other: Any) -> str:
     return f"{shape} on a mesh" if isinstance(x, DTensor) else f"{shape} in a plain tensor"
 
 
-def add_decay_(function: str, updates: Sequence[Tensor], params: Tree, moments: Tree, factor: float | Tensor) -> None:
+def add_decay_(updates: Sequence[Tensor], params: Tree, moments: Tree, factor: float | Tensor) -> None:
     """Adds a multiple of the parameters to updates, which are local tensors in the shardings of the moments."""
-    main = [p.to(u.dtype) for p, u in zip(local_params(function, params, moments), updates, strict=True)]
+    main = [p.to(u.dtype) for p, u in zip(local_params(params, moments), updates, strict=True)]
     _compat.foreach_add_(updates, _compat.foreach_mul(main, factor))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsharding import random, tree
+from fsharding.calls import call_as
 from fsharding.comm.codes import largest_over
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
@@ -148,11 +149,10 @@ def _within(runs: Runs, start: int, stop: int) -> slice:
     return slice(at, at + length)
 
 
-def leaves_of(function: str, moments: Tree, shardings: Tree = None) -> list[Leaf]:
+def leaves_of(moments: Tree, shardings: Tree = None) -> list[Leaf]:
     """Where this rank's parts of the leaves of a tree are.
 
     Args:
-        function: the public function, for the error.
         moments: tree of tensors and of moments in low precision.
         shardings: of the parameters, such as `layout.main`; needed for leaves with explicit assignments.
 
@@ -161,7 +161,7 @@ def leaves_of(function: str, moments: Tree, shardings: Tree = None) -> list[Leaf
     """
     flat, held = moment_leaves(moments), carriers(moments)
     tensors, paths = tree.leaves(held), tree.paths(held)
-    known = assigned_shardings(function, held, shardings)
+    known = assigned_shardings(held, shardings)
     return [
         _leaf(path, whole_shape(x, sharding), sharding, m.format if is_coded(m) else None)
         for path, x, m, sharding in zip(paths, tensors, flat, known, strict=True)
@@ -180,12 +180,11 @@ def _leaf(path: str, shape: tuple[int, ...], sharding: NamedSharding | None, for
 
 
 def init_moments(
-    function: str, params: Tree, moments: torch.dtype | Blocks | None, context: InitContext, *, root: bool = False
+    params: Tree, moments: torch.dtype | Blocks | None, context: InitContext, *, root: bool = False
 ) -> Tree:
     """Zeros for every parameter, cut as it is.
 
     Args:
-        function: the public function, for the error.
         params: tree of parameters.
         moments: the dtype or the format of the optimizer; None takes that of the context, or else float32 at least.
         context: of the init.
@@ -198,12 +197,12 @@ def init_moments(
         ArgumentError: a whole state is given in the place of parameters.
         LayoutError: with a format, leaves with assignments that nobody tells; all of them are listed.
     """
-    refuse_state("opt.init", params)
+    call_as("opt.init", refuse_state, params)
     held = moments or context.moments
     if not isinstance(held, Blocks):
         return tree.map(lambda x: like_leaf(x, new_zeros(local_of(x), held or wide(x.dtype))), params)
-    known = iter(assigned_shardings(function, params, context.shardings))
-    whole = tree.prune(context.whole, params, function) if context.whole is not None else params
+    known = iter(assigned_shardings(params, context.shardings))
+    whole = tree.prune(context.whole, params) if context.whole is not None else params
 
     def zeros(x: Tensor, of_whole: Tensor) -> Any:
         sharding, local = next(known), local_of(x)
@@ -378,7 +377,6 @@ def _shared_amaxes(
 
 
 def change_moment(
-    function: str,
     moments: Tree,
     context: UpdateContext,
     count: Tensor,
@@ -387,7 +385,6 @@ def change_moment(
     """Changes the only moments that an optimizer has, as `change_leaves`.
 
     Args:
-        function: the public function, for the error.
         moments: tree of tensors and of moments in low precision.
         context: of the update.
         count: of updates so far.
@@ -395,7 +392,7 @@ def change_moment(
             overwrites; it may be called twice for a chunk.
     """
     (new,) = change_leaves(
-        leaves_of(function, moments, context.shardings),
+        leaves_of(moments, context.shardings),
         [moment_leaves(moments)],
         lambda i, chunk, parts, _: change(i, chunk, parts[0]),
         roles=("mu",),

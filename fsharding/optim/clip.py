@@ -94,16 +94,16 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
     named = tree.named_leaves(values)
     given: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
-        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, "fs.global_norm", ("values", "shardings"))
+        flat = tree.flatten_up_to(tree.flatten(values)[1], shardings, ("values", "shardings"))
         given = dict(zip(named, flat, strict=True))
     elif hidden := [path for path, x in named.items() if isinstance(x, DTensor) and hides_owners(x)]:
         mend = "Say where they are: fs.global_norm(grads, shardings=layout.main)."
-        raise LayoutError(message("fs.global_norm", "cannot tell who owns leaves with assignments.", hidden, mend))
+        raise LayoutError(message("cannot tell who owns leaves with assignments.", hidden, mend))
     sharding_at = {path: _sharding(x, given[path]) for path, x in named.items()}
     unreduced = [f"{path}: {s}" for path, s in sharding_at.items() if s is not None and s.partial]
     if unreduced:
         mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
-        raise LayoutError(message("fs.global_norm", "needs reduced gradients.", unreduced, mend))
+        raise LayoutError(message("needs reduced gradients.", unreduced, mend))
     squares = {path: _square_sum(_share(x, sharding_at[path])) for path, x in named.items()}
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
@@ -203,7 +203,7 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
     """
     if not max_norm > 0:
         mend = "Give a norm above 0; math.inf leaves gradients as they are."
-        raise ConfigError(message("fs.optim.clip_by_global_norm", f"got max_norm={max_norm}.", mend=mend))
+        raise ConfigError(message(f"got max_norm={max_norm}.", mend=mend))
 
     @public("fs.optim.clip_by_global_norm(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> EmptyState:

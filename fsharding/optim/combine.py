@@ -74,7 +74,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         tensor([-0.6000, -0.8000])
     """
     for t in transformations:
-        check_optimizer(_CHAIN, t)
+        check_optimizer(t)
     members = tuple(t.with_context() for t in transformations)
 
     @public("fs.optim.chain(...).init")
@@ -128,10 +128,10 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
 
 
 def _check_chain(updates: Tree, state: Any, count: int) -> None:
-    check_state(_CHAIN, ChainState, updates, state)
+    check_state(ChainState, updates, state)
     if len(state.states) != count:
         text = f"got a state of {len(state.states)} transformations, and has {count}."
-        raise TreeError(message(_CHAIN, text, mend="Give the state that this chain's init or update made."))
+        raise TreeError(message(text, mend="Give the state that this chain's init or update made."))
 
 
 @public(_MULTI)
@@ -161,13 +161,13 @@ def multi_transform(
         {'w': tensor([-0.1000]), 'b': tensor([1.])}
     """
     for t in groups.values():
-        check_optimizer(_MULTI, t)
+        check_optimizer(t)
     members = {label: t.with_context() for label, t in groups.items()}
 
     def label_tree(params: Tree) -> Tree:
         if callable(labels):
             return tree.map_with_path(labels, params)
-        return tree.prune(labels, params, _MULTI, ("labels", "parameters"))
+        return tree.prune(labels, params, ("labels", "parameters"))
 
     @public("fs.optim.multi_transform(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
@@ -206,7 +206,7 @@ def multi_transform(
         scale: float | Tensor = 1.0,
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
-        pruned = tree.prune(params, updates, _MULTI, _LABELS)
+        pruned = tree.prune(params, updates, _LABELS)
         labelled = label_tree(pruned)
         updates_of, params_of = _split(updates, labelled, groups), _split(pruned, labelled, groups)
         contexts = _contexts(context, updates, labelled, groups)
@@ -231,7 +231,7 @@ def _split(values: Tree, labelled: Tree, groups: _Groups) -> dict[str, Tree]:
 
 def _pruned(values: Tree, updates: Tree) -> Tree:
     """The leaves that the updates have, of parameters or shardings; None where there are none."""
-    return tree.prune(values, updates, _MULTI, _LABELS) if values is not None else None
+    return tree.prune(values, updates, _LABELS) if values is not None else None
 
 
 def _contexts(context: UpdateContext, updates: Tree, labelled: Tree, groups: _Groups) -> dict[str, UpdateContext]:
@@ -253,7 +253,7 @@ def _check_labels(params: Tree, labelled: Tree, groups: _Groups) -> None:
     tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
     if rows:
         known = f"Labels are {listed(map(repr, groups))}."
-        raise TreeError(message(_MULTI, "has labels without a transformation.", rows, known))
+        raise TreeError(message("has labels without a transformation.", rows, known))
 
 
 def _check_used(params: Tree, labelled: Tree, groups: _Groups) -> None:
@@ -264,11 +264,11 @@ def _check_used(params: Tree, labelled: Tree, groups: _Groups) -> None:
     if used and (idle := [repr(group) for group in groups if group not in used]):
         given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(labelled).items())
         mend = f"Leaves have {given}. Take the group out, or mend the labels."
-        raise TreeError(message(_MULTI, "has groups that no leaf is in.", idle, mend))
+        raise TreeError(message("has groups that no leaf is in.", idle, mend))
 
 
 def _check_groups(updates: Tree, state: Any, groups: _Groups) -> None:
-    check_state(_MULTI, MultiTransformState, updates, state)
+    check_state(MultiTransformState, updates, state)
     if state.groups.keys() != groups.keys():
         text = f"got a state of the groups {', '.join(state.groups)}, and has {', '.join(groups)}."
-        raise TreeError(message(_MULTI, text, mend="Give the state that its own init or update made."))
+        raise TreeError(message(text, mend="Give the state that its own init or update made."))

@@ -108,7 +108,7 @@ def from_torch(
         (True, ['exp_avg', 'exp_avg_sq'])
     """
     _refuse_others(optimizer, settings)
-    own = check_dtype(_NAME, "moments", moments)
+    own = check_dtype("moments", moments)
     rate = as_schedule(settings["lr"]) if callable(settings.get("lr")) else None
     if rate is not None:
         settings = {**settings, "lr": rate(0)}
@@ -119,7 +119,7 @@ def from_torch(
 
     @public("fs.optim.from_torch(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
-        kept = own or refuse_format(_NAME, context.moments, "torch's optimizer has tensors of its own")
+        kept = own or refuse_format(context.moments, "torch's optimizer has tensors of its own")
         kinds = {x.dtype: kinds_of(wide(x.dtype)) for x in tree.leaves(params)}
         names = [list(dict.fromkeys(name for k in kinds.values() for name in k[part])) for part in (0, 1)]
 
@@ -139,15 +139,15 @@ def from_torch(
     def update(
         updates: Tree, state: TorchState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, TorchState]:
-        check_update(_NAME, TorchState, updates, state, require_params(params, _NAME))
-        params = tree.prune(params, updates, _NAME, ("parameters", "gradients"))
-        refuse_other_shapes(_NAME, params, updates, ("parameters", "gradients"))
+        check_update(TorchState, updates, state, require_params(params))
+        params = tree.prune(params, updates, ("parameters", "gradients"))
+        refuse_other_shapes(params, updates, ("parameters", "gradients"))
         shardings = shardings_of(next(iter(state.slots.values()), params))
         resharded = redistribute(updates, shardings)
         main = local_leaves(redistribute(params, shardings))
         grads, spec = local_leaves(resharded), tree.flatten(resharded)[1]
-        slots = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.slots.items()}
-        scalars = {n: tree.flatten_up_to(spec, t, _NAME, ("gradients", "state")) for n, t in state.scalars.items()}
+        slots = {n: tree.flatten_up_to(spec, t, ("gradients", "state")) for n, t in state.slots.items()}
+        scalars = {n: tree.flatten_up_to(spec, t, ("gradients", "state")) for n, t in state.scalars.items()}
         main = [p.to(wide(p.dtype)) for p in main]
         params_of_torch = [torch.nn.Parameter(clone(p)) for p in main]
         for p, g in zip(params_of_torch, grads, strict=True):
@@ -259,14 +259,14 @@ def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             kind = f"an instance of {type(optimizer).__name__}"
         mend = "Pass the class and its settings: fs.optim.from_torch(torch.optim.NAdam, lr=1e-3)."
-        raise ConfigError(message(_NAME, f"needs a class of optimizers; got {kind}.", mend=mend))
+        raise ConfigError(message(f"needs a class of optimizers; got {kind}.", mend=mend))
     why = {
         "differentiable": "updates have no graph: write the rule as a pair (init, update) and differentiate that",
         "capturable": "each update builds the optimizer anew, which no CUDA graph can repeat",
     }
     rows = [f"{name}=True: {text}" for name, text in why.items() if settings.get(name)]
     if rows:
-        raise ConfigError(message(_NAME, f"cannot take settings of {optimizer.__name__}.", rows, "Leave them out."))
+        raise ConfigError(message(f"cannot take settings of {optimizer.__name__}.", rows, "Leave them out."))
 
 
 def _refuse(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
@@ -292,4 +292,4 @@ def _refuse(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) ->
 def _refusal(optimizer: type[torch.optim.Optimizer], why: str) -> str:
     mend = "Write it as a pair (init, update) of functions on trees; fs.optim.sum_dims sums over ranks."
     name = optimizer.__name__
-    return message(_NAME, f"cannot take {name}: it {why}.", mend=_INSTEAD.get(name, mend))
+    return message(f"cannot take {name}: it {why}.", mend=_INSTEAD.get(name, mend))

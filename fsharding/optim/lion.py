@@ -37,8 +37,6 @@ from fsharding.tree import Tree
 
 __all__ = ["LionState", "lion"]
 
-_NAME = "fs.optim.lion"
-
 
 class LionState(NamedTuple):
     """Number of updates (int64, 0-d, on the CPU), and the momentum.
@@ -84,22 +82,22 @@ def lion(
         {'w': tensor([-0.1000,  0.1000])}
     """
     above = {"learning_rate": learning_rate, "weight_decay": weight_decay}
-    check_settings(_NAME, (FROM_0, above), (TO_1, {"b1": b1, "b2": b2}))
-    own = check_moment_kind(_NAME, moments)
+    check_settings((FROM_0, above), (TO_1, {"b1": b1, "b2": b2}))
+    own = check_moment_kind(moments)
     rate = as_schedule(learning_rate)
 
     @public("fs.optim.lion(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> LionState:
-        return LionState(torch.zeros((), dtype=torch.int64), init_moments(_NAME, params, own, context))
+        return LionState(torch.zeros((), dtype=torch.int64), init_moments(params, own, context))
 
     @public("fs.optim.lion(...).update")
     def update(
         updates: Tree, state: LionState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, LionState]:
-        check_update(_NAME, LionState, updates, state, params, decay=weight_decay)
-        check_moments(_NAME, mu=state.mu)
+        check_update(LionState, updates, state, params, decay=weight_decay)
+        check_moments(mu=state.mu)
         held = carriers(state.mu)
-        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, held)
+        lr, local = rate_at(rate, state.count), local_grads(updates, held)
 
         def change(mu: list[Tensor], local: list[Tensor]) -> list[Tensor]:
             grads = [g.to(m.dtype) for g, m in zip(local, mu, strict=True)]
@@ -118,13 +116,13 @@ def lion(
             def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
                 deltas[i][chunk.place].copy_(change([m], [local[i][chunk.place]])[0])
 
-            new_mu = change_moment(_NAME, state.mu, context, state.count, change_chunk)
+            new_mu = change_moment(state.mu, context, state.count, change_chunk)
         else:
             mu = widen(state.mu, donate=context.donate)
             deltas = change(mu, local)
             new_mu = narrow(state.mu, mu, donate=context.donate)
         if weight_decay:
-            add_decay_(_NAME, deltas, params, held, -lr * weight_decay)
+            add_decay_(deltas, params, held, -lr * weight_decay)
         return like(held, deltas), LionState(state.count + 1, new_mu)
 
     return ContextTransformation(init, update)

@@ -50,7 +50,6 @@ from fsharding.tree import Tree
 
 __all__ = ["MuonState", "muon"]
 
-_NAME = "fs.optim.muon"
 _STAGES = ("pp",)
 """Axes whose coordinates own layers, or leaves: each stage has whole matrices."""
 
@@ -122,19 +121,19 @@ def muon(
     """
     if adjust not in _ADJUST:
         text = f"knows no adjust={adjust!r}."
-        raise ConfigError(message(_NAME, text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
+        raise ConfigError(message(text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
-    check_settings(_NAME, (FROM_0, above), (FROM_1, {"steps": steps}))
-    own = check_moment_kind(_NAME, moments)
-    check_dtype(_NAME, "dtype", dtype)
+    check_settings((FROM_0, above), (FROM_1, {"steps": steps}))
+    own = check_moment_kind(moments)
+    check_dtype("dtype", dtype)
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 
     @public("fs.optim.muon(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> MuonState:
-        assigned_shardings(_NAME, params, context.shardings, known=_STAGES)
+        assigned_shardings(params, context.shardings, known=_STAGES)
         _refuse_vectors(params)
-        return MuonState(torch.zeros((), dtype=torch.int64), init_moments(_NAME, params, own, context))
+        return MuonState(torch.zeros((), dtype=torch.int64), init_moments(params, own, context))
 
     @public("fs.optim.muon(...).update")
     def update(
@@ -144,11 +143,11 @@ def muon(
         context: UpdateContext = UpdateContext(),
         shardings: Tree = None,
     ) -> tuple[Tree, MuonState]:
-        check_update(_NAME, MuonState, updates, state, params, decay=weight_decay)
-        check_moments(_NAME, mu=state.mu)
+        check_update(MuonState, updates, state, params, decay=weight_decay)
+        check_moments(mu=state.mu)
         held = carriers(state.mu)
-        lr, local = rate_at(rate, state.count), local_grads(_NAME, updates, held)
-        shardings = assigned_shardings(_NAME, held, context.shardings, known=_STAGES)
+        lr, local = rate_at(rate, state.count), local_grads(updates, held)
+        shardings = assigned_shardings(held, context.shardings, known=_STAGES)
         wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(held), shardings, strict=True)]
 
         def direction(m: Tensor, g: Tensor) -> Tensor:
@@ -162,7 +161,7 @@ def muon(
             def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
                 directions[i][chunk.place].copy_(direction(m, local[i][chunk.place]))
 
-            new_mu = change_moment(_NAME, state.mu, context, state.count, change_chunk)
+            new_mu = change_moment(state.mu, context, state.count, change_chunk)
         else:
             mu = widen(state.mu, donate=context.donate)
             directions = [direction(m, g) for m, g in zip(mu, local, strict=True)]
@@ -173,7 +172,7 @@ def muon(
             for x, kind, whole in zip(_on_whole_matrices(orthogonal, directions, wholes), kinds, wholes, strict=True)
         ]
         if weight_decay:
-            add_decay_(_NAME, deltas, params, held, -lr * weight_decay)
+            add_decay_(deltas, params, held, -lr * weight_decay)
         return like(held, deltas), MuonState(state.count + 1, new_mu)
 
     return ContextTransformation(init, update)
@@ -186,7 +185,7 @@ def _refuse_vectors(params: Tree) -> None:
             'fs.optim.multi_transform({"matrix": fs.optim.muon(...), "other": fs.adamw(...)},'
             " fs.optim.label_matrices()) splits them."
         )
-        raise LayoutError(message(_NAME, "takes matrices and stacks of them only.", rows, mend))
+        raise LayoutError(message("takes matrices and stacks of them only.", rows, mend))
 
 
 def _ratio(adjust: str, shape: tuple[int, ...]) -> float:

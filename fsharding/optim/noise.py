@@ -23,8 +23,6 @@ from fsharding.tree import Tree
 
 __all__ = ["NoiseState", "add_noise", "annealed"]
 
-_NAME = "fs.optim.add_noise"
-
 
 class NoiseState(NamedTuple):
     """Number of updates (int64, 0-d) and the key of all draws (int64[2]), both on the CPU.
@@ -71,7 +69,7 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
         >>> torch.equal(first["w"], same["w"]), torch.equal(first["w"], then["w"])
         (True, False)
     """
-    check_settings(_NAME, (FROM_0, {"std": std}))
+    check_settings((FROM_0, {"std": std}))
 
     @public("fs.optim.add_noise(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> NoiseState:
@@ -81,8 +79,8 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
     def update(
         updates: Tree, state: NoiseState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, NoiseState]:
-        check_state(_NAME, NoiseState, updates, state)
-        shardings = assigned_shardings(_NAME, updates, context.shardings)
+        check_state(NoiseState, updates, state)
+        shardings = assigned_shardings(updates, context.shardings)
         count = int(state.count)
         scale = std(count) if callable(std) else std
         step_key = random.fold_in(state.key, count)

@@ -121,7 +121,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     """
     if steps < 1:
         mend = "Give 1 or more, or use fs.optim.schedules.constant."
-        raise ConfigError(message("fs.optim.schedules.linear", f"got steps={steps}.", mend=mend))
+        raise ConfigError(message(f"got steps={steps}.", mend=mend))
     return tensor_schedule(lambda count: start + (end - start) * _at_most_1(count / steps))
 
 
@@ -140,7 +140,7 @@ def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> 
     if not 0 <= warmup <= total:
         mend = "Give a warm-up from 0 to total; fs.optim.schedules.linear warms up alone."
         text = f"got warmup={warmup} and total={total}."
-        raise ConfigError(message("fs.optim.schedules.warmup_cosine", text, mend=mend))
+        raise ConfigError(message(text, mend=mend))
 
     @tensor_schedule
     def rate(count: Any) -> Any:

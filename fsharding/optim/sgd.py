@@ -41,8 +41,6 @@ from fsharding.tree import Tree
 
 __all__ = ["SgdState", "sgd"]
 
-_NAME = "fs.sgd"
-
 
 class SgdState(NamedTuple):
     """Number of updates (int64, 0-d, on the CPU), and the trace of gradients; None without momentum.
@@ -95,36 +93,34 @@ def sgd(
         tensor([-0.5000, -0.5000])
     """
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay}
-    check_settings(_NAME, (FROM_0, above))
+    check_settings((FROM_0, above))
     if nesterov and (dampening or not momentum):
         text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
-        raise ConfigError(message(_NAME, text, mend="Nesterov's needs momentum and no dampening."))
-    own = check_moment_kind(_NAME, moments)
+        raise ConfigError(message(text, mend="Nesterov's needs momentum and no dampening."))
+    own = check_moment_kind(moments)
     rate = as_schedule(learning_rate)
 
     @public("fs.sgd(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> SgdState:
-        trace = init_moments(_NAME, params, own, context) if momentum else None
+        trace = init_moments(params, own, context) if momentum else None
         return SgdState(torch.zeros((), dtype=torch.int64), trace)
 
     @public("fs.sgd(...).update")
     def update(
         updates: Tree, state: SgdState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, SgdState]:
-        check_update(_NAME, SgdState, updates, state, params, decay=weight_decay)
+        check_update(SgdState, updates, state, params, decay=weight_decay)
         if state.trace is not None:
-            check_moments(_NAME, trace=state.trace)
-        params = tree.prune(params, updates, _NAME, ("parameters", "gradients")) if params is not None else None
+            check_moments(trace=state.trace)
+        params = tree.prune(params, updates, ("parameters", "gradients")) if params is not None else None
         held = None if state.trace is None else carriers(state.trace)
         sharded = next(x for x in (held, params, updates) if x is not None)
-        refuse_no_gradients(_NAME, updates, sharded)
-        refuse_other_shapes(
-            _NAME, updates, sharded, ("gradients", "parameters" if state.trace is None else "the trace")
-        )
+        refuse_no_gradients(updates, sharded)
+        refuse_other_shapes(updates, sharded, ("gradients", "parameters" if state.trace is None else "the trace"))
         resharded = redistribute(updates, shardings_of(sharded))
         grads = local_leaves(resharded)
         if weight_decay:
-            main = local_params(_NAME, params, sharded)
+            main = local_params(params, sharded)
             decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
         share: float | Tensor = 1 - dampening
@@ -146,7 +142,7 @@ def sgd(
             def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
                 of_chunks[i][chunk.place].copy_(change([m], [grads[i][chunk.place]])[0])
 
-            trace = change_moment(_NAME, trace, context, state.count, change_chunk)
+            trace = change_moment(trace, context, state.count, change_chunk)
             grads = of_chunks
         elif momentum:
             momenta = widen(trace, donate=context.donate)

@@ -59,12 +59,11 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
 
 
 def assigned_shardings(
-    function: str, values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
+    values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
 ) -> list[NamedSharding | None]:
     """The shardings of leaves, with the assignments that their DTensors do not have; None for plain tensors.
 
     Args:
-        function: the public function, for the error.
         values: tree of DTensors and plain tensors.
         shardings: of these leaves, such as `layout.main`: only assignments are taken from them.
         known: axes along which an assignment does not matter.
@@ -79,8 +78,8 @@ def assigned_shardings(
     named = tree.named_leaves(values)
     given: list[Any] = [None] * len(named)
     if shardings is not None:
-        pruned = tree.prune(shardings, values, function, ("shardings", "leaves"))
-        given = tree.flatten_up_to(tree.flatten(values)[1], pruned, function, ("leaves", "shardings"))
+        pruned = tree.prune(shardings, values, ("shardings", "leaves"))
+        given = tree.flatten_up_to(tree.flatten(values)[1], pruned, ("leaves", "shardings"))
     result: list[NamedSharding | None] = []
     rows: list[str] = []
     for (path, x), sharding in zip(named.items(), given, strict=True):
@@ -105,7 +104,7 @@ def assigned_shardings(
             "Say where they are, as the train step does: fs.optim.InitContext(shardings=layout.main) goes to opt.init,"
             " fs.optim.UpdateContext(shardings=layout.main) to opt.update."
         )
-        raise LayoutError(message(function, "cannot tell who owns leaves with assignments.", rows, mend))
+        raise LayoutError(message("cannot tell who owns leaves with assignments.", rows, mend))
     return result
 
 

@@ -86,7 +86,7 @@ def apply_gradients(
         >>> params, int(state.count)
         ({'w': tensor([0.5000, 0.5000])}, 1)
     """
-    check_optimizer("fs.optim.apply_gradients", opt)
+    check_optimizer(opt)
     transformation = opt.with_context()
     masks = finite is None or (transformation.apply is not None and transformation.masks)
     # Without a mask of its own a transformation may not overwrite the values that it may have to go back to.
@@ -131,16 +131,16 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
         >>> fs.optim.apply_updates(params, {"w": torch.full((2,), -0.5), "frozen": None})
         {'w': tensor([0.5000, 0.5000]), 'frozen': tensor([1.])}
     """
-    refuse_state(_NAME, params)
+    refuse_state(params)
     if type(updates) is tuple and type(params) is not tuple:
         mend = "opt.update returns two things: updates, opt_state = opt.update(gradients, opt_state, params)."
-        raise refuse(_NAME, "a tree of updates", updates, mend)
+        raise refuse("a tree of updates", updates, mend)
     deltas = local_leaves(updates)
 
     def add(slices: list[Tensor]) -> list[Tensor]:
         return [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
 
-    return change_slices(params, updates, add, donate=donate)
+    return change_slices(params, updates, add, ("parameters", "updates"), donate=donate)
 
 
 @named(_NAME)
@@ -155,7 +155,7 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
     """
     if not rounds_by_key(params, context):
         return apply_updates(params, updates, donate=donate)
-    deltas, leaves = local_leaves(updates), leaves_of(_NAME, updates, context.shardings)
+    deltas, leaves = local_leaves(updates), leaves_of(updates, context.shardings)
     zero = torch.zeros((), dtype=torch.int64)
     key = functools.cache(lambda: step_key(context, zero))
 
@@ -173,16 +173,16 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
             result.append(new)
         return result
 
-    return change_slices(params, updates, add, donate=donate)
+    return change_slices(params, updates, add, ("parameters", "updates"), donate=donate)
 
 
 def change_slices(
     params: Tree,
     where: Tree,
     change: Callable[[list[Tensor]], list[Tensor]],
+    labels: tuple[str, str] = ("parameters", "moments"),
     *,
     donate: bool = False,
-    function: str = _NAME,
 ) -> Tree:
     """Changes parameters in another sharding: reshards them to it and back.
 
@@ -190,22 +190,21 @@ def change_slices(
         params: tree of DTensors or plain tensors.
         where: the same tree, in the sharding of the slices; None at a leaf leaves the parameter as it is.
         change: from local slices, in order, to new ones of the same shapes.
+        labels: what errors call the two trees.
         donate: the parameters may be overwritten.
-        function: the public function, for the error.
 
     Raises:
         TreeError: the two differ in paths or shapes; all such leaves are listed.
     """
     leaves, spec = tree.flatten(params)
-    labels = ("parameters", "updates" if function == _NAME else "moments")
-    marks = tree.flatten_up_to(spec, where, function, labels)
+    marks = tree.flatten_up_to(spec, where, labels)
     unlike = (
         mark is not None
         and (getattr(mark, "shape", None) != leaf.shape or isinstance(mark, DTensor) != isinstance(leaf, DTensor))
         for leaf, mark in zip(leaves, marks, strict=True)
     )
     if any(unlike):
-        refuse_other_shapes(function, tree.prune(params, where, function, labels), where, labels)
+        refuse_other_shapes(tree.prune(params, where, labels), where, labels)
     targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
     slices = tree.leaves(redistribute(params, targets))
     changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))

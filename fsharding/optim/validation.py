@@ -47,11 +47,10 @@ TO_1 = Needs("a number from 0 to 1", lambda x: 0 <= x <= 1)
 """Shares."""
 
 
-def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> None:
+def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
     """Refuses numbers that an update could not use, or with which it would be another algorithm.
 
     Args:
-        function: that got them, such as "fs.adamw".
         groups: conditions, and for each the values by name.
 
     Raises:
@@ -68,15 +67,14 @@ def check_settings(function: str, *groups: tuple[Needs, Mapping[str, Any]]) -> N
         given = {name: value for _, values in groups for name, value in values.items()}
         rate = given.get("learning_rate")
         if isinstance(rate, Iterable) and not isinstance(rate, str | torch.Tensor):
-            raise without_parameters(function)
-        raise ConfigError(message(function, "cannot use these settings.", rows))
+            raise without_parameters()
+        raise ConfigError(message("cannot use these settings.", rows))
 
 
-def check_dtype(function: str, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """Refuses a dtype in which nothing can be summed.
 
     Args:
-        function: that got it.
         name: of the setting.
         dtype: None is for the layout to say.
 
@@ -88,15 +86,14 @@ def check_dtype(function: str, name: str, dtype: torch.dtype | None) -> torch.dt
     """
     if dtype is not None and dtype not in DTYPES:
         mend = f"Use one of {', '.join(map(str, DTYPES))}, or None for that of the layout."
-        raise ConfigError(message(function, f"got {name}={dtype!r}.", mend=mend))
+        raise ConfigError(message(f"got {name}={dtype!r}.", mend=mend))
     return dtype
 
 
-def check_moment_kind(function: str, moments: torch.dtype | Blocks | None) -> torch.dtype | Blocks | None:
+def check_moment_kind(moments: torch.dtype | Blocks | None) -> torch.dtype | Blocks | None:
     """Refuses what moments cannot be kept in.
 
     Args:
-        function: that got it.
         moments: a dtype or a format; None is for the layout to say.
 
     Returns:
@@ -106,18 +103,17 @@ def check_moment_kind(function: str, moments: torch.dtype | Blocks | None) -> to
         ConfigError: a dtype that kernels lack, or a format of other than 8 bits or with a scale of whole matrices.
     """
     if not isinstance(moments, Blocks):
-        return check_dtype(function, "moments", moments)
+        return check_dtype("moments", moments)
     if not moments.for_moments:
         mend = "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
-        raise ConfigError(message(function, f"cannot keep moments as {moments}.", mend=mend))
+        raise ConfigError(message(f"cannot keep moments as {moments}.", mend=mend))
     return moments
 
 
-def refuse_format(function: str, moments: torch.dtype | Blocks | None, why: str) -> torch.dtype | None:
+def refuse_format(moments: torch.dtype | Blocks | None, why: str) -> torch.dtype | None:
     """Refuses a format of moments for an optimizer that keeps none in one.
 
     Args:
-        function: the optimizer.
         moments: of the layout's precision.
         why: it does not.
 
@@ -129,5 +125,5 @@ def refuse_format(function: str, moments: torch.dtype | Blocks | None, why: str)
     """
     if isinstance(moments, Blocks):
         mend = "Give it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
-        raise ConfigError(message(function, f"cannot keep moments as {moments}: {why}.", mend=mend))
+        raise ConfigError(message(f"cannot keep moments as {moments}: {why}.", mend=mend))
     return moments

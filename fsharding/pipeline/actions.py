@@ -94,7 +94,7 @@ class Action(NamedTuple):
         result = _PATTERN.fullmatch(text)
         if result is None:
             mend = f"Write stage, kind, microbatch, such as '3F0'; kinds are {', '.join(KINDS)}."
-            raise ScheduleError(message("fs.pipeline.Action.parse", f"cannot read {text!r}.", mend=mend))
+            raise ScheduleError(message(f"cannot read {text!r}.", mend=mend))
         stage, kind, microbatch = result.groups()
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
@@ -27,7 +28,7 @@ from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import send_recv, start_sum
 from fsharding.comm.turns import Partner
-from fsharding.errors import TransformError, message
+from fsharding.errors import TransformError, report
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.backends import has_fake_backend
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
@@ -259,6 +260,7 @@ class _Run:
             self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
+    @named("fs.value_and_grad")
     def _tape(self, stage: int, m: int) -> Tape:
         tape = Tape(
             *self.stage_state.parts(stage),
@@ -469,7 +471,7 @@ class _Run:
             rule = f"got other activations of stage {action.stage} than before from a microbatch of the same shapes."
             rows = [f"{text} {list(types)}" for text, (_, types) in (("before:", self.known[key]), ("now:", sent))]
             mend = "Let the tree, shapes and dtypes of activations follow from the shapes of the batch."
-            raise TransformError(message("train step", rule, rows, mend))
+            raise TransformError(report(f"train step {rule}", rows, mend))
 
     def _receive(self, action: Action) -> tuple[Any, list[Tensor], Handle[None]]:
         assert action.microbatch is not None

@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
     action: Action
 
 
-def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequency, ahead: int, function: str) -> Table:
+def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequency, ahead: int) -> Table:
     """The whole table.
 
     Args:
@@ -60,12 +60,11 @@ def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequenc
         gather: a GATHER for each stage, or one for each F, B, I and W.
         scatter: a SCATTER for each stage, or one for each of its microbatches.
         ahead: how many computes before its use a receive or gather is posted.
-        function: the public function that was called, for the error.
 
     Raises:
         ScheduleError: the computes wait for each other for ever.
     """
-    timeline = simulate(owner, computes, Durations(), function)
+    timeline = simulate(owner, computes, Durations())
     entries = _messages(owner, timeline, computes, ahead)
     rows: list[tuple[Entry, ...]] = []
     for rank, row in enumerate(computes):

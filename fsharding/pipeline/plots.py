@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, message, report
 from fsharding.pipeline.actions import Action, computes_in
 from fsharding.pipeline.schedule import Schedule
 from fsharding.untrusted import open_plain, parse_json
@@ -45,11 +45,10 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str = ", or pass --no-plot") -> None:
+def require_matplotlib(picture: str = "loss.png", *, instead: str = ", or pass --no-plot") -> None:
     """Checks that plots can be drawn.
 
     Args:
-        function: the public function that was called.
         picture: what it would draw.
         instead: what to do without matplotlib, as the end of a sentence.
 
@@ -58,7 +57,7 @@ def require_matplotlib(function: str, picture: str = "loss.png", *, instead: str
     """
     if not has_matplotlib():
         mend = f"pip install 'fsharding[plot]'{instead}."
-        raise ConfigError(message(function, f"needs matplotlib to draw {picture}.", mend=mend))
+        raise ConfigError(message(f"needs matplotlib to draw {picture}.", mend=mend))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -80,7 +79,7 @@ def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        text = message("fsharding train", f"cannot read {path}.", [why], "Move it away, or give another --out.")
+        text = report(f"fsharding train cannot read {path}.", [why], "Move it away, or give another --out.")
         raise ConfigError(text) from error
 
 
@@ -175,7 +174,7 @@ def draw_schedule(
         >>> path.exists()
         True
     """
-    require_matplotlib("fs.pipeline.draw_schedule", "a schedule", instead=", or print(schedule.show())")
+    require_matplotlib("a schedule", instead=", or print(schedule.show())")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above
 
@@ -220,7 +219,7 @@ def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, l
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require_matplotlib("fsharding bench", "bars", instead=", or leave --plot out")
+    require_matplotlib("bars", instead=", or leave --plot out")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above
 

@@ -115,8 +115,8 @@ class Schedule:
         rows = [f"{name} is {value}" for name, value in given.items() if not 0 <= value < float("inf")]
         if rows:
             mend = "Durations are finite and not negative."
-            raise ScheduleError(message("Schedule.simulate", "cannot use these durations.", rows, mend))
-        return simulation.simulate(self.owner, self.table, durations, "Schedule.simulate", self.pairs)
+            raise ScheduleError(message("cannot use these durations.", rows, mend))
+        return simulation.simulate(self.owner, self.table, durations, self.pairs)
 
     def show(
         self,
@@ -252,7 +252,7 @@ def plan_schedule(
     plan = _PLANS.get(name)
     if plan is None:
         mend = f"Schedules are {', '.join(SCHEDULES)}.{did_you_mean(str(name), SCHEDULES, cutoff=0.4)}"
-        raise ScheduleError(message("fs.pipeline.plan_schedule", f"knows no schedule {name!r}.", mend=mend))
+        raise ScheduleError(message(f"knows no schedule {name!r}.", mend=mend))
     local = plan.least if stages_per_rank is None else stages_per_rank
     rows = _wrong_numbers(ranks=ranks, microbatches=microbatches, stages_per_rank=local)
     rows += _wrong_options(gather, scatter, ahead)
@@ -261,7 +261,7 @@ def plan_schedule(
     if overlap and name not in PAIRED:
         rows.append(f"overlap is {overlap!r}, but only {', '.join(PAIRED)} pairs forwards with backwards")
     if rows:
-        raise ScheduleError(message("fs.pipeline.plan_schedule", f"cannot plan {name} with these numbers.", rows, mend))
+        raise ScheduleError(message(f"cannot plan {name} with these numbers.", rows, mend))
     return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead, bool(overlap))
 
 
@@ -328,7 +328,7 @@ def _plan(
         computes: Table = tuple(tuple(Pair(*group) if len(group) == 2 else group[0] for group in row) for row in groups)
     else:
         computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
-    table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead, function="fs.pipeline.plan_schedule")
+    table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead)
     return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
 
 
@@ -336,9 +336,7 @@ def _plan(
 def forward_only(schedule: Schedule) -> Schedule:
     """The forward computes of a schedule in their order, with each stage gathered once, and no gradients."""
     computes = tuple(tuple(a for a in flat(row) if a.kind == "F") for row in schedule.table)
-    table = lower(
-        schedule.owner, computes, gather="step", scatter="step", ahead=1, function="fs.pipeline.plan_schedule"
-    )
+    table = lower(schedule.owner, computes, gather="step", scatter="step", ahead=1)
     return replace(schedule, name=f"{schedule.name}, forward only", table=table, pairs=())
 
 
@@ -377,10 +375,8 @@ def make_schedule(
     rows = _wrong_options(gather, scatter, ahead) or validation.compute_faults(owner, microbatches, table)
     if rows:
         mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
-        raise ScheduleError(message("fs.pipeline.make_schedule", "cannot use these computes.", rows, mend))
-    whole = lower(
-        owner, table, gather=gather, scatter=scatter or gather, ahead=ahead, function="fs.pipeline.make_schedule"
-    )
+        raise ScheduleError(message("cannot use these computes.", rows, mend))
+    whole = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead)
     pairs = tuple(entry for row in table for entry in row if isinstance(entry, Pair))
     return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole, pairs))
 
@@ -413,7 +409,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
     rows = rows or validation.faults(schedule.owner, schedule.microbatches, schedule.table)
     if rows:
         mend = "fs.pipeline.make_schedule puts messages, gathers and scatters between computes by itself."
-        raise ScheduleError(message("fs.pipeline.check_schedule", f"refuses {schedule.name}.", rows, mend))
+        raise ScheduleError(message(f"refuses {schedule.name}.", rows, mend))
     return schedule
 
 
@@ -440,13 +436,13 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
         if not _is_count(layers, stages):
             mend = f"Use at most {layers} stages, or say counts= with 0 for the stages without layers."
             rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name}."
-            raise ScheduleError(message("fs.pipeline.layers_of", rule, mend=mend))
+            raise ScheduleError(message(rule, mend=mend))
         least, left = divmod(layers, stages)
         first = (stages - left) // 2
         counts = [least + (first <= stage < first + left) for stage in range(stages)]
     if len(counts) != stages or sum(counts) != layers or not all(_is_count(n, 0) for n in counts):
         rule = f"cannot put {layers} layers on the {stages} stages of {schedule.name} as {list(counts)}."
-        raise ScheduleError(message("fs.pipeline.layers_of", rule, mend=f"Give {stages} counts that sum to {layers}."))
+        raise ScheduleError(message(rule, mend=f"Give {stages} counts that sum to {layers}."))
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return tuple(tuple(range(end - n, end)) for n, end in zip(counts, ends, strict=True))
 

@@ -137,16 +137,13 @@ def in_flight(table: Table) -> tuple[int, ...]:
     return tuple(most)
 
 
-def simulate(
-    owner: Owner, table: Table, durations: Durations, function: str, pairs: Iterable[tuple[Action, Action]] = ()
-) -> Timeline:
+def simulate(owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]] = ()) -> Timeline:
     """Runs a table on ranks that do nothing but wait and take time.
 
     Args:
         owner: the rank of each stage.
         table: with messages, or of computes and pairs alone; then each result is sent when it is there.
         durations: of the actions.
-        function: the public function that was called, for the error.
         pairs: of an F and the next compute of its rank, a B, that the table has apart, and that are computed as one if
             the durations have a time for it.
 
@@ -166,7 +163,7 @@ def simulate(
     rows = [f"rank {rank} stands at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
     if rows:
         mend = "F comes after F of the stage before, B or I after that of the next stage, W after I."
-        raise ScheduleError(message(function, "has no end: these ranks wait for ever.", rows, mend))
+        raise ScheduleError(message("has no end: these ranks wait for ever.", rows, mend))
     busy = tuple(sum(map(run.takes, row)) for row in table)
     spans = tuple(tuple(run.with_latency(span) for span in row) for row in run.spans)
     return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))

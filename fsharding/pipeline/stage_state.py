@@ -154,7 +154,7 @@ class StageState:
         )
         part, to, kinds = (self._part(values, stage) for values in (self.params, homes, dtypes))
         own = self._part(tree.unflatten(self.layout.structure, self._roundings), stage)
-        roundings = tree.flatten_up_to(tree.flatten(part)[1], own, "fs.pipeline")
+        roundings = tree.flatten_up_to(tree.flatten(part)[1], own)
         with _compat.region("gather"):
             moving = self._gathering[stage] = start_rounded(part, to, roundings, self._gathers, dtypes=kinds)
         if moving.is_done():

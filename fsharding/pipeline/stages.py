@@ -16,7 +16,7 @@ from fsharding import _compat, tree
 from fsharding.comm.native import Message, as_bytes
 from fsharding.comm.reduce import sum_rows
 from fsharding.comm.transport import send_recv
-from fsharding.errors import LayoutError, message
+from fsharding.errors import LayoutError, report
 from fsharding.mesh.device_mesh import Group
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.schedule import Schedule, layers_of
@@ -133,7 +133,7 @@ def _in_order(
 
 def _other_stages(schedule: Schedule, rows: Sequence[str]) -> LayoutError:
     mend = "Plan the layout with stages=fs.pipeline.stages_of(model, schedule)."
-    return LayoutError(message("train step", f"needs a layout with the stages of {schedule!r}.", rows, mend))
+    return LayoutError(report(f"train step needs a layout with the stages of {schedule!r}.", rows, mend))
 
 
 def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding import _compat, tree
 from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError, message
+from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError, message, report
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -176,14 +176,14 @@ class Layout:
             LayoutError: patterns of the precision that match no leaf.
         """
         if precision != self.precision:
-            _check_patterns("Layout.in_flight", precision, self.leaves)
+            _check_patterns(precision, self.leaves)
         if precision.gather is None:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
         if rounded and precision.columnwise:
             rule = f"cannot serve copies of weights, which {self.strategy} keeps: they have one orientation."
             mend = "Use fs.zero(3) or fs.HSDP, which round main parameters; or leave columnwise out."
-            raise ConfigError(message("Precision.columnwise", rule, mend=mend))
+            raise ConfigError(report(f"Precision.columnwise {rule}", mend=mend))
         if rounded and not precision.computes_quantised:
             return precision.of_rounded()
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
@@ -208,7 +208,7 @@ class Layout:
         grads = sum(size(leaf.grads, leaf, precision.grad_dtype(precision.main_dtype(leaf.init))) for leaf in trained)
         main = sum(size(leaf.main, leaf, precision.main_dtype(leaf.init)) for leaf in trained)
         if opt is not None:
-            check_optimizer("Layout.memory", opt)
+            check_optimizer(opt)
         if opt is None:
             moments = sum(2 * self._moment_bytes(leaf, coord) for leaf in trained)
         else:
@@ -258,7 +258,7 @@ class Layout:
         Raises:
             LayoutError: patterns of the precision that match no leaf.
         """
-        _check_patterns("Layout.with_precision", precision, self.leaves)
+        _check_patterns(precision, self.leaves)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
     def with_mesh(self, mesh: Mesh, stages: Mapping[str, Any] | None = None) -> Layout:
@@ -310,7 +310,7 @@ class Layout:
             )
             mend += " the largest numbers of the blocks that they share."
             rule = f"cannot cut {len(rows)} dims on borders of blocks of {self.precision.gather}."
-            raise LayoutError(message("fs.plan_layout", rule, rows, mend))
+            raise LayoutError(message(rule, rows, mend))
 
     def __repr__(self) -> str:
         """One line; `print(layout)` has one more for each leaf."""
@@ -386,9 +386,9 @@ def plan_layout(
     paths = tree.paths(shapes)
     if odd := [f"{path} is {kind_of(x)}" for path, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
         mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
-        raise LayoutError(message("fs.plan_layout", "takes leaves with a shape and a dtype.", odd, mend))
+        raise LayoutError(message("takes leaves with a shape and a dtype.", odd, mend))
     if odd := objections_to_names(paths):
-        raise LayoutError(message("fs.plan_layout", f"cannot name {len(odd)} leaves.", odd, MEND))
+        raise LayoutError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
     dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
     named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
@@ -403,31 +403,31 @@ def plan_layout(
         for leaf in named
     )
     layout = replace(layout, leaves=leaves)
-    _check_patterns("fs.plan_layout", precision, leaves)
+    _check_patterns(precision, leaves)
     layout.check_blocks()
     return layout
 
 
-def _check_patterns(function: str, precision: Precision, leaves: Sequence[LeafLayout]) -> None:
+def _check_patterns(precision: Precision, leaves: Sequence[LeafLayout]) -> None:
     """Refuse patterns of a precision that match no leaf."""
-    precision.check_leaves(function, tuple(PatternLeaf(x.path, x.shape, is_stacked(x.names)) for x in leaves))
+    precision.check_leaves(tuple(PatternLeaf(x.path, x.shape, is_stacked(x.names)) for x in leaves))
 
 
+@named("fs.plan_layout")
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
     """Refuses arguments of another kind than `plan_layout` takes."""
-    name = "fs.plan_layout"
-    refuse_module(name, model)
+    refuse_module(model)
     if isinstance(model, DeviceMesh | AbstractMesh):
-        raise refuse(name, "a model, then a mesh", model, "Swap the two: fs.plan_layout(model, mesh).")
+        raise refuse("a model, then a mesh", model, "Swap the two: fs.plan_layout(model, mesh).")
     if callable(model) and not hasattr(model, "names"):
         mend = "Call it, nothing is computed: fs.plan_layout(init(fs.random.key(0)), mesh)."
-        raise refuse(name, "a Model, or a tree of leaves", model, mend)
+        raise refuse("a Model, or a tree of leaves", model, mend)
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
-        raise refuse(name, "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+        raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
     if not isinstance(rules, AxisRules):
         mend = "Give fs.DEFAULT_RULES or fs.AxisRules(...) third, and the strategy fourth or as strategy=."
-        raise refuse(name, "axis rules", rules, mend)
-    check_precision(name, precision)
+        raise refuse("axis rules", rules, mend)
+    check_precision(precision)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -442,9 +442,9 @@ def _tuple(names: Any) -> Any:
     """
     if isinstance(names, P):
         mend = f'Name the dims, such as ("mlp", None), and say which axes cut them: AxisRules(mlp={names.axes(0)!r}).'
-        raise ArgumentError(message("fs.plan_layout", f"takes names of dims, got axes, {names}.", mend=mend))
+        raise ArgumentError(message(f"takes names of dims, got axes, {names}.", mend=mend))
     if names is not None and not isinstance(names, str | tuple | list):
-        raise refuse("fs.plan_layout", "names by dim", names, 'Give a tuple for each leaf, such as ("mlp", None).')
+        raise refuse("names by dim", names, 'Give a tuple for each leaf, such as ("mlp", None).')
     return names if isinstance(names, str) else tuple(names) if names else None
 
 
@@ -465,7 +465,7 @@ def _names_of(structure: optree.PyTreeSpec, paths: Sequence[str], names: Tree) -
             rows = [f"names: {path!r} is one key" for path in given]
             mend = "Nest names as the model is: a dict in a dict."
         rule = "got the model and names that do not match."
-        raise TreeError(message("fs.plan_layout", rule, rows, mend)) from error
+        raise TreeError(message(rule, rows, mend)) from error
 
 
 def _is_names(x: Any) -> bool:
@@ -478,12 +478,11 @@ def _strategy(strategy: Strategy | StrategyName) -> Strategy:
 
 
 def check_fit(
-    function: str, layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
+    layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
 ) -> None:
     """Refuses values that are not those of a layout: what does not fit would be cut off, or left as garbage.
 
     Args:
-        function: the public function, for the error.
         layout: that they should be in.
         values: one for each leaf of the layout: anything with shape and dtype.
         wanted: shape and dtype for each of them; None takes any dtype.
@@ -500,7 +499,7 @@ def check_fit(
             rows.append(f"{leaf.path}: {given} given, {want} in the layout")
     if rows:
         mend = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."
-        raise LayoutError(message(function, f"got {len(rows)} leaves that do not fit the layout.", rows, mend))
+        raise LayoutError(message(f"got {len(rows)} leaves that do not fit the layout.", rows, mend))
 
 
 def _covers(params: NamedSharding, main: NamedSharding) -> bool:

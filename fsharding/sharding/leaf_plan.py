@@ -112,7 +112,7 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
         if names is not None and (isinstance(names, str) or len(names) != len(shape))
     ]
     if wrong:
-        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong))
+        raise LayoutError(message(f"cannot plan {len(wrong)} leaves.", wrong))
     wrong += [
         f"{path} is {type_text(shape, dtype)}, dim {dim}: {name!r} is no name"
         for path, shape, dtype, names in leaves
@@ -147,7 +147,7 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
     wrong += [f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused]
     if wrong:
         mend = _mended_frozen(frozen, unused, [leaf[0] for leaf in leaves]) if unused else ""
-        raise LayoutError(message("fs.plan_layout", f"cannot plan {len(wrong)} leaves.", wrong, mend))
+        raise LayoutError(message(f"cannot plan {len(wrong)} leaves.", wrong, mend))
     _check_rules(leaves, mesh, rules)
 
 
@@ -193,7 +193,7 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
         ]
     if missing:
         text = f"has no rule for {len(missing)} dims on mesh {abstract(mesh)}."
-        raise SpecError(message("fs.plan_layout", text, missing, "\n".join([*hints.values()][:10])))
+        raise SpecError(message(text, missing, "\n".join([*hints.values()][:10])))
     used = {called: None for _, _, _, names in leaves for name in names or () if (called := rule_name(name))}
     idle = [
         f"{name}={rules[name]!r}: no dim has this name.{did_you_mean(name, used)}"
@@ -202,11 +202,11 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
     ]
     if idle:
         mend = f"Dims are named {listed(map(repr, used), none='nothing')}. Take the rule out, or write a name of these."
-        raise SpecError(message("fs.plan_layout", "got rules for dims that no leaf has.", idle, mend))
+        raise SpecError(message("got rules for dims that no leaf has.", idle, mend))
     if twice:
         text = f"cannot spend one axis on two dims of a leaf; {len(twice)} leaves on mesh {abstract(mesh)}."
         mend = "Give one of the dims another name, with a rule of its own."
-        raise SpecError(message("fs.plan_layout", text, twice, mend))
+        raise SpecError(message(text, twice, mend))
 
 
 @named("fs.plan_layout")
@@ -222,7 +222,7 @@ def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> Non
             wrong.append(f"{path} {why}")
     if wrong:
         mend = "Give each coordinate of pp its layers, each layer once; or the coordinates that have a leaf whole."
-        raise LayoutError(message("fs.plan_layout", f"cannot use the stages on mesh {abstract(mesh)}.", wrong, mend))
+        raise LayoutError(message(f"cannot use the stages on mesh {abstract(mesh)}.", wrong, mend))
 
 
 def type_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:

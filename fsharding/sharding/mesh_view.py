@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import _compat
 from fsharding._compat import cache_on_mesh, kept_by
-from fsharding.errors import LayoutError, message
+from fsharding.errors import LayoutError, report
 from fsharding.mesh.device_mesh import abstract, is_member, of_same_groups, own_rank
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.partition_spec import PartitionSpec
@@ -101,7 +101,7 @@ def _refuse_full_tensor(x: DTensor) -> NoReturn:
     row = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} is one part of a leaf with explicit owners over "
     row += ", ".join(a.axis for a in assigned)
     mend = "Use fs.unshard(leaf), which gathers all parts, also of a tree of leaves; x.to_local() is this rank's part."
-    raise LayoutError(message("DTensor.full_tensor", "would return one rank's part of a leaf.", [row], mend))
+    raise LayoutError(report("DTensor.full_tensor would return one rank's part of a leaf.", [row], mend))
 
 
 @cache_on_mesh()

@@ -25,7 +25,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharding import _compat, _functorch, tree
 from fsharding._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.calls import named
-from fsharding.errors import NotGatheredError, SpecError, TransformError, message
+from fsharding.errors import NotGatheredError, SpecError, TransformError, message, report
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is_member
 from fsharding.public import public, refuse
@@ -78,29 +78,29 @@ class NamedSharding:
     @named("NamedSharding")
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh | AbstractMesh):
-            raise refuse("NamedSharding", "a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+            raise refuse("a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
         if not isinstance(self.spec, PartitionSpec):
-            raise refuse("NamedSharding", "a mesh, then a P", self.spec, 'Give axes by dim: fs.P("dp", None).')
+            raise refuse("a mesh, then a P", self.spec, 'Give axes by dim: fs.P("dp", None).')
         for name, kind in (("partial", str), ("assigned", Assigned), ("owned", str)):
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(x, kind) for x in given):
                 mend = "Give axes by name; fs.Assigned says who owns what."
-                raise refuse("NamedSharding", f"{name}= as a tuple of {kind.__name__}", given, mend)
+                raise refuse(f"{name}= as a tuple of {kind.__name__}", given, mend)
         used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
         if unknown := [axis for axis in used if axis not in AXES]:
-            raise SpecError(message("NamedSharding", unknown_axis(unknown[0])))
+            raise SpecError(message(unknown_axis(unknown[0])))
         both = sorted({axis for axis in used if used.count(axis) > 1})
         dims = [a.dim for a in self.assigned]
         if both:
             text = f"uses {', '.join(both)} in the spec {self.spec} and again as partial or assigned."
-            raise SpecError(message("NamedSharding", text, mend="Give an axis one role."))
+            raise SpecError(message(text, mend="Give an axis one role."))
         if len({*dims}) < len(dims):
-            raise SpecError(message("NamedSharding", f"got two assignments of one dim: {dims}.", mend="Give one."))
+            raise SpecError(message(f"got two assignments of one dim: {dims}.", mend="Give one."))
         # They are a set: shardings that mean the same are equal, whatever the order of the mesh.
         object.__setattr__(self, "partial", tuple(sorted(self.partial, key=AXES.index)))
         if lost := [axis for axis in self.owned if axis not in self.spec.all_axes or axis not in DATA_AXES]:
             text = f"cannot own {', '.join(lost)} with the spec {self.spec}."
-            raise SpecError(message("NamedSharding", text, mend=f"Own axes of the spec among {', '.join(DATA_AXES)}."))
+            raise SpecError(message(text, mend=f"Own axes of the spec among {', '.join(DATA_AXES)}."))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class NamedSharding:
         """
         if len(self.spec) > len(shape) or any((a.dim or 0) >= max(len(shape), 1) for a in self.assigned):
             text = f"{self} is of more dims than a leaf of shape {tuple(shape)} has."
-            raise SpecError(message("NamedSharding", text, mend="Give P one entry a dim at most."))
+            raise SpecError(message(text, mend="Give P one entry a dim at most."))
         if coord is None and not is_member(self.mesh):
             return None
         where = coordinate(self.mesh) if coord is None else coord
@@ -200,7 +200,7 @@ class NamedSharding:
         """
         if isinstance(self.mesh, AbstractMesh):
             text = f"cannot place a tensor on the abstract mesh {self.mesh}."
-            raise SpecError(message("NamedSharding", text, mend="Use fs.make_mesh."))
+            raise SpecError(message(text, mend="Use fs.make_mesh."))
         return mesh_view.view(self.mesh, self.spec, self.assigned, self.owned)
 
     def placements(self) -> tuple[Placement, ...]:
@@ -221,7 +221,7 @@ class NamedSharding:
         want = self.local_shape(shape)
         if tuple(local.shape) != want:
             text = f"{self} of a leaf of shape {tuple(shape)} holds {want} here, got {tuple(local.shape)}."
-            raise SpecError(message("NamedSharding.to_dtensor", text))
+            raise SpecError(message(text))
         return self.at_rest(local, self.shape_at_rest(shape))
 
     def at_rest(self, local: Tensor, size: tuple[int, ...]) -> DTensor:
@@ -321,7 +321,7 @@ def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Nam
             partial.append(name)
         elif not isinstance(placement, Replicate):
             text = f"cannot express the placement {placement} on axis {name}."
-            raise SpecError(message("fs.typeof", text, mend="Use Shard(dim), Replicate() or Partial('sum')."))
+            raise SpecError(message(text, mend="Use Shard(dim), Replicate() or Partial('sum')."))
     spec = P(*(tuple(cuts.get(dim, ())) for dim in range(max(cuts, default=-1) + 1)))
     owned = tuple(axis for axis in base.owned if axis in spec.all_axes)
     return NamedSharding(base.mesh, spec, tuple(partial), owned=owned)
@@ -341,7 +341,7 @@ def _not_gathered(node: Local, use: str) -> NotGatheredError:
     held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
     mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
     rule = f"was not called for a leaf that {use}."
-    return NotGatheredError(message("fs.gather_unit", rule, [held], f"{mend}{of_sums(use)}"), node, use)
+    return NotGatheredError(message(rule, [held], f"{mend}{of_sums(use)}"), node, use)
 
 
 def of_sums(use: str) -> str:
@@ -465,7 +465,7 @@ def _elementwise(
         rows = [repr(x) if isinstance(x, Local) else str(typeof(x)) for x in every if isinstance(x, Local | Tensor)]
         mend = "Give leaves in one sharding, numbers and 0-d tensors; or gather them first, with fs.gather_unit."
         text = f"cannot compute with a leaf that {use} with one that is cut otherwise."
-        raise TransformError(message("fs.Local", text, rows, mend))
+        raise TransformError(message(text, rows, mend))
     values = [x.value if isinstance(x, Local) else x for x in args]
     named = {key: x.value if isinstance(x, Local) else x for key, x in kwargs.items()}
     return replace(first, value=func(*values, **named))
@@ -480,14 +480,16 @@ def _unflatten_in_torch(children: Iterable[Any], aux: _Aux) -> Local:
     if nodes := [x for x in inside if isinstance(x, Local)]:
         rows = [f"{typeof(Local(x.value, *aux))} with respect to {typeof(x)}" for x in nodes]
         rule = "cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them."
-        raise TransformError(message("torch.func", rule, rows, "Use fs.jacfwd, or fs.hessian in the place of both."))
+        raise TransformError(report(f"torch.func {rule}", rows, "Use fs.jacfwd, or fs.hessian in the place of both."))
     node = Local(value, *aux)
     if (node.slices or node.sharding.simplified().spec.all_axes) and _functorch.is_called_by_jacfwd():
         rule = (
             "cannot differentiate with respect to sharded leaves: they would change an element of every shard at once."
         )
         mend = "Use fs.jacfwd and fs.hessian, which know the full leaves."
-        raise TransformError(message("torch.func.jacfwd and hessian", rule, [str(typeof(Local(value[0], *aux)))], mend))
+        raise TransformError(
+            report(f"torch.func.jacfwd and hessian {rule}", [str(typeof(Local(value[0], *aux)))], mend)
+        )
     return node
 
 
@@ -589,5 +591,5 @@ def typeof(x: Any) -> LeafType:
     if isinstance(x, Local):
         return LeafType(x.shape, x.value.dtype, x.sharding)
     if not isinstance(getattr(x, "dtype", None), torch.dtype) or not hasattr(x, "shape"):
-        raise refuse("fs.typeof", "a leaf", x, "Give a tensor; fs.tree.map(fs.typeof, tree) is for trees.")
+        raise refuse("a leaf", x, "Give a tensor; fs.tree.map(fs.typeof, tree) is for trees.")
     return LeafType(tuple(x.shape), x.dtype)

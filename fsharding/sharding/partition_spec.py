@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Never, TypeAlias, cast
 
 from fsharding.calls import named
-from fsharding.errors import SpecError, did_you_mean, message
+from fsharding.errors import SpecError, did_you_mean, message, report
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.public import Immutable, refuse
 
@@ -50,18 +50,16 @@ class PartitionSpec(tuple[Entry, ...]):
     def __new__(cls, *entries: Entry) -> PartitionSpec:
         """Makes a spec; `P("dp", None) == P("dp")` and `P(("dp",)) == P("dp")`."""
         if odd := [entry for entry in entries if not _is_entry(entry)]:
-            raise SpecError(message("P", f"got {odd[0]!r} for a dim.", mend=_ENTRY))
+            raise SpecError(message(f"got {odd[0]!r} for a dim.", mend=_ENTRY))
         cuts = [_axes_of(entry) for entry in entries]
         flat = [axis for cut in cuts for axis in cut]
         for axis in flat:
             if axis not in AXES:
-                raise SpecError(message("P", unknown_axis(axis)))
+                raise SpecError(message(unknown_axis(axis)))
         twice = sorted({axis for axis in flat if flat.count(axis) > 1})
         if twice:
             text = ", ".join(repr(entry) for entry in entries)
-            raise SpecError(
-                message(f"P({text})", f"uses {', '.join(twice)} twice.", mend="An axis cuts one dim at most.")
-            )
+            raise SpecError(report(f"P({text}) uses {', '.join(twice)} twice.", mend="An axis cuts one dim at most."))
         while cuts and not cuts[-1]:
             cuts.pop()
         return super().__new__(cls, (None if not cut else cut[0] if len(cut) == 1 else cut for cut in cuts))
@@ -141,20 +139,19 @@ class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules
     """
 
     @named("fs.AxisRules")
-    @named("AxisRules")
     def __init__(self, *unnamed: Never, **dims: Entry) -> None:
         """Makes the rules from axis or axes by dim name; `unnamed` is refused."""
         if unnamed:
             mend = 'Write fs.AxisRules(**rules) of a dict, or fs.AxisRules(mlp="tp", embed=None).'
-            raise refuse("fs.AxisRules", "axes by the names of dims", unnamed[0], mend)
+            raise refuse("axes by the names of dims", unnamed[0], mend)
         for name, entry in dims.items():
             if not _is_entry(entry):
-                raise SpecError(message("AxisRules", f"got {name}={entry!r}.", mend=_ENTRY))
+                raise SpecError(report(f"AxisRules got {name}={entry!r}.", mend=_ENTRY))
         self._dims = {name: _axes_of(entry) for name, entry in dims.items()}
         for name, axes in self._dims.items():
             for axis in axes:
                 if axis not in AXES:
-                    raise SpecError(message(f"AxisRules({name}={dims[name]!r})", unknown_axis(axis)))
+                    raise SpecError(report(f"AxisRules({name}={dims[name]!r}) {unknown_axis(axis)}"))
 
     def __getitem__(self, name: str) -> tuple[str, ...]:
         return self._dims[name]

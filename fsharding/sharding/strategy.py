@@ -93,7 +93,7 @@ def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
     """
     levels = (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
     if type(level) is not int or level not in range(4):
-        raise ConfigError(message("fs.zero", f"knows no level {level!r}.", mend=_LEVELS))
+        raise ConfigError(message(f"knows no level {level!r}.", mend=_LEVELS))
     return levels[level]
 
 
@@ -151,7 +151,7 @@ def parse_strategy(name: str) -> Strategy:
     if not isinstance(name, str) or name not in STRATEGIES:
         given = kind_of(name) if callable(name) else repr(name)
         known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
-        raise ConfigError(message("fs.parse_strategy", f"knows no strategy {given}.", mend=known))
+        raise ConfigError(message(f"knows no strategy {given}.", mend=known))
     return STRATEGIES[name]
 
 

@@ -44,7 +44,7 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
         AssertionError: assert_bitwise_equal found that 1 of 1 leaves differ.
           w differs in 1 of 1 elements, first at [0]: 0.0 against -0.0 (bits 0x00000000 and 0x80000000)
     """
-    compare("assert_bitwise_equal", a, b, what)
+    compare(a, b, what)
 
 
 @named("assert_trees_close")
@@ -73,16 +73,13 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
         AssertionError: assert_trees_close found that 1 of 1 leaves differ.
           w differs in 1 of 1 elements beyond rtol 0.1, atol 0, worst at [0]: 1.5 against 1.0, off by 0.5
     """
-    compare("assert_trees_close", a, b, what, (rtol, atol))
+    compare(a, b, what, (rtol, atol))
 
 
-def compare(
-    function: str, a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None
-) -> None:
+def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None) -> None:
     """The comparison that both checks run.
 
     Args:
-        function: whose name the message carries.
         a: one tree.
         b: the other.
         what: name of what is compared.
@@ -104,7 +101,7 @@ def compare(
     if rows:
         of = f" of {what}" if what else ""
         rule = f"found that {len(rows)} of {len(first.keys() | second.keys())} leaves{of} differ."
-        raise AssertionError(message(function, rule, rows))
+        raise AssertionError(message(rule, rows))
 
 
 def _leaf_differs(a: Any, b: Any, differ: Callable[[torch.Tensor, torch.Tensor], str]) -> str:

@@ -79,7 +79,7 @@ def repeat(fn: Callable[..., Any], size: int, seed: int, args: tuple[Any, ...], 
     return f"To repeat it: run_ranks({text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'}, seed={seed})"
 
 
-def worded(function: str, rule: str, failed: dict[int, Failure], mend: str) -> RankFailure:
+def worded(rule: str, failed: dict[int, Failure], mend: str) -> RankFailure:
     """Words what went wrong: a row and a traceback for all ranks that failed alike."""
     groups: dict[str, list[int]] = {}
     for rank, failure in failed.items():
@@ -90,7 +90,7 @@ def worded(function: str, rule: str, failed: dict[int, Failure], mend: str) -> R
     details = [(ranks[0], failed[ranks[0]].detail.rstrip()) for ranks in groups.values()]
     traces = [f"Rank {rank}:\n{detail}" for rank, detail in details if detail]
     error = RankFailure(
-        "\n\n".join([message(function, rule, rows, mend), *traces]),
+        "\n\n".join([message(rule, rows, mend), *traces]),
         {rank: failure.detail or failure.what for rank, failure in failed.items()},
         {rank: failure.exception for rank, failure in failed.items()},
     )

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fsharding.calls import named
-from fsharding.errors import ConfigError, RankError, message
+from fsharding.errors import ConfigError, RankError, message, report
 
 __all__ = ["Host", "HostPair"]
 
@@ -63,7 +63,7 @@ _TRIAL = "ip link add left type veth peer name right && mount -t tmpfs tmpfs /tm
 
 def _failure(rule: str, rows: Sequence[str]) -> ConfigError:
     mend = "Two hosts need Linux, root (in a container, --privileged), and the tools of util-linux and iproute2."
-    return ConfigError(message("HostPair", rule, rows, mend))
+    return ConfigError(report(f"HostPair {rule}", rows, mend))
 
 
 def _checked(command: Sequence[str]) -> None:
@@ -198,7 +198,7 @@ class Host:
         """
         if not self.alive:
             rule = f"cannot start {command[0]} on {self.name}, which does not run."
-            raise ConfigError(message("Host.popen", rule, mend="Call its start() first."))
+            raise ConfigError(message(rule, mend="Call its start() first."))
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -253,7 +253,7 @@ class HostPair:
         if reason := self.unavailable():
             raise _failure("cannot make two hosts.", [reason])
         if missing := [str(path) for path in shared if not Path(path).is_dir()]:
-            raise ConfigError(message("HostPair", "got a shared= directory that is not there.", missing, "Make it."))
+            raise ConfigError(message("got a shared= directory that is not there.", missing, "Make it."))
         self._resources = ExitStack()
         try:
             addresses = {f"host{i}": f"{_NETWORK}.{i + 1}" for i in range(2)}
@@ -367,7 +367,7 @@ class HostPair:
                     for line in (out + err).splitlines()[-_LAST_LINES:]
                 ]
                 rule = f"has killed {command[0]}, which had not ended after {timeout:g} s."
-                raise RankError(message("HostPair.run", rule, rows[-8:], "Give it more seconds with timeout=."))
+                raise RankError(message(rule, rows[-8:], "Give it more seconds with timeout=."))
         return [
             subprocess.CompletedProcess([*command], process.returncode, out, err)
             for process, (out, err) in zip(started, texts, strict=True)

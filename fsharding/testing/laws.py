@@ -111,11 +111,11 @@ def assert_adjoint(
     if wrong:
         rows = [] if fits else [f"x has {shapes[0]} here, dual(op(x)) has {shapes[1]}"]
         rule = f"found that {name} are no transposes: shapes differ on {wrong:g} ranks."
-        raise AssertionError(message("assert_adjoint", rule, rows))
+        raise AssertionError(message(rule, rows))
     if not abs(left - right) <= 32 * rounding * (size + 1e-300):
         rows = [f"sum of <op x, y> is {left!r}", f"sum of <x, dual y> is {right!r}"]
         rule = f"found that {name} are no transposes on mesh {abstract(mesh)}."
-        raise AssertionError(message("assert_adjoint", rule, rows))
+        raise AssertionError(message(rule, rows))
 
 
 @named("assert_matches_reference")
@@ -152,10 +152,10 @@ def assert_matches_reference(
     result = fn(*(_placed(arg, where) for arg, where in zip(args, shardings, strict=True)))
     want = reference(*args)
     own, spec = tree.flatten(result)
-    theirs = tree.flatten_up_to(spec, want, "assert_matches_reference")
+    theirs = tree.flatten_up_to(spec, want)
     here = tree.unflatten(spec, [node.value if isinstance(node, Local) else local_of(node) for node in own])
     parts = tree.unflatten(spec, [_cut(whole, node) for whole, node in zip(theirs, own, strict=True)])
-    compare("assert_matches_reference", here, parts, what, None if rtol == atol == 0 else (rtol, atol))
+    compare(here, parts, what, None if rtol == atol == 0 else (rtol, atol))
 
 
 def _axes(mesh: Mesh) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _placed(arg: Tree, where: Tree) -> Tree:
     if where is None:
         return arg
     flat, spec = tree.flatten(arg)
-    shardings = tree.flatten_up_to(spec, where, "assert_matches_reference")
+    shardings = tree.flatten_up_to(spec, where)
     return tree.unflatten(
         spec,
         [x if s is None else s.to_dtensor(local_part(x, s), x.shape) for x, s in zip(flat, shardings, strict=True)],

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding.calls import named
-from fsharding.errors import message
+from fsharding.errors import message, report
 from fsharding.mesh.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
@@ -128,6 +128,7 @@ def _perform(call: bytes) -> Any:
         return fn(*args, **kwargs)
 
 
+@named("run_ranks")
 def _unpack(body: bytes) -> Any:
     try:
         return pickle.loads(body)
@@ -136,7 +137,7 @@ def _unpack(body: bytes) -> Any:
             raise
         name = str(error).partition("attribute '")[2].partition("'")[0]
         rule = f"cannot find {name} on the ranks: they import the script, without what is below its `if __name__`."
-        raise RankFailure(message("run_ranks", rule, mend="Define it above, at the top level of the file.")) from None
+        raise RankFailure(message(rule, mend="Define it above, at the top level of the file.")) from None
 
 
 # --------------------------------------------------------------------------------------------- in the caller's process
@@ -193,7 +194,7 @@ class RankPool:
     @named("RankPool")
     def __init__(self, size: int, timeout: float | None = None) -> None:
         if size < 1:
-            raise RankFailure(message("RankPool", f"cannot start {size} ranks.", mend="Give one or more."))
+            raise RankFailure(message(f"cannot start {size} ranks.", mend="Give one or more."))
         self.size = size
         self.timeout = timeout
         self._owner = os.getpid()
@@ -228,8 +229,8 @@ class RankPool:
             mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
             if all(reply.status == _UNGUARDED for reply in failed.values()):
                 rule = "cannot start ranks, which import the script and would start ranks themselves."
-                raise RankFailure(message("run_ranks", rule, mend=mend))
-            raise worded("RankPool", f"could not start {self.size} ranks.", failed, mend)
+                raise RankFailure(message(rule, mend=mend))
+            raise worded(f"could not start {self.size} ranks.", failed, mend)
 
     @property
     def pids(self) -> list[int]:
@@ -275,7 +276,7 @@ class RankPool:
             mend = repeat(fn, self.size, seed, args, kwargs)
             if any(reply.late for reply in failed.values()):
                 mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
-            raise worded("run_ranks", rule, failed, mend)
+            raise worded(rule, failed, mend)
         return [replies[rank] for rank in range(self.size)]
 
     def attempt(
@@ -309,7 +310,7 @@ class RankPool:
         call = _pack(fn, seed, args, kwargs)
         with self._lock:
             if not self.alive:
-                raise RankFailure(message("RankPool.run", "got a pool that has ended.", mend="Make a new RankPool."))
+                raise RankFailure(report("RankPool.run got a pool that has ended.", mend="Make a new RankPool."))
             try:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
@@ -479,9 +480,7 @@ def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwarg
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
             mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
-    raise RankFailure(
-        message("run_ranks", f"cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend)
-    )
+    raise RankFailure(report(f"run_ranks cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend))
 
 
 def _plain(*warning_filter: Any) -> tuple[Any, ...]:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from fsharding import tree
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, report
 
 try:
     from hypothesis import strategies as st
     from hypothesis.strategies import SearchStrategy
 except ModuleNotFoundError as error:
     _mend = 'Install the extra that has it: pip install "fsharding[test]".'
-    raise ConfigError(message("fsharding.testing.strategies", "needs hypothesis.", mend=_mend)) from error
+    raise ConfigError(report("fsharding.testing.strategies needs hypothesis.", mend=_mend)) from error
 
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.pipeline.schedule import SCHEDULES

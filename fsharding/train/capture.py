@@ -135,6 +135,7 @@ class CapturedStep:
         layout = self._state.layout
         return f"CapturedStep({layout.strategy} on mesh {abstract(layout.mesh)})"
 
+    @named(_NAME)
     def record(self, step: TrainStep, graph: StepGraph) -> None:
         """Records a step on the static memory. Collective.
 
@@ -170,16 +171,16 @@ class CapturedStep:
         assert self._graph is not None and self._recorded is not None and self._plan.check is not None
         if not isinstance(state, TrainState):
             mend = f"Call it as the step itself: state, metrics = step(state, batch); it got {kind_of(state)}."
-            raise ArgumentError(message("captured step", "takes a TrainState.", mend=mend))
+            raise ArgumentError(message("takes a TrainState.", mend=mend))
         if self._unchecked is not None:
             unchecked, self._unchecked = self._unchecked, None
             unchecked.raise_refused()
         with naming_lost("captured step", state.layout.mesh):
-            refuse_changed("captured step", state)
+            refuse_changed(state)
             if state.layout is not self._state.layout and state.layout != self._state.layout:
                 mend = "Capture it again with this state: fs.capture(step, state, batch)."
-                raise LayoutError(message("captured step", "got a state in another layout.", mend=mend))
-            self._plan.check("captured step", state)
+                raise LayoutError(message("got a state in another layout.", mend=mend))
+            self._plan.check(state)
             self._take(state, batch)
             self._graph.replay()
         last = None if self._last is None else self._last()
@@ -190,7 +191,7 @@ class CapturedStep:
     def _take(self, state: TrainState, batch: Tree) -> None:
         """Copies a state and a batch into the static memory, where they are not there already."""
         own, spec = tree.flatten(self._batch)
-        given = tree.flatten_up_to(spec, batch, "captured step", ("the batch of fs.capture", "batch"))
+        given = tree.flatten_up_to(spec, batch, ("the batch of fs.capture", "batch"))
         rows = [
             f"{path} is {_kind(x)}, where {_kind(y)} was captured"
             for path, x, y in zip(tree.paths(self._batch), given, own, strict=True)
@@ -198,13 +199,11 @@ class CapturedStep:
         ]
         if rows:
             mend = "Give batches of one kind, padded where they are shorter, or capture the step again."
-            raise BatchError(message("captured step", "got another batch than it was captured with.", rows, mend))
+            raise BatchError(message("got another batch than it was captured with.", rows, mend))
         if state.key.tolist() != self._state.key.tolist():
             mend = "Capture it again with this state: fs.capture(step, state, batch)."
-            raise ArgumentError(
-                message("captured step", "got a state with another key: the graph has its own.", mend=mend)
-            )
-        _copy_state(self._state, state, "captured step")
+            raise ArgumentError(message("got a state with another key: the graph has its own.", mend=mend))
+        _copy_state(self._state, state)
         _copy(own, given)
         self._stop.fill_(float(preemption.pending()))
 
@@ -232,7 +231,7 @@ def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: 
     verdict = step.judge(plan, static, batch, agreement)
     recorded = _recorded(verdict, agreement.stops(verdict.loss.device), static.step, static.layout.mesh)
     after = step.update(plan, static.replace(), verdict, verdict.finite)
-    _copy_state(static, after, _NAME)
+    _copy_state(static, after)
     return recorded
 
 
@@ -242,10 +241,10 @@ def _recorded(verdict: Verdict, stops: Tensor, number: Tensor, mesh: Mesh) -> _R
     return _Recorded(numbers, verdict.code, stops, verdict.refusal(number, mesh), verdict.sums.aux)
 
 
-def _copy_state(static: TrainState, state: TrainState, function: str) -> None:
+def _copy_state(static: TrainState, state: TrainState) -> None:
     """Copies all leaves of a state but its key."""
     own, spec = tree.flatten(_fields(static))
-    given = tree.flatten_up_to(spec, _fields(state), function, ("the captured state", "state"))
+    given = tree.flatten_up_to(spec, _fields(state), ("the captured state", "state"))
     pairs = [(a, b) for a, b in zip(own, given, strict=True) if isinstance(a, Tensor)]
     _copy([local_of(a) for a, _ in pairs], [local_of(b) for _, b in pairs])
 
@@ -312,7 +311,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
             "There are no graphs elsewhere: call the step itself. fs.testing.assert_capturable(step, state, batch) says"
             " on any device whether it could be captured."
         )
-        raise ConfigError(message(_NAME, rule, mend=mend))
+        raise ConfigError(message(rule, mend=mend))
     return captured(step, state, batch, CudaGraph(device))
 
 
@@ -354,7 +353,7 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         plan = step.plan_of(state, batch)
         if plan.check_now:
             mend = 'Make it with fs.make_train_step(..., check="next"), which reads nothing.'
-            raise ConfigError(message(_NAME, 'cannot capture a step with check="now".', mend=mend))
+            raise ConfigError(message('cannot capture a step with check="now".', mend=mend))
         # This call moves what the host has counted so far to the device.
         static, metrics = step(state.replace(**tree.map(torch.clone, _fields(state))), batch)
         assert isinstance(metrics, UncheckedMetrics)
@@ -362,20 +361,21 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
             metrics.verdict.raise_refused()
         plan, own = replace(plan, buffers=Pool()), tree.map(torch.clone, batch)
         bit = torch.zeros((), dtype=torch.float64, device=metrics.loss.device)
-        check_operations(_NAME, lambda: _run(step, plan, static, own, bit))
+        check_operations(lambda: _run(step, plan, static, own, bit))
     return CapturedStep(plan, static, own, bit)
 
 
+@named(_NAME)
 def _check(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
         mend = "Give the step itself, with a state and a batch: fs.capture(step, state, batch)."
-        raise ArgumentError(message(_NAME, f"takes a step of fs.make_train_step, got {kind_of(step)}.", mend=mend))
+        raise ArgumentError(message(f"takes a step of fs.make_train_step, got {kind_of(step)}.", mend=mend))
     if not isinstance(state, TrainState):
         mend = "Give a state and a batch: fs.capture(step, state, batch)."
-        raise ArgumentError(message(_NAME, f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+        raise ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
     if abstract(state.layout.mesh).axis_size("pp") > 1:
         rule = "cannot capture a step of a pipeline: its stages wait for messages of each other."
-        raise ConfigError(message(_NAME, rule, mend="Use a mesh without pp, or call the step itself."))
+        raise ConfigError(message(rule, mend="Use a mesh without pp, or call the step itself."))
 
 
 def _device(state: TrainState) -> torch.device:

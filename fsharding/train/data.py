@@ -98,17 +98,17 @@ class Tokens:
             rows.append(f"seed is {self.seed}: not in [0, 2**128).")
         if rows:
             mend = "Give positive sizes and a seed >= 0."
-            raise DataError(message("Tokens", "got arguments out of range.", rows, mend))
+            raise DataError(message("got arguments out of range.", rows, mend))
         kind, dims = self.stream.dtype, self.stream.ndim
         if kind.kind not in "iu" or dims != 1:
             rule = f"cannot read a stream of {kind} with {dims} dimensions from {self.source}."
-            raise DataError(message("Tokens", rule, mend="Give a flat array of integer token ids."))
+            raise DataError(message(rule, mend="Give a flat array of integer token ids."))
         if self.stream.size <= self.seq_len:
             size, need = self.stream.size, self.seq_len + 1
             rule = f"cannot cut a row of seq_len {self.seq_len} and its targets out of {self.source}."
             row = f"It holds {size} tokens; one row takes {need}."
             mend = "Give more data" + (f", or seq_len {size - 1} or less." if size > 1 else ".")
-            raise DataError(message("Tokens", rule, [row], mend))
+            raise DataError(message(rule, [row], mend))
 
     @property
     def global_batch_size(self) -> int:
@@ -136,7 +136,7 @@ class Tokens:
             DataError: `step` is negative, the batch cannot be divided, or an id is not in [0, vocab_size).
         """
         if step < 0:
-            raise DataError(message("Tokens.batch", f"got step {step}.", mend="Steps count from 0."))
+            raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
         rows = shard.rows(self.batch_size)
         first = step * self.batch_size + rows.start
         starts = self.starts(first, len(rows))
@@ -161,7 +161,7 @@ class Tokens:
         ]
         rule = f"read ids outside [0, {self.vocab_size}) in {len(rows)} rows of {self.source}. The first of each row:"
         mend = "Give the vocab_size of the tokenizer that wrote the data."
-        raise DataError(message("Tokens.batch", rule, rows, mend))
+        raise DataError(message(rule, rows, mend))
 
     def fingerprint(self) -> str:
         """16 hex digits over sizes, dtype, seed, samples of the stream and documents: shows a resume on other data.
@@ -249,7 +249,7 @@ def from_tokens(
     """
     if dtype not in _ITEM:
         rule = f"cannot read dtype {dtype!r} from {path}."
-        raise DataError(message("from_tokens", rule, mend=f"Give one of {', '.join(_ITEM)}."))
+        raise DataError(message(rule, mend=f"Give one of {', '.join(_ITEM)}."))
     item = np.dtype(_ITEM[dtype])
     try:
         with open_plain(os.path.realpath(path)) as file:
@@ -258,11 +258,11 @@ def from_tokens(
             stream = cast("Stream", np.memmap(file, item, "r", shape=(count,)) if count else np.empty(0, item))
     except (OSError, ValueError) as error:
         rule = f"cannot open {path}: {getattr(error, 'strerror', None) or error}."
-        raise DataError(message("from_tokens", rule, mend="Give the path of a file of token ids.")) from error
+        raise DataError(message(rule, mend="Give the path of a file of token ids.")) from error
     if size % item.itemsize:
         rule = f"cannot read {path} as {dtype}: its {size} bytes are no multiple of {item.itemsize}."
         mend = "The file is cut short or has another dtype: pass dtype, or write it in the sidecar file."
-        raise DataError(message("from_tokens", rule, mend=mend))
+        raise DataError(message(rule, mend=mend))
     if vocab_size is None:
         vocab_size = 1 + max((int(stream[at : at + _CHUNK].max()) for at in range(0, stream.size, _CHUNK)), default=0)
     return Tokens(
@@ -317,7 +317,7 @@ def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, docume
     dtype, vocab_size, separator = _sidecar(Path(f"{spec}.json"))
     if documents and separator is None:
         mend = f'Say the id that ends a document in {spec}.json, such as {{"separator": 0}}.'
-        raise DataError(message("open_data", f"cannot tell the documents of {spec}.", mend=mend))
+        raise DataError(message(f"cannot tell the documents of {spec}.", mend=mend))
     return from_tokens(
         spec, dtype=dtype, vocab_size=vocab_size, batch_size=batch_size, seq_len=seq_len, seed=seed,
         separator=separator if documents else None,
@@ -341,4 +341,4 @@ def _sidecar(path: Path) -> tuple[str, int | None, int | None]:
             return dtype, numbers[0], numbers[1]
     rule = f"cannot use the sidecar file {path}."
     mend = 'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}.'
-    raise DataError(message("open_data", rule, [f"It reads: {said}"], mend))
+    raise DataError(message(rule, [f"It reads: {said}"], mend))

@@ -99,7 +99,7 @@ def expected_traffic(
         >>> fs.expected_traffic(config, layout, rows=2, length=4).by_axes.keys()
         dict_keys([('dp',)])
     """
-    check_policy("fs.expected_traffic", policy)
+    check_policy(policy)
     where = coordinate(layout.mesh) if coord is None else coord
     sender = Sender(decoder(config), layout, where, microbatches, schedule, Traffic())
     tokens = rows // microbatches * length // sender.size("cp")

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fsharding.calls import named
 from fsharding.errors import DataError, message
 from fsharding.public import kind_of
 from fsharding.train.text_files import StrPath, files_below, python_stdlib_files
@@ -52,6 +53,7 @@ class Source(Protocol):
         ...
 
 
+@named("fs.data.open_documents")
 def open_documents(path: StrPath, *, split: str = "train", streaming: bool = False) -> Any:
     """The documents of a file or directory, as a data set of Hugging Face or a list of texts.
 
@@ -78,23 +80,22 @@ def open_documents(path: StrPath, *, split: str = "train", streaming: bool = Fal
         ...     fs.data.open_documents(folder)
         ['to be', 'or not']
     """
-    name = "fs.data.open_documents"
     if path == "default":
-        return _texts(name, python_stdlib_files())
+        return _texts(python_stdlib_files())
     path = Path(path)
     if not path.exists():
         mend = "Give a file or a directory that is on this machine; fsharding downloads nothing."
-        raise DataError(message(name, f"cannot read {path}: it is not there.", mend=mend))
+        raise DataError(message(f"cannot read {path}: it is not there.", mend=mend))
     if _is_saved(path):
-        return _saved(name, path, split)
-    files = files_below(name, path) if path.is_dir() else [path]
+        return _saved(path, split)
+    files = files_below(path) if path.is_dir() else [path]
     kinds = sorted({file.suffix for file in files})
     if not any(kind in _TABLES for kind in kinds):
-        return _texts(name, files)
+        return _texts(files)
     if len(kinds) > 1:
         mend = f"Give a directory of one kind, or one file, such as {files[0]}."
-        raise DataError(message(name, f"finds files of {len(kinds)} kinds in {path}: {', '.join(kinds)}.", mend=mend))
-    require_text_extra(name, "datasets")
+        raise DataError(message(f"finds files of {len(kinds)} kinds in {path}: {', '.join(kinds)}.", mend=mend))
+    require_text_extra("datasets")
     import datasets  # lazy: an extra, and slow to load
 
     try:
@@ -104,9 +105,7 @@ def open_documents(path: StrPath, *, split: str = "train", streaming: bool = Fal
     except Exception as error:  # what is wrong with a row of a file comes as many kinds of errors
         cause = error.__cause__ or error
         rule = f"cannot read {path}: {cause}"
-        raise DataError(
-            message(name, rule, mend="Give files with one row a document, all of the same columns.")
-        ) from error
+        raise DataError(message(rule, mend="Give files with one row a document, all of the same columns.")) from error
 
 
 def is_table(path: Path) -> bool:
@@ -119,24 +118,24 @@ def _is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in ("dataset_dict.json", "state.json", "dataset_info.json"))
 
 
-def _saved(function: str, path: Path, split: str) -> Any:
-    require_text_extra(function, "datasets")
+def _saved(path: Path, split: str) -> Any:
+    require_text_extra("datasets")
     import datasets  # lazy: an extra, and slow to load
 
     try:
         result = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
         mend = "Give a directory that save_to_disk has written."
-        raise DataError(message(function, f"cannot read {path}: {error}.", mend=mend)) from error
+        raise DataError(message(f"cannot read {path}: {error}.", mend=mend)) from error
     if not isinstance(result, Mapping):
         return result
     if split not in result:
         mend = f"Give split={min(map(str, result), default='')!r}."
-        raise DataError(message(function, f"finds no split {split!r} in {path}.", sorted(map(str, result)), mend))
+        raise DataError(message(f"finds no split {split!r} in {path}.", sorted(map(str, result)), mend))
     return result[split]
 
 
-def _texts(function: str, files: list[Path]) -> list[str]:
+def _texts(files: list[Path]) -> list[str]:
     rows: list[str] = []
     texts: list[str] = []
     for file in files:
@@ -147,16 +146,15 @@ def _texts(function: str, files: list[Path]) -> list[str]:
         except UnicodeDecodeError as error:
             rows.append(f"{file}: no text in UTF-8, at byte {error.start}")
     if rows:
-        raise DataError(message(function, f"cannot read {len(rows)} files.", rows, "Correct or remove them."))
+        raise DataError(message(f"cannot read {len(rows)} files.", rows, "Correct or remove them."))
     return texts
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
-def source_of(function: str, documents: Any, column: str, seed: int | None) -> Source:
+def source_of(documents: Any, column: str, seed: int | None) -> Source:
     """How documents are read.
 
     Args:
-        function: the public function, for errors.
         documents: as a user gave them.
         column: of documents that are rows.
         seed: of the order, where there may be one; None to keep it.
@@ -166,33 +164,31 @@ def source_of(function: str, documents: Any, column: str, seed: int | None) -> S
     """
     if isinstance(documents, str | bytes | os.PathLike):
         mend = "Open it: fs.data.open_documents(path); or give a list of texts."
-        raise DataError(message(function, f"takes documents, got {kind_of(documents)}.", mend=mend))
+        raise DataError(message(f"takes documents, got {kind_of(documents)}.", mend=mend))
     if isinstance(documents, Mapping):
         keys = [str(key) for key in documents]
         mend = f"Choose one of its splits: documents[{keys[0]!r}]." if keys else "Give a list of texts."
-        raise DataError(
-            message(function, f"takes documents, got {kind_of(documents)} of {', '.join(keys)}.", mend=mend)
-        )
+        raise DataError(message(f"takes documents, got {kind_of(documents)} of {', '.join(keys)}.", mend=mend))
     columns = getattr(documents, "column_names", None)
     if columns is not None:
-        check_column(function, columns, column)
+        check_column(columns, column)
         documents = documents.select_columns([column])
     if hasattr(documents, "__len__") and hasattr(documents, "__getitem__"):
         if not len(documents):
-            raise DataError(message(function, "got no documents: the data set is empty.", mend="Give one with rows."))
+            raise DataError(message("got no documents: the data set is empty.", mend="Give one with rows."))
         return _Indexed(documents, seed)
     if not hasattr(documents, "__iter__"):
         mend = "Give a list of texts, a data set, or an object whose __iter__ begins anew."
-        raise DataError(message(function, f"takes documents, got {kind_of(documents)}.", mend=mend))
+        raise DataError(message(f"takes documents, got {kind_of(documents)}.", mend=mend))
     stream = _Stream(documents)
     if not stream.stateful and iter(documents) is documents:
         mend = "Give a list, or an object whose __iter__ begins anew, with state_dict and load_state_dict if it can."
         rule = f"cannot begin {kind_of(documents)} again: it can be read once."
-        raise DataError(message(function, rule, mend=mend))
+        raise DataError(message(rule, mend=mend))
     return stream
 
 
-def check_column(function: str, columns: Any, column: str) -> None:
+def check_column(columns: Any, column: str) -> None:
     """Refuses rows without the column that is asked for.
 
     Raises:
@@ -201,7 +197,7 @@ def check_column(function: str, columns: Any, column: str) -> None:
     if column not in columns:
         names = [str(name) for name in columns]
         mend = f"Give one of {', '.join(map(repr, names))}." if names else "Give rows that have columns."
-        raise DataError(message(function, f"finds no column {column!r} in the documents.", mend=mend))
+        raise DataError(message(f"finds no column {column!r} in the documents.", mend=mend))
 
 
 class _Indexed:

@@ -91,41 +91,41 @@ def evaluate(
     """
     if isinstance(model, TrainStep):
         mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
-        raise refuse(_NAME, "a Model, or a loss function (params, batch)", model, mend)
+        raise refuse("a Model, or a loss function (params, batch)", model, mend)
     is_model = hasattr(model, "block")
     if not is_model:
-        check_function(_NAME, "a Model, or a loss function (params, batch)", model, 2)
+        check_function("a Model, or a loss function (params, batch)", model, 2)
     elif has_aux:
         mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
-        raise ConfigError(message(_NAME, "got has_aux with a Model, which returns no aux.", mend=mend))
+        raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
     if not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigError(message(_NAME, f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
-    loss_fn = LossFunction.of(_NAME, model_loss(model) if is_model else model, has_aux=has_aux)
+        raise ConfigError(message(f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
+    loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux)
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
     @public(_NAME)
     @_compat.never_inlined
     def run(params: Tree | TrainState, batch: Tree) -> Any:
-        refuse_compiled(_NAME, "Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
+        refuse_compiled("Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
         if isinstance(batch, TrainState):
             rule = f"takes parameters, then a batch; got {kind_of(params)}, then {kind_of(batch)}."
-            raise ArgumentError(message(_NAME, rule, mend="Swap the two: fs.evaluate(loss_fn)(state, batch)."))
+            raise ArgumentError(message(rule, mend="Swap the two: fs.evaluate(loss_fn)(state, batch)."))
         state = params if isinstance(params, TrainState) else None
         values = params if state is None else state.params
         dtypes = precision or (FP32 if state is None else state.layout.in_flight(state.layout.precision))
         key = None if state is None else rounding_key(state.key, state.step, state.layout)
-        pieces = split_batch(_NAME, batch, microbatches)
+        pieces = split_batch(batch, microbatches)
         mesh = _mesh_of(values)
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
             return pipeline.loss(state.layout, values, pieces, dtypes, key)
         if is_model and state is not None:
-            refuse_model(_NAME, model, state.layout)
+            refuse_model(model, state.layout)
         if loss_fn.takes_buffers and state is None:
             rule = "got parameters alone for a loss function that takes buffers."
             mend = "Give the whole state, which has them: fs.evaluate(loss_fn)(state, batch)."
-            raise ArgumentError(message(_NAME, rule, mend=mend))
+            raise ArgumentError(message(rule, mend=mend))
         fn = loss_fn.bound({} if state is None else loss_fn.buffers(state))
         losses: list[Loss] = []
         auxes: list[Any] = []
@@ -155,9 +155,9 @@ class _Pipeline:
     def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
         """The global loss of parameters in a layout with stages."""
         if layout is not self._layout:
-            refuse_model(_NAME, self._model, layout)
+            refuse_model(self._model, layout)
             self._layout, self._messages = layout, {}
-        planned = planned_schedule(_NAME, self._schedule, layout, self._microbatches)
+        planned = planned_schedule(self._schedule, layout, self._microbatches)
         known = self._messages
         return Loss(
             *pipeline_loss(self._model, planned, layout, params, pieces, precision=precision, known=known, key=key)
@@ -172,7 +172,7 @@ def _refuse_pipeline(state: TrainState | None, is_model: bool) -> None:
     """Refuses calls that have no stages to run on a mesh with `pp`."""
     if not is_model:
         mend = "Give fs.evaluate the Model; its stages are one loss function for each rank."
-        raise ScheduleError(message(_NAME, "cannot cut a loss function into the stages of a pipeline.", mend=mend))
+        raise ScheduleError(message("cannot cut a loss function into the stages of a pipeline.", mend=mend))
     if state is None:
         mend = "Give the whole state, which has the layout: fs.evaluate(model)(state, batch)."
-        raise ArgumentError(message(_NAME, "got parameters alone on a mesh with pp.", mend=mend))
+        raise ArgumentError(message("got parameters alone on a mesh with pp.", mend=mend))

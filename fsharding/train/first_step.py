@@ -35,8 +35,6 @@ __all__ = ["FirstStep", "agree_on_setup", "words_of_rows"]
 _CLOSE, _CLOSE_NORM = 1e-5, 1e-4
 """How far, relatively, losses and norms of ranks may be apart that compute the same with other kernels."""
 
-_NAME = "train step"
-
 
 def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
     """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
@@ -70,10 +68,10 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
     ask = meet if ranks.size == world_size() else None
     by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
-    refuse_differences(_NAME, by_rank)
+    refuse_differences(by_rank)
     if any(uncuttable.values()):
         rows = [f"rank {rank}: {row}" for rank, text in uncuttable.items() for row in filter(None, text.split("\n"))]
-        raise uncut(_NAME, rows, "the batches of all ranks", f"{microbatches} microbatches")
+        raise uncut(rows, "the batches of all ranks", f"{microbatches} microbatches")
 
 
 def _kind_of(x: Any) -> str:
@@ -179,7 +177,7 @@ class FirstStep:
         over = " and ".join(axes)
         rule = f"computes other losses or gradients along {over}: the loss function ignores the axis."
         mend = [_MENDS[axis] for axis in axes]
-        return RankError(message(_NAME, rule, rows, "\n".join(mend)), ranks=self._all.ranks)
+        return RankError(message(rule, rows, "\n".join(mend)), ranks=self._all.ranks)
 
 
 _MENDS = {
@@ -200,7 +198,7 @@ def _whole_sequences(batch: Tree, size: int) -> BatchError:
     rows = [f"{path} is {kind_text(x)} and the same on all ranks" for path, x in tree.named_leaves(batch).items()]
     rule = f"needs a part of the sequence on each of the {size} ranks along cp; they have whole ones."
     mend = "Cut global batches with fs.local_batch(batch, mesh), or rows with fs.ops.cut_sequence(batch, mesh=mesh)."
-    return BatchError(message(_NAME, rule, rows, mend))
+    return BatchError(message(rule, rows, mend))
 
 
 def words_of_rows(batch: Tree, hashes: Mapping[str, Tensor]) -> dict[str, Callable[[], str]]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.errors import TransformError, listed, message
+from fsharding.calls import public_name
+from fsharding.errors import TransformError, listed, report
 from fsharding.precision import scaled_loss
 from fsharding.public import kind_of
 from fsharding.random import fold_in
@@ -61,16 +62,16 @@ class LossFunction(NamedTuple):
     signature: inspect.Signature | None
 
     @classmethod
-    def of(cls, function: str, loss_fn: Callable[..., Any], *, has_aux: bool) -> LossFunction:
+    def of(cls, loss_fn: Callable[..., Any], *, has_aux: bool) -> LossFunction:
         """Looks at the function's parameters."""
         try:
             signature = inspect.signature(loss_fn)
         except (TypeError, ValueError):  # a callable without a signature
-            return cls(function, loss_fn, False, False, has_aux, None)
+            return cls(public_name(), loss_fn, False, False, has_aux, None)
         takes = {name for name in ("key", "buffers") if _is_asked(signature.parameters.get(name))}
         kept = [parameter for name, parameter in signature.parameters.items() if name not in takes]
         bound = signature.replace(parameters=kept)
-        return cls(function, loss_fn, "key" in takes, "buffers" in takes, has_aux, bound)
+        return cls(public_name(), loss_fn, "key" in takes, "buffers" in takes, has_aux, bound)
 
     def key(self, state: TrainState) -> Tensor | None:
         """The random key of a step; None for a function that takes none."""
@@ -113,7 +114,7 @@ class LossFunction(NamedTuple):
             mend = f"Return ({self.results})"
             mend += ", or leave has_aux out." if self.has_aux else "; loss may be (sum, weight)."
             rule = f"needs ({self.results}); got {results_text(result)}."
-            raise TransformError(message(self.function, rule, mend=mend))
+            raise TransformError(report(f"{self.function} {rule}", mend=mend))
         buffers = self._checked(parts[1], before) if self.takes_buffers else {}
         return parts[0], Beside(parts[-1] if self.has_aux else None, buffers)
 
@@ -122,7 +123,7 @@ class LossFunction(NamedTuple):
         if not isinstance(buffers, Mapping):
             mend = "Return the buffers that net(params, x, buffers=buffers) returns, or a dict of tensors by name."
             rule = f"needs ({self.results}), with buffers as a dict; got {kind_of(buffers)}."
-            raise TransformError(message(self.function, rule, mend=mend))
+            raise TransformError(report(f"{self.function} {rule}", mend=mend))
         after = cast("Mapping[Any, Any]", buffers)
         rows = [f"buffers.{name} is missing" for name in before if name not in after]
         rows += [f"buffers.{name} is new" for name in after if name not in before]
@@ -134,7 +135,7 @@ class LossFunction(NamedTuple):
         if rows:
             rule = "has a loss function that returns other buffers than it was given."
             mend = f"Return a tensor of the same shape and dtype for each of {listed([*before])}."
-            raise TransformError(message(self.function, rule, rows, mend))
+            raise TransformError(report(f"{self.function} {rule}", rows, mend))
         return {name: after[name].detach().clone() for name in before}
 
 

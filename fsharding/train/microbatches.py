@@ -51,14 +51,14 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
         >>> len(batch["x"]) * mesh.size()
         8
     """
-    mesh = current_mesh("fs.local_batch") if mesh is None else mesh
+    mesh = current_mesh() if mesh is None else mesh
     index, count = data_position(mesh)
     if rows := uneven(batch, count):
         mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
-        raise uncut("fs.local_batch", rows, "a global batch", f"{count} parts, one for each data rank", mend)
+        raise uncut(rows, "a global batch", f"{count} parts, one for each data rank", mend)
     device = getattr(mesh, "device_type", None)
     own = tree.map(lambda x: x.chunk(count)[index].to(device, non_blocking=True), batch)
-    return own if abstract(mesh).axis_size("cp") == 1 else cut_leaves("fs.local_batch", own, 1, "cp", mesh)
+    return own if abstract(mesh).axis_size("cp") == 1 else cut_leaves(own, 1, "cp", mesh)
 
 
 _UNUSABLE = {
@@ -123,7 +123,6 @@ def _made_of_items(kind: Any, keys: tuple[Any, ...], children: Iterable[Any]) ->
 
 
 def uncut(
-    function: str,
     rows: list[str],
     whose: str,
     parts: str,
@@ -132,7 +131,6 @@ def uncut(
     """The error for leaves that cannot be cut; those that are no tensors alone, where there are some.
 
     Args:
-        function: the public function.
         rows: what `uneven` gave.
         whose: the batch, in words.
         parts: what it cannot be cut into.
@@ -140,15 +138,14 @@ def uncut(
     """
     for kind, edit in _UNUSABLE.items():
         if odd := [row for row in rows if row.endswith(kind)]:
-            return BatchError(message(function, f"takes {whose} as trees of tensors.", odd, edit))
-    return BatchError(message(function, f"cannot cut {whose} into {parts}.", rows, mend))
+            return BatchError(message(f"takes {whose} as trees of tensors.", odd, edit))
+    return BatchError(message(f"cannot cut {whose} into {parts}.", rows, mend))
 
 
-def split_batch(function: str, batch: Tree, microbatches: int) -> list[Tree]:
+def split_batch(batch: Tree, microbatches: int) -> list[Tree]:
     """The microbatches of this rank's batch, along dim 0.
 
     Args:
-        function: the public function, for the error.
         batch: tree of tensors `[B, ...]`.
         microbatches: how many.
 
@@ -156,7 +153,7 @@ def split_batch(function: str, batch: Tree, microbatches: int) -> list[Tree]:
         BatchError: a leaf is no tensor, or its dim 0 no multiple of `microbatches`.
     """
     if rows := uneven(batch, microbatches):
-        raise uncut(function, rows, "this rank's batch", f"{microbatches} microbatches")
+        raise uncut(rows, "this rank's batch", f"{microbatches} microbatches")
     if microbatches == 1:
         return [batch]
     return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023

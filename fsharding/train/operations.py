@@ -100,11 +100,10 @@ _MEND = (
 )
 
 
-def check_operations(function: str, run: Callable[[], object]) -> Operations:
+def check_operations(run: Callable[[], object]) -> Operations:
     """Makes a call twice, and refuses one that no graph can stand for.
 
     Args:
-        function: the public function, for the error.
         run: the call.
 
     Returns:
@@ -120,15 +119,13 @@ def check_operations(function: str, run: Callable[[], object]) -> Operations:
             run()
         traces.append(seen)
         if rows := list(dict.fromkeys(seen.reads.reads)):
-            raise TransformError(
-                message(function, "cannot capture a step in which the host reads the device.", rows, _MEND)
-            )
+            raise TransformError(message("cannot capture a step in which the host reads the device.", rows, _MEND))
         if rows := list(dict.fromkeys(map(str, seen.from_host))):
             rule = "cannot capture a step that takes tensors of the host: a graph would keep what they are now."
-            raise TransformError(message(function, rule, rows, _MEND))
+            raise TransformError(message(rule, rows, _MEND))
     if rows := _differences(*traces):
         rule = "cannot capture a step whose operations differ from call to call."
-        raise TransformError(message(function, rule, rows, _MEND))
+        raise TransformError(message(rule, rows, _MEND))
     return traces[1]
 
 

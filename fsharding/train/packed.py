@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fsharding.calls import named
-from fsharding.errors import DataError, message
+from fsharding.calls import call_as, named, public_name
+from fsharding.errors import DataError, message, report
 from fsharding.public import kind_of
 from fsharding.train.documents import Source, check_column, source_of
 from fsharding.train.shard import WHOLE, Shard
@@ -67,14 +67,13 @@ class _Documents:
     """Documents as ids, read from any place on.
 
     Args:
-        function: the public function, for errors.
         source: of the documents.
         encoder: of text.
         column: of documents that are rows.
     """
 
-    def __init__(self, function: str, source: Source, encoder: Encoder, column: str) -> None:
-        self.function, self.source, self.encoder, self.column = function, source, encoder, column
+    def __init__(self, source: Source, encoder: Encoder, column: str) -> None:
+        self.function, self.source, self.encoder, self.column = public_name(), source, encoder, column
 
     def of_epoch(self, epoch: int, mark: Any, skipped: int) -> Iterator[_Tokenised]:
         """The documents of an epoch from the chunk of a mark on, without the first `skipped` of that chunk."""
@@ -88,12 +87,12 @@ class _Documents:
         """The ids of a document; none where it is empty."""
         encoder = self.encoder
         if isinstance(document, Mapping):
-            check_column(self.function, document.keys(), self.column)
+            call_as(self.function, check_column, document.keys(), self.column)
             document = document[self.column]
         if isinstance(document, str):
             if encoder.encode is None:
                 mend = "Give tokenizer='tokenizer.json', or documents that are lists of ids."
-                raise DataError(message(self.function, "got text without a tokenizer.", mend=mend))
+                raise DataError(report(f"{self.function} got text without a tokenizer.", mend=mend))
             document = encoder.encode(document)
         try:
             ids = np.asarray(document)
@@ -101,7 +100,7 @@ class _Documents:
             ids = np.empty((), object)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             mend = f"Give texts, lists of token ids, or rows that have one in the column {self.column!r}."
-            raise DataError(message(self.function, f"got a document that is {kind_of(document)}.", mend=mend))
+            raise DataError(report(f"{self.function} got a document that is {kind_of(document)}.", mend=mend))
         if not ids.size:
             return np.empty(0, np.int64)
         ids = ids.astype(np.int64)
@@ -109,7 +108,7 @@ class _Documents:
             bad = ids.min() if ids.min() < 0 else ids.max()
             rule = f"got a document with the id {bad}, outside [0, {encoder.vocab_size})."
             mend = "Give the vocab_size of the model that the tokenizer belongs to."
-            raise DataError(message(self.function, rule, mend=mend))
+            raise DataError(report(f"{self.function} {rule}", mend=mend))
         return ids if encoder.eos is None else np.append(ids, encoder.eos)
 
 
@@ -194,7 +193,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         if worker is not None and worker.num_workers > 1:
             mend = "Give the loader num_workers=1: one worker is enough to tokenise beside the training."
             rule = f"cannot divide its rows among {worker.num_workers} workers of a loader."
-            raise DataError(message(_NAME, rule, mend=mend))
+            raise DataError(message(rule, mend=mend))
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -226,7 +225,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
                 all of them together are shorter than a row.
         """
         if step < 0:
-            raise DataError(message("Packed.batch", f"got step {step}.", mend="Steps count from 0."))
+            raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
         shard.rows(self.batch_size)
         place = max((place for place in self._places if place.step <= step), key=lambda place: place.step)
         while (result := self._read(place, shard if place.step == step else None)) is not None:
@@ -236,7 +235,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
                 return batch
             place = after
         rule = f"has no batch {step}: {self._epochs} epochs end after {place.step} batches."
-        raise DataError(message("Packed.batch", rule, mend="Give more epochs, or epochs=None to go on for ever."))
+        raise DataError(message(rule, mend="Give more epochs, or epochs=None to go on for ever."))
 
     # ------------------------------------------------------------------------------------------------------- position
     def state_dict(self) -> dict[str, Any]:
@@ -259,11 +258,11 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
             place = _Place(**table)
         if not isinstance(before, Mapping) or place is None or not self._is_place(place):
             mend = "Give what state_dict() of such data gave."
-            raise DataError(message("Packed.load_state_dict", "got no position of packed documents.", mend=mend))
+            raise DataError(message("got no position of packed documents.", mend=mend))
         now = self._facts()
         if rows := [f"{k}: {before.get(k)} in the position, {v} now" for k, v in now.items() if before.get(k) != v]:
             mend = "Give the documents, tokenizer and sizes that the position is of; or begin the data anew."
-            raise DataError(message("Packed.load_state_dict", "got a position in other data.", rows, mend))
+            raise DataError(message("got a position in other data.", rows, mend))
         self._next = place
         self._places = [self._start, self._next]
         self._forget()
@@ -359,13 +358,13 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     def _too_short(self, count: int, need: int, unit: str) -> DataError:
         if count == 0:
             mend = "Give documents that have text."
-            return DataError(message(_NAME, "got no tokens: every document is empty.", mend=mend))
+            return DataError(message("got no tokens: every document is empty.", mend=mend))
         rule = f"got {count} tokens in all documents; {unit} takes {need}."
         less = f", or seq_len {count - 1} or less" if unit == "a row" and count > 1 else ""
         mend = (
             f"Give more documents{less}." if unit == "a row" else "Give more documents, more epochs, or smaller sizes."
         )
-        return DataError(message(_NAME, rule, mend=mend))
+        return DataError(message(rule, mend=mend))
 
 
 @named(_NAME)
@@ -430,11 +429,12 @@ def packed(
         rows.append(f"seed is {seed}: not in [0, 2**128).")
     if rows:
         mend = "Give positive sizes and a seed >= 0."
-        raise DataError(message(_NAME, "got arguments out of range.", rows, mend))
-    reader = _open(_NAME, documents, tokenizer, eos, column, vocab_size, seed)
+        raise DataError(message("got arguments out of range.", rows, mend))
+    reader = _open(documents, tokenizer, eos, column, vocab_size, seed)
     return Packed(reader, batch_size, seq_len, seed, epochs, boundaries)
 
 
+@named("fs.data.write_tokens")
 def write_tokens(
     path: StrPath,
     documents: Any,
@@ -471,15 +471,14 @@ def write_tokens(
         >>> data.stream.tolist(), data.begins.tolist()
         ([1, 2, 3, 0, 4, 5, 0], [0, 4, 7])
     """
-    name = "fs.data.write_tokens"
     path = Path(path)
     if path.suffix != ".bin":
         mend = f"Give {path.with_suffix('.bin').name!r}."
-        raise DataError(message(name, f"cannot name a file of tokens {path.name!r}.", mend=mend))
-    reader = _open(name, documents, tokenizer, eos, column, vocab_size, None)
+        raise DataError(message(f"cannot name a file of tokens {path.name!r}.", mend=mend))
+    reader = _open(documents, tokenizer, eos, column, vocab_size, None)
     size = reader.encoder.vocab_size
     if size is None:
-        raise DataError(message(name, "does not know how large ids are.", mend="Give the vocab_size of the model."))
+        raise DataError(message("does not know how large ids are.", mend="Give the vocab_size of the model."))
     dtype = "uint16" if size <= _SMALL else "uint32"
     part = path.with_name(f".{path.name}.partial")
     count = 0
@@ -490,21 +489,20 @@ def write_tokens(
                 count += len(document.ids)
         if not count:
             mend = "Give documents that have text."
-            raise DataError(message(name, "got no tokens: every document is empty.", mend=mend))
+            raise DataError(message("got no tokens: every document is empty.", mend=mend))
         notes = {"dtype": dtype, "vocab_size": size}
         notes |= {"separator": reader.encoder.eos} if reader.encoder.eos is not None else {}
         path.with_name(f"{path.name}.json").write_text(json.dumps(notes) + "\n")
         part.replace(path)
     except OSError as error:
         mend = "Give a path in a directory that can be written."
-        raise DataError(message(name, f"cannot write {path}: {error.strerror}.", mend=mend)) from error
+        raise DataError(message(f"cannot write {path}: {error.strerror}.", mend=mend)) from error
     finally:
         part.unlink(missing_ok=True)
     return count
 
 
 def _open(
-    function: str,
     documents: Any,
     tokenizer: Any,
     eos: int | str | None,
@@ -513,5 +511,5 @@ def _open(
     seed: int | None,
 ) -> _Documents:
     column = column or ("input_ids" if tokenizer is None else "text")
-    source = source_of(function, documents, column, seed)
-    return _Documents(function, source, open_encoder(function, tokenizer, eos, vocab_size), column)
+    source = source_of(documents, column, seed)
+    return _Documents(source, open_encoder(tokenizer, eos, vocab_size), column)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.calls import public_name
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.errors import LayoutError, message
@@ -78,24 +79,21 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     if isinstance(tree_or_state, TrainState):
         moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
     else:
-        sizes = _sizes("fs.reshard", tree_or_state) if source is None else None
+        sizes = _sizes(tree_or_state) if source is None else None
         moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, sizes=sizes)
-    return _run(moved, rebuild, "fs.reshard", given=tree_or_state if donate else None, budget=budget)
+    return _run(moved, rebuild, given=tree_or_state if donate else None, budget=budget)
 
 
-def _run(
-    moved: list[Moving], rebuild: reshard_leaves.Rebuild, function: str, *, given: Tree = None, budget: int = BUDGET
-) -> Any:
+def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = None, budget: int = BUDGET) -> Any:
     """Moves leaves, whose values are taken away from `given`, if that is donated, and puts the tree together again."""
     if not moved:
         return rebuild([])
     meshes = reshard_leaves.devices(moved)
-    with naming_lost(function, meshes[0]):
-        return _move(function, moved, rebuild, meshes, given=given, budget=budget)
+    with naming_lost(public_name(), meshes[0]):
+        return _move(moved, rebuild, meshes, given=given, budget=budget)
 
 
 def _move(
-    function: str,
     moved: list[Moving],
     rebuild: reshard_leaves.Rebuild,
     meshes: Sequence[Mesh],
@@ -108,7 +106,7 @@ def _move(
     if group is None:
         return rebuild([m.value if m.plain and m.value is not None else torch.empty(0, dtype=m.dtype) for m in moved])
     device = torch.device(meshes[0].device_type)  # pyright: ignore[reportAttributeAccessIssue]
-    _agree(function, plan, group, device)
+    _agree(plan, group, device)
     donate = given is not None
     dtypes, homes = [m.dtype for m in moved], [torch.device("cpu") if m.plain else device for m in moved]
     sources = [m.value for m in moved]
@@ -142,7 +140,7 @@ def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
     return Group(tuple(range(world_size())), own_rank(), dist.group.WORLD)
 
 
-def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> None:
+def _agree(plan: Plan, group: Group, device: torch.device) -> None:
     """Compares what the ranks want to do: they would wait for each other in vain, or mix up bytes."""
     if group.process_group is None:
         return
@@ -153,7 +151,7 @@ def _agree(function: str, plan: Plan, group: Group, device: torch.device) -> Non
     others = [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != plan.digest]
     if others:
         text = f"is asked for different things on different ranks: rank {own_rank()} and ranks {others} differ."
-        raise LayoutError(message(function, text, mend="Give every rank the same tree, layout and budget."))
+        raise LayoutError(message(text, mend="Give every rank the same tree, layout and budget."))
 
 
 @public("fs.shard")
@@ -179,16 +177,16 @@ def shard(values: Tree, layout: Any) -> Tree:
     """
     if isinstance(layout, DeviceMesh | AbstractMesh):
         mend = "Plan a layout on that mesh: layout = fs.plan_layout(tree, mesh)."
-        raise refuse("fs.shard", "a tree, then a Layout or shardings", layout, mend)
+        raise refuse("a tree, then a Layout or shardings", layout, mend)
     flat, spec = tree.flatten(values)
     targets, _ = reshard_leaves.shardings(spec, layout)
     cut = [x is not None and isinstance(x, DTensor | Local) for x in flat]
     if any(cut):
         named = zip(tree.paths(values), flat, cut, strict=True)
         rows = [f"{path} is {typeof(x)} already" for path, x, is_cut in named if is_cut]
-        raise LayoutError(message("fs.shard", "cuts whole tensors.", rows, "Move these with fs.reshard."))
+        raise LayoutError(message("cuts whole tensors.", rows, "Move these with fs.reshard."))
     if isinstance(layout, Layout):
-        check_fit("fs.shard", layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
+        check_fit(layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
     return tree.unflatten(
         spec, [x if s is None else _cut(x, s.simplified()) for x, s in zip(flat, targets, strict=True)]
     )
@@ -231,25 +229,25 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
     """
     flat, spec = tree.flatten(values)
     if isinstance(values, TrainState):
-        check_state("fs.unshard", values)
+        check_state(values)
     known, _ = reshard_leaves.origins(values, source)
     targets = [
         NamedSharding(reshard_leaves.home(x, s)) if isinstance(x, DTensor) else None
         for x, s in zip(flat, known, strict=True)
     ]
-    sizes = None if source is not None or isinstance(values, TrainState) else _sizes("fs.unshard", values)
+    sizes = None if source is not None or isinstance(values, TrainState) else _sizes(values)
     targets = tree.unflatten(spec, targets)
-    moved, rebuild = reshard_leaves.of_tree(values, targets, source, function="fs.unshard", sizes=sizes)
-    whole = _run(moved, rebuild, "fs.unshard")
+    moved, rebuild = reshard_leaves.of_tree(values, targets, source, sizes=sizes)
+    whole = _run(moved, rebuild)
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, whole)
 
 
-def _sizes(function: str, values: Tree) -> list[tuple[int, ...] | None] | None:
+def _sizes(values: Tree) -> list[tuple[int, ...] | None] | None:
     """The global shapes of leaves that some stages lack; None if there is no such leaf. Collective."""
     staged = [x for x in tree.leaves(values) if isinstance(x, DTensor) and reshard_leaves.is_staged(x)]
     if not staged:
         return None
-    with naming_lost(function, reshard_leaves.home(staged[0], None)):
+    with naming_lost(public_name(), reshard_leaves.home(staged[0], None)):
         return reshard_leaves.sizes_of_staged(values)
 
 

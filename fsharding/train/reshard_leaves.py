@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.calls import named
+from fsharding.calls import named, public_name
 from fsharding.comm import reshard_plan
 from fsharding.comm.reshard_plan import Leaf
 from fsharding.errors import LayoutError, message
@@ -95,7 +95,7 @@ def check_same_model(a: Layout, b: Layout) -> None:
     """
     if not isinstance(b, Layout):
         mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
-        raise refuse(_FUNCTION, "a state or layout, then a Layout", b, mend)
+        raise refuse("a state or layout, then a Layout", b, mend)
     ours, theirs = ({leaf.path: leaf for leaf in layout.leaves} for layout in (a, b))
     rows = [f"params.{path}: only in the state" for path in ours if path not in theirs]
     rows += [f"params.{path}: only in the layout" for path in theirs if path not in ours]
@@ -119,7 +119,7 @@ def check_same_model(a: Layout, b: Layout) -> None:
         rows.append(f"moments: {formats[0]} in the state, {formats[1]} in the layout")
     if rows:
         mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
-        raise LayoutError(message(_FUNCTION, "cannot move a state to the layout of another one.", rows, mend))
+        raise LayoutError(message("cannot move a state to the layout of another one.", rows, mend))
 
 
 class _Parameter(NamedTuple):
@@ -166,7 +166,7 @@ def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Paramet
     main: list[Any] = [None] * len(a.leaves)
     if state is not None:
         params = tree.leaves(state.params)
-        main = main if state.main is None else tree.flatten_up_to(a.structure, state.main, _FUNCTION)
+        main = main if state.main is None else tree.flatten_up_to(a.structure, state.main)
     key = None if state is None else rounding_key(state.key, state.step, b)
     olds = {leaf.path: (leaf, p, copy) for leaf, p, copy in zip(a.leaves, params, main, strict=True)}
     pairs = ((new, *olds[new.path]) for new in b.leaves)
@@ -182,7 +182,7 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
         DonatedError: the state was donated.
     """
     old = state.layout
-    check_state(_FUNCTION, state)
+    check_state(state)
     parameters = _parameters(old, layout, state)
     rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
     rest["buffers"] = state.buffers
@@ -244,7 +244,6 @@ def of_tree(
     layout: Any,
     source: Any = None,
     *,
-    function: str = _FUNCTION,
     sizes: Sequence[tuple[int, ...] | None] | None = None,
 ) -> tuple[list[Moving], Rebuild]:
     """The leaves of a tree on their way to shardings, and what makes the new tree.
@@ -253,7 +252,6 @@ def of_tree(
         values: tree of DTensors and `Local`s; other leaves stay.
         layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all; None leaves a leaf.
         source: the same, for where the leaves are; by default what they say themselves.
-        function: the public function, for the error.
         sizes: by leaf, the global shape of a leaf that some stages lack, as `sizes_of_staged` finds it.
 
     Raises:
@@ -288,10 +286,10 @@ def of_tree(
             places.append(i)
             moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
     if rows:
-        mend = f"Pass the layout in which the leaves are: {function}(..., source=layout)."
+        mend = f"Pass the layout in which the leaves are: {public_name()}(..., source=layout)."
         if all("unreduced" in row for row in rows):
             mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
-        raise LayoutError(message(function, f"cannot move {len(rows)} leaves.", rows, mend))
+        raise LayoutError(message(f"cannot move {len(rows)} leaves.", rows, mend))
 
     in_flight = [isinstance(x, Local) for x in flat]
     kept = [None if i in {*places} else x for i, x in enumerate(flat)]
@@ -379,15 +377,15 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
     if isinstance(layout, NamedSharding):
         return [layout] * count, [None] * count
     if not isinstance(layout, Layout):
-        result = tree.flatten_up_to(spec, layout, _FUNCTION)
+        result = tree.flatten_up_to(spec, layout)
         if odd := [x for x in result if x is not None and not isinstance(x, NamedSharding)]:
             mend = "Give a Layout, a NamedSharding for all leaves, or a tree of them."
-            raise refuse(_FUNCTION, "a Layout or shardings", odd[0], mend)
+            raise refuse("a Layout or shardings", odd[0], mend)
         return result, [None] * count
     by_leaf = tree.unflatten(layout.structure, list(layout.leaves))
-    leaves = tree.flatten_up_to(spec, by_leaf, _FUNCTION)
+    leaves = tree.flatten_up_to(spec, by_leaf)
     if not all(isinstance(leaf, LeafLayout) for leaf in leaves):
-        tree.match(_FUNCTION, by_leaf, tree.unflatten(spec, [0] * count), ("the layout", "the tree"))
+        tree.match(by_leaf, tree.unflatten(spec, [0] * count), ("the layout", "the tree"))
     return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]
 
 
@@ -401,7 +399,7 @@ def devices(moved: Sequence[Moving]) -> list[Mesh]:
     result = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
     if lost := [mesh for mesh in result if isinstance(mesh, AbstractMesh)]:
         text = f"cannot move anything from or to the abstract mesh {lost[0]}."
-        raise LayoutError(message(_FUNCTION, text, mend="Plan the layout on a mesh of fs.make_mesh."))
+        raise LayoutError(message(text, mend="Plan the layout on a mesh of fs.make_mesh."))
     return list(result)
 
 

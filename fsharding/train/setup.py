@@ -102,16 +102,16 @@ def setup(
         >>> int(state.step), str(state.layout.strategy), int(metrics.weight)
         (1, 'zero3', 6)
     """
-    refuse_module(_NAME, init_or_model)
-    check_optimizer(_NAME, opt)
+    refuse_module(init_or_model)
+    check_optimizer(opt)
     if is_optimizer(loss_fn) and not hasattr(loss_fn, "block"):
-        raise refuse(_NAME, "a loss function, then an optimizer", loss_fn, "Swap the two.")
+        raise refuse("a loss function, then an optimizer", loss_fn, "Swap the two.")
     is_model = hasattr(init_or_model, "block")
     if loss_fn is None and not is_model:
         mend = "Give a function (params, batch) -> (sum, count)."
-        raise ArgumentError(message(_NAME, "needs a loss function for what is no Model.", mend=mend))
+        raise ArgumentError(message("needs a loss function for what is no Model.", mend=mend))
     if loss_fn is not None:
-        check_function(_NAME, "a loss function (params, batch)", loss_fn, 2)
+        check_function("a loss function (params, batch)", loss_fn, 2)
     mesh = make_mesh(dp=-1) if mesh is None else mesh
     model, shapes = _model(init_or_model)
     if is_model and stages is None and (ranks := abstract(mesh).axis_size("pp")) > 1:
@@ -131,7 +131,7 @@ def _model(given: Any) -> tuple[Any, Any]:
     if hasattr(given, "init") and hasattr(given, "names"):
         return given, given
     if callable(given):
-        check_function(_NAME, "a Model, or a function of a key", given, 1, exactly=True)
+        check_function("a Model, or a function of a key", given, 1, exactly=True)
         with _compat.with_values():
             return given, given(torch.zeros(2, dtype=torch.int64))
     return (lambda _: given), given

@@ -38,7 +38,7 @@ class Shard:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             rule = f"cannot be index {self.index} of count {self.count}."
-            raise DataError(message("Shard", rule, mend="Give 0 <= index < count."))
+            raise DataError(message(rule, mend="Give 0 <= index < count."))
 
     @named("Shard.rows")
     def rows(self, batch_size: int) -> range:
@@ -52,7 +52,7 @@ class Shard:
             sizes = " or ".join(str(size) for size in (below, below + self.count) if size)
             rule = f"cannot divide batch_size {batch_size} among shard.count {self.count} data ranks."
             mend = f"Make the global batch a multiple of {self.count}: batch_size {sizes}."
-            raise DataError(message("Shard.rows", rule, mend=mend))
+            raise DataError(message(rule, mend=mend))
         rows = batch_size // self.count
         return range(self.index * rows, (self.index + 1) * rows)
 

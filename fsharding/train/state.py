@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, random, tree
-from fsharding.calls import named
+from fsharding.calls import named, public_name
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
@@ -134,13 +134,13 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         if name in _FIELDS:
             text = f"got a state that was donated: its {name} is gone."
             mend = "Use the state that the step returned, or make the step with donate=False."
-            raise DonatedError(message("TrainState", text, mend=mend))
+            raise DonatedError(message(text, mend=mend))
         raise missing_name("TrainState", name, (*_FIELDS, "replace", "donate"), _ELSEWHERE)
 
     @named("TrainState")
     def __getitem__(self, name: Any) -> Any:
         mend = f"Write state.{name}." if name in _FIELDS else f"Its fields are {', '.join(_FIELDS)}."
-        raise ArgumentError(message("TrainState", f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
+        raise ArgumentError(message(f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
 
     def __repr__(self) -> str:
         """Says which state it is and how much of it is here, without its numbers."""
@@ -168,7 +168,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         """
         if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
             mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from."
-            raise LayoutError(message("TrainState.replace", "got params without main.", mend=mend))
+            raise LayoutError(message("got params without main.", mend=mend))
         return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
     def donate(self) -> TrainState:
@@ -232,11 +232,10 @@ def sealed(state: TrainState) -> TrainState:
     return state
 
 
-def refuse_changed(function: str, state: TrainState) -> None:
+def refuse_changed(state: TrainState) -> None:
     """Refuses parameters that were changed in place behind the back of the state that they are in.
 
     Args:
-        function: the public function, for the error.
         state: any; one without a seal, or with other parameters than those that it was made with, is let through.
 
     Raises:
@@ -262,7 +261,7 @@ def refuse_changed(function: str, state: TrainState) -> None:
         else "."
     )
     rule = "got parameters that were changed in place since the state was made."
-    raise ArgumentError(message(function, rule, rows, mend))
+    raise ArgumentError(message(rule, rows, mend))
 
 
 @contextmanager
@@ -279,17 +278,17 @@ def donated_if_written(state: TrainState) -> Generator[None]:
         raise
 
 
-def _check_start(function: str, opt: Any, key: Any, layout: Any) -> None:
+def _check_start(opt: Any, key: Any, layout: Any) -> None:
     """Refuses arguments of another kind, and a key and a layout that are swapped."""
-    check_optimizer(function, opt)
+    check_optimizer(opt)
     if not isinstance(layout, Layout):
         swapped = isinstance(key, Layout)
         mend = "Swap the two: (..., key, layout)." if swapped else "Plan one: layout = fs.plan_layout(model, mesh)."
-        raise refuse(function, "a key, then a Layout", layout, mend)
+        raise refuse("a key, then a Layout", layout, mend)
     if isinstance(layout.mesh, AbstractMesh):
         rule = f"cannot place a tensor on the abstract mesh {layout.mesh}."
         mend = "Use fs.make_mesh: layout = layout.with_mesh(fs.make_mesh(dp=-1))."
-        raise SpecError(message(function, rule, mend=mend))
+        raise SpecError(message(rule, mend=mend))
 
 
 @named("fs.init_state")
@@ -326,8 +325,8 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         device = sharding.device_mesh().device_type
         return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
 
-    leaves = tree.flatten_up_to(layout.structure, draws, "fs.init_state", ("the layout", "the model"))
-    check_fit("fs.init_state", layout, leaves, ((leaf.shape, leaf.init) for leaf in layout.leaves))
+    leaves = tree.flatten_up_to(layout.structure, draws, ("the layout", "the model"))
+    check_fit(layout, leaves, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     return tree.unflatten(layout.structure, [place(d, leaf) for d, leaf in zip(leaves, layout.leaves, strict=True)])
 
 
@@ -368,21 +367,21 @@ def init_state(
         torch.Size([4, 8])
     """
     if is_optimizer(model) and not is_optimizer(opt):
-        raise refuse("fs.init_state", "a model, then an optimizer", model, "Swap the two.")
+        raise refuse("a model, then an optimizer", model, "Swap the two.")
     if not hasattr(model, "init") and issubclass(type(model), dict | list | tuple):
         mend = "Of parameters that are there: fs.state_from(params, opt, key, layout)."
-        raise refuse("fs.init_state", "a Model, or a function of a key", model, mend)
+        raise refuse("a Model, or a function of a key", model, mend)
     if not hasattr(model, "init"):
-        check_function("fs.init_state", "a Model, or a function of a key", model, 1, exactly=True)
-    _check_start("fs.init_state", opt, key, layout)
+        check_function("a Model, or a function of a key", model, 1, exactly=True)
+    _check_start(opt, key, layout)
     with _compat.with_values():
         init_key, run_key = random.split(key).unbind(0)
         draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
         _refuse_shared_draws(draws)
-        first = _first_buffers("fs.init_state", getattr(model, "init_buffers", dict)() if buffers is None else buffers)
+        first = _first_buffers(getattr(model, "init_buffers", dict)() if buffers is None else buffers)
         named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
         named |= {f"buffers.{name}": x for name, x in {**constants_of(model), **first}.items()}
-        _refuse_other_draws("fs.init_state", named, run_key, layout)
+        _refuse_other_draws(named, run_key, layout)
         run_key = run_key.clone()
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
@@ -395,10 +394,10 @@ def init_state(
     return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout, _placed(first, layout)))
 
 
-def _first_buffers(function: str, buffers: Any) -> Buffers:
+def _first_buffers(buffers: Any) -> Buffers:
     """Refuse first values of buffers that are no plain tensors by name."""
     if not isinstance(buffers, Mapping):
-        raise refuse(function, "buffers= as tensors by name", buffers, "Give a dict: {'mean': torch.zeros(4)}.")
+        raise refuse("buffers= as tensors by name", buffers, "Give a dict: {'mean': torch.zeros(4)}.")
     odd = [
         f"{name!r} is {kind_of(x)}"
         for name, x in buffers.items()
@@ -406,7 +405,7 @@ def _first_buffers(function: str, buffers: Any) -> Buffers:
     ]
     if odd:
         mend = "Give a flat dict of plain tensors, the same on every rank: {'mean': torch.zeros(4)}."
-        raise ArgumentError(message(function, "takes buffers as plain tensors by name.", odd, mend))
+        raise ArgumentError(message("takes buffers as plain tensors by name.", odd, mend))
     return buffers
 
 
@@ -436,7 +435,7 @@ def _refuse_shared_draws(draws: Tree) -> None:
             "Draw each with a key of its own: first, second = fs.random.split(key). Leaves that are to start equal are"
             " two draws with one key."
         )
-        raise ConfigError(message("fs.init_state", "got one lazy draw at several leaves.", rows, mend))
+        raise ConfigError(message("got one lazy draw at several leaves.", rows, mend))
 
 
 def constants_of(model: Any) -> Mapping[str, Tensor]:
@@ -451,7 +450,7 @@ _SAME_DRAWS = (
 )
 
 
-def _refuse_other_draws(function: str, named: Mapping[str, Any], key: Tensor, layout: Layout) -> None:
+def _refuse_other_draws(named: Mapping[str, Any], key: Tensor, layout: Layout) -> None:
     """Refuse ranks that would start from other values, or compute with other buffers."""
     if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
         return
@@ -459,11 +458,11 @@ def _refuse_other_draws(function: str, named: Mapping[str, Any], key: Tensor, la
     facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in known.items()}
     ranks, device = everyone(layout.mesh), layout.mesh.device_type
     ask = meet if ranks.size == world_size() else None
-    with naming_lost(function, layout.mesh):
+    with naming_lost(public_name(), layout.mesh):
         answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
     different = {name for own in answers.values() for name in own if len({it.get(name) for it in answers.values()}) > 1}
     mend = SAME_BUFFERS if all(name.startswith("buffers.") for name in different) else _SAME_DRAWS
-    refuse_differences(function, answers, "got other first values on different ranks.", mend)
+    refuse_differences(answers, "got other first values on different ranks.", mend)
 
 
 def _told(x: Any) -> str:
@@ -500,19 +499,19 @@ def state_from(
         >>> int(state.step)
         0
     """
-    _check_start("fs.state_from", opt, key, layout)
-    given = tree.flatten_up_to(layout.structure, params, "fs.state_from", ("the layout", "params"))
+    _check_start(opt, key, layout)
+    given = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
-    check_fit("fs.state_from", layout, given, wanted)
+    check_fit(layout, given, wanted)
     main = tree.unflatten(
         layout.structure, [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
     )
-    check_main("fs.state_from", main, params, layout)
+    check_main(main, params, layout)
     step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
-    first = _first_buffers("fs.state_from", {} if buffers is None else buffers)
+    first = _first_buffers({} if buffers is None else buffers)
     if buffers is not None:
         named = {f"buffers.{name}": x for name, x in first.items()}
-        _refuse_other_draws("fs.state_from", named, run_key, layout)
+        _refuse_other_draws(named, run_key, layout)
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept
@@ -534,12 +533,12 @@ def main_params(params: Tree, layout: Layout) -> Tree:
         >>> fs.main_params(fs.shard({"w": torch.ones(4)}, layout), layout)["w"].dtype
         torch.float32
     """
-    check_leaves("fs.main_params", params, layout)
+    check_leaves(params, layout)
     return _slices(params, layout)
 
 
 def _slices(params: Tree, layout: Layout) -> Tree:
-    leaves = tree.flatten_up_to(layout.structure, params, "fs.main_params", ("the layout", "params"))
+    leaves = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     kept = [p if leaf.trainable else None for p, leaf in zip(leaves, layout.leaves, strict=True)]
     pruned = tree.unflatten(layout.structure, kept)
     return redistribute(pruned, layout.main)
@@ -575,7 +574,7 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
         >>> fs.unshard(fs.spread_main(main, params, layout)["w"])
         tensor([0., 0., 0., 0.])
     """
-    check_main("fs.spread_main", main, params, layout)
+    check_main(main, params, layout)
     return spread(main, params, layout, donate=donate, key=key)
 
 
@@ -599,8 +598,8 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, ke
     """`spread_main` of leaves that are known to be in the layout."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
-    flat = tree.flatten_up_to(layout.structure, main, "fs.spread_main", ("the layout", "main"))
-    before = tree.flatten_up_to(layout.structure, params, "fs.spread_main", ("the layout", "params"))
+    flat = tree.flatten_up_to(layout.structure, main, ("the layout", "main"))
+    before = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     merged = [p if m is None else m for p, m in zip(before, flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
     into = params if donate else None

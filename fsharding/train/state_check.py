@@ -42,11 +42,10 @@ class StateCheck:
         self.layout = layout
         self._seen: dict[str, tuple[Any, list[Any]]] = {}
 
-    def __call__(self, function: str, state: Any) -> None:
+    def __call__(self, state: Any) -> None:
         """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent.
 
         Args:
-            function: the public function, for the error.
             state: a `TrainState` in this layout.
 
         Raises:
@@ -63,14 +62,14 @@ class StateCheck:
             known = self._seen.get(field)
             if known is not None and known[0] == structure and _compat.same_glances(glances, known[1]):
                 continue
-            result = find(function, values, self.layout)
+            result = find(values, self.layout)
             if not result:
                 self._seen[field] = structure, glances
             rows += result
             mends += [_MENDS[field]] if result else []
         if rows:
             text = f"got a state of which {len(rows)} leaves are not what its layout says."
-            raise LayoutError(message(function, text, rows, "\n".join(mends)))
+            raise LayoutError(message(text, rows, "\n".join(mends)))
 
 
 _MENDS = {
@@ -85,11 +84,10 @@ _MENDS = {
 _NUMBERS = "Keep step as a 0-d int64, and key as fs.random.key makes it, on the CPU."
 
 
-def check_state(function: str, state: Any) -> None:
+def check_state(state: Any) -> None:
     """Compares a state with its layout, once.
 
     Args:
-        function: the public function, for the error.
         state: a `TrainState`.
 
     Raises:
@@ -97,14 +95,13 @@ def check_state(function: str, state: Any) -> None:
         TreeError: parameters, or main parameters, are another tree.
         DonatedError: the state was donated.
     """
-    StateCheck(state.layout)(function, state)
+    StateCheck(state.layout)(state)
 
 
-def check_leaves(function: str, values: Tree, layout: Layout, kind: str = "params") -> None:
+def check_leaves(values: Tree, layout: Layout, kind: str = "params") -> None:
     """Compares a tree of parameters with a layout.
 
     Args:
-        function: the public function, for the error.
         values: the tree.
         layout: where its leaves should be.
         kind: "params" or "main".
@@ -113,28 +110,26 @@ def check_leaves(function: str, values: Tree, layout: Layout, kind: str = "param
         LayoutError: leaves are not what the layout says; all of them are listed.
         TreeError: another tree.
     """
-    _refuse(function, _rows(function, values, layout, kind), kind)
+    _refuse(_rows(values, layout, kind), kind)
 
 
-def check_numbers(function: str, state: Any) -> None:
+def check_numbers(state: Any) -> None:
     """Refuses a state whose step or key cannot be read.
 
     Args:
-        function: the public function, for the error.
         state: a `TrainState`.
 
     Raises:
         LayoutError: as said.
     """
     if rows := _numbers(state):
-        raise LayoutError(message(function, "got a state without a step number or a key.", rows, _NUMBERS))
+        raise LayoutError(message("got a state without a step number or a key.", rows, _NUMBERS))
 
 
-def check_main(function: str, main: Tree, params: Tree, layout: Layout) -> None:
+def check_main(main: Tree, params: Tree, layout: Layout) -> None:
     """Compares main parameters, and the frozen parameters beside them, with a layout.
 
     Args:
-        function: the public function, for the error.
         main: main parameters; None for frozen leaves.
         params: parameters, of which only the frozen ones count.
         layout: where they should be.
@@ -143,8 +138,8 @@ def check_main(function: str, main: Tree, params: Tree, layout: Layout) -> None:
         LayoutError: leaves are not what the layout says; all of them are listed.
         TreeError: another tree.
     """
-    mains = tree.flatten_up_to(layout.structure, main, function, ("the layout", "main"))
-    others = tree.flatten_up_to(layout.structure, params, function, ("the layout", "params"))
+    mains = tree.flatten_up_to(layout.structure, main, ("the layout", "main"))
+    others = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     rows: list[str] = []
     for leaf, x, other in zip(layout.leaves, mains, others, strict=True):
         if leaf.trainable and x is not None:
@@ -152,14 +147,14 @@ def check_main(function: str, main: Tree, params: Tree, layout: Layout) -> None:
         else:
             x = other if x is None else x
             rows += _objection(leaf.path, x, (leaf.shape, layout.param_dtype(leaf), leaf.params))
-    _refuse(function, rows, "main")
+    _refuse(rows, "main")
 
 
-def _refuse(function: str, rows: Sequence[str], kind: str) -> None:
+def _refuse(rows: Sequence[str], kind: str) -> None:
     if rows:
         text = f"got {len(rows)} leaves that are not what the layout says."
         mend = f"Bring them there: fs.shard(..., layout.{kind}) for whole tensors, fs.reshard for DTensors."
-        raise LayoutError(message(function, text, rows, mend))
+        raise LayoutError(message(text, rows, mend))
 
 
 def _numbers(state: Any) -> list[str]:
@@ -174,18 +169,18 @@ def _numbers(state: Any) -> list[str]:
     return rows
 
 
-def _params(function: str, values: Tree, layout: Layout) -> list[str]:
-    return _rows(function, values, layout, "params")
+def _params(values: Tree, layout: Layout) -> list[str]:
+    return _rows(values, layout, "params")
 
 
-def _main(function: str, values: Tree, layout: Layout) -> list[str]:
+def _main(values: Tree, layout: Layout) -> list[str]:
     if layout.has_main == (values is not None):
-        return [] if values is None else _rows(function, values, layout, "main")
+        return [] if values is None else _rows(values, layout, "main")
     return ["main is None, but the layout keeps main parameters apart" if values is None else "main is not kept apart"]
 
 
-def _rows(function: str, values: Tree, layout: Layout, kind: str) -> list[str]:
-    leaves = tree.flatten_up_to(layout.structure, values, function, ("the layout", f"state.{kind}"))
+def _rows(values: Tree, layout: Layout, kind: str) -> list[str]:
+    leaves = tree.flatten_up_to(layout.structure, values, ("the layout", f"state.{kind}"))
     result: list[str] = []
     for leaf, x in zip(layout.leaves, leaves, strict=True):
         path = leaf.path_in(kind)
@@ -197,7 +192,7 @@ def _rows(function: str, values: Tree, layout: Layout, kind: str) -> list[str]:
     return result
 
 
-def _moments(function: str, values: Tree, layout: Layout) -> list[str]:
+def _moments(values: Tree, layout: Layout) -> list[str]:
     result: list[str] = []
     for path, x in tree.named_leaves(values).items():
         if not isinstance(x, Tensor):
@@ -210,7 +205,7 @@ def _moments(function: str, values: Tree, layout: Layout) -> list[str]:
     return result
 
 
-def _buffers(function: str, values: Any, layout: Layout) -> list[str]:
+def _buffers(values: Any, layout: Layout) -> list[str]:
     if not isinstance(values, Mapping):
         return [f"buffers is {_kind(values)}"]
     device = getattr(layout.mesh, "device_type", "cpu")

@@ -24,7 +24,7 @@ from fsharding.calls import named
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
 from fsharding.comm.transport import start_sum
-from fsharding.errors import ArgumentError, ConfigError, FshardingError, NonFiniteError, ScheduleError, message
+from fsharding.errors import ArgumentError, ConfigError, FshardingError, NonFiniteError, ScheduleError, message, report
 from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone
 from fsharding.mesh.failures import naming_lost, unlike_ranks
@@ -126,7 +126,7 @@ class Metrics(NamedTuple):
         if isinstance(index, str):
             rule = f"is a tuple with names, got [{index!r}]."
             mend = f"Write metrics.{index}." if index in self._fields else f"Its names are {', '.join(self._fields)}."
-            raise ArgumentError(message("Metrics", rule, mend=mend))
+            raise ArgumentError(message(rule, mend=mend))
         return tuple.__getitem__(self, index)
 
     def __getattr__(self, name: str) -> Any:
@@ -272,8 +272,8 @@ def make_train_step(
     _check_arguments(model, opt, microbatches, policy, precision, has_aux=has_aux)
     if check not in (None, "now", "next"):
         mend = 'Give "now" to raise in the step, "next" to raise in the next call, or None for what the device wants.'
-        raise ConfigError(message("fs.make_train_step", f"got check={check!r}.", mend=mend))
-    check_depth("fs.make_train_step", prefetch)
+        raise ConfigError(message(f"got check={check!r}.", mend=mend))
+    check_depth(prefetch)
     return TrainStep(
         model,
         opt,
@@ -433,7 +433,7 @@ class TrainStep:
         self._policy = policy
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=policy) if self._is_model else model
-        self._loss_fn = LossFunction.of("train step", loss_fn, has_aux=has_aux)
+        self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
         self._settings |= {"check": str(check), "prefetch": str(prefetch)}
@@ -453,7 +453,7 @@ class TrainStep:
             state: in any layout; not to be used again if the step was made with `donate=True`.
             batch: this rank's part, a tree of tensors `[B, ...]`.
         """
-        refuse_compiled("train step", _COMPILE)
+        refuse_compiled(_COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
         if self._unchecked is not None:
@@ -461,7 +461,7 @@ class TrainStep:
             unchecked, self._unchecked = self._unchecked, None
             unchecked.raise_refused()
         with naming_lost("train step", state.layout.mesh, step=state.step):
-            refuse_changed("train step", state)
+            refuse_changed(state)
             return self._run(state, batch)
 
     @public("train step")
@@ -525,7 +525,7 @@ class TrainStep:
             agreement: of the step.
         """
         layout, scale = state.layout, _loss_scale(state, plan.precision)
-        sums = self._loss_and_grads(plan, state, split_batch("train step", batch, self._microbatches), scale, agreement)
+        sums = self._loss_and_grads(plan, state, split_batch(batch, self._microbatches), scale, agreement)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
         weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
@@ -590,18 +590,18 @@ class TrainStep:
         """
         schedule = None
         if self._is_model:
-            refuse_model("train step", self._model, layout)
+            refuse_model(self._model, layout)
             if abstract(layout.mesh).axis_size("pp") > 1:
-                schedule = planned_schedule("train step", self._schedule, layout, self._microbatches)
+                schedule = planned_schedule(self._schedule, layout, self._microbatches)
         check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
         precision = self._precision or layout.precision
         _refuse_other_formats(precision, layout)
         if schedule is not None and precision.strict:
             text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
-            raise ConfigError(message("train step", text, mend="Leave strict out, or keep pp at 1."))
+            raise ConfigError(message(text, mend="Leave strict out, or keep pp at 1."))
         if schedule is not None and precision.columnwise:
             text = "cannot gather weights in a second orientation with a pipeline: its stages round them once."
-            raise ConfigError(message("train step", text, mend="Leave columnwise out, or keep pp at 1."))
+            raise ConfigError(message(text, mend="Leave columnwise out, or keep pp at 1."))
         return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
 
     @named("train step")
@@ -616,15 +616,15 @@ class TrainStep:
             without_devices = _without_devices(layout)
             plan = next((p for p in self._plans if p.layout == without_devices), None)
             if plan is None:
-                check_numbers("train step", state)
+                check_numbers(state)
                 agree_on_setup(state, self._settings, batch, self._microbatches)
                 plan = self.prepare(layout)
-                plan.first = FirstCall("train step", layout.mesh)
+                plan.first = FirstCall(layout.mesh)
                 _refuse_other_state(self._opt, state)
                 self._plans.append(plan)
             plan.check, plan.rates = StateCheck(layout), ()  # The ranks of another mesh had no update together.
         assert plan.check is not None
-        plan.check("train step", state)
+        plan.check(state)
         for other in self._plans:
             if other is not plan:
                 other.release()
@@ -753,7 +753,7 @@ def _refuse_other_formats(precision: Precision, layout: Layout) -> None:
     if ours != theirs and (ours[0] or theirs[0]) is not None:
         rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
         mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."
-        raise ConfigError(message("train step", f"{rule} {list(theirs[1])}.", mend=mend))
+        raise ConfigError(message(f"{rule} {list(theirs[1])}.", mend=mend))
 
 
 def _device_of(layout: Layout) -> str:
@@ -792,19 +792,19 @@ def _settings(
 def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, precision: Any, *, has_aux: bool) -> None:
     """Refuses arguments that no layout and no batch can make right."""
     if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
-        raise refuse("fs.make_train_step", "a model, then an optimizer", model, "Swap the two.")
+        raise refuse("a model, then an optimizer", model, "Swap the two.")
     if not hasattr(model, "block"):
-        check_function("fs.make_train_step", "a Model, or a loss function (params, batch)", model, 2)
+        check_function("a Model, or a loss function (params, batch)", model, 2)
     elif has_aux:
         mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
-        raise ConfigError(message("fs.make_train_step", "got has_aux with a Model, which returns no aux.", mend=mend))
-    check_optimizer("fs.make_train_step", opt)
+        raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
+    check_optimizer(opt)
     if not isinstance(microbatches, int) or microbatches < 1:
         text = f"got microbatches={microbatches!r}."
-        raise ConfigError(message("fs.make_train_step", text, mend="Give a number from 1."))
-    check_policy("fs.make_train_step", policy)
+        raise ConfigError(message(text, mend="Give a number from 1."))
+    check_policy(policy)
     if precision is not None:
-        check_precision("fs.make_train_step", precision)
+        check_precision(precision)
 
 
 def _other_state(state: Any, batch: Any) -> ArgumentError:
@@ -815,7 +815,7 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
         mend = "A step returns two things: state, metrics = step(state, batch)."
     else:
         mend = "Make one with fs.init_state, or fs.state_from(params, opt, key, layout) of parameters."
-    return ArgumentError(message("train step", f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+    return ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
 
 
 def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
@@ -828,7 +828,7 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
         has = "has no" if state.loss_scale is None else "has a"
         text = f"got a state that {has} loss scale, and a precision that wants otherwise."
         mend = "Give plan_layout the same precision=, so that the state is made for it."
-        raise ConfigError(message("train step", text, mend=mend))
+        raise ConfigError(message(text, mend=mend))
     if state.loss_scale is None:
         return None
     return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
@@ -842,6 +842,7 @@ def _bad_parameters(state: TrainState) -> list[str]:
     return [path for path, count in zip(named, counts.tolist(), strict=True) if count]
 
 
+@named("train step")
 def _refusal(
     number: Tensor,
     squares: LeafSquares,
@@ -856,7 +857,7 @@ def _refusal(
     """The error of a step that is refused, or of ranks that did different things in it."""
     if code == UNLIKE:
         assert order is not None
-        return unlike_ranks("train step", mesh, everyone(mesh).ranks, order)
+        return unlike_ranks(mesh, everyone(mesh).ranks, order)
     return NonFiniteError(_not_finite(number, squares, loss, norm, weight, parameters))
 
 
@@ -870,10 +871,10 @@ def _not_finite(
     if parameters:
         rows += [f"params.{path}: it is not finite itself" for path in parameters]
         mend = "The parameters came in so, and no step mends them: load a checkpoint from before."
-        return message("train step", "refused: parameters are not finite.", rows, mend)
+        return report("train step refused: parameters are not finite.", rows, mend)
     rows += [f"params.{path}: its gradient is not finite" for path in squares.not_finite()]
     mend = "The state is as before. Lower the learning rate, clip gradients, or look at this batch."
-    return message("train step", "refused: loss or gradients are not finite.", rows, mend)
+    return report("train step refused: loss or gradients are not finite.", rows, mend)
 
 
 def _refusal_of_weight(number: int, weight: float) -> str:
@@ -885,7 +886,7 @@ def _refusal_of_weight(number: int, weight: float) -> str:
     else:
         rule = f"refused: the weight of this batch is {weight:g}."
         mend = "The state is as before. Return (sum, weight) with the number of tokens that count as the weight."
-    return message("train step", rule, [row], mend)
+    return report(f"train step {rule}", [row], mend)
 
 
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
@@ -898,14 +899,13 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
     spec, other = (tree.flatten(x, is_leaf=is_coded)[1] for x in (expected, state.opt_state))
     if spec != other:
-        tree.flatten_up_to(spec, state.opt_state, "train step", ("its optimizer", "state.opt_state"))
+        tree.flatten_up_to(spec, state.opt_state, ("its optimizer", "state.opt_state"))
 
 
-def refuse_model(function: str, model: Any, layout: Layout) -> None:
+def refuse_model(model: Any, layout: Layout) -> None:
     """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over.
 
     Args:
-        function: the public function, for the error.
         model: a `Model`.
         layout: of the state.
 
@@ -915,22 +915,21 @@ def refuse_model(function: str, model: Any, layout: Layout) -> None:
     """
     with _compat.with_values():
         draws = model.init(torch.zeros(2, dtype=torch.int64))
-    draws = tree.flatten_up_to(layout.structure, draws, function, ("the state", "its model"))
-    check_fit(function, layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
+    draws = tree.flatten_up_to(layout.structure, draws, ("the state", "its model"))
+    check_fit(layout, draws, ((leaf.shape, leaf.init) for leaf in layout.leaves))
     shape = abstract(layout.mesh)
     others = [axis for axis in ("cp", "tp") if axis not in model.axes]
     used = [f"{axis}={shape.axis_size(axis)}" for axis in others if shape.axis_size(axis) > 1]
     if used:
         known = ", ".join(("pp", "replica", "dp", "ep", *model.axes))
         mend = f"Use {known}, or pass a loss function that computes on the other axes itself."
-        raise ConfigError(message(function, f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend))
+        raise ConfigError(message(f"cannot cut the compute of a Model over {', '.join(used)}.", mend=mend))
 
 
-def planned_schedule(function: str, schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
+def planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
     """The schedule of a step on a mesh with `pp`.
 
     Args:
-        function: the public function, for the error.
         schedule: or the name of one.
         layout: on a mesh with `pp`.
         microbatches: how many.
@@ -946,5 +945,5 @@ def planned_schedule(function: str, schedule: str | Schedule, layout: Layout, mi
         planned = plan_schedule(planned, ranks, microbatches, overlap=overlap)
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
-        raise ScheduleError(message(function, text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))
+        raise ScheduleError(message(text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))
     return planned

@@ -42,7 +42,7 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
     given = sorted({Path(name) for name in names}, key=Path.as_posix)
     files: dict[Path, Path] = {}
     for path in given:
-        result = _walk("from_files", path, _visible) if path.is_dir() else iter([path])
+        result = _walk(path, _visible) if path.is_dir() else iter([path])
         files.update((file.resolve(), file) for file in result)
     more = f" and {len(given) - 3} more" if len(given) > 3 else ""
     source = ", ".join(map(str, given[:3])) + more if given else "an empty list of paths"
@@ -57,26 +57,25 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
         except ValueError as error:
             rows.append(f"{file}: {error}")
     if rows:
-        raise DataError(message("from_files", f"cannot read {len(rows)} paths.", rows, "Correct or remove them."))
+        raise DataError(message(f"cannot read {len(rows)} paths.", rows, "Correct or remove them."))
     if not buffer:
         what = f"found {len(files)} files, all empty, in {source}." if files else f"found no files in {source}."
-        raise DataError(message("from_files", what, mend="Name files, or a directory that has some."))
+        raise DataError(message(what, mend="Name files, or a directory that has some."))
     return buffer, begins, source
 
 
-def files_below(function: str, root: Path) -> list[Path]:
+def files_below(root: Path) -> list[Path]:
     """The files of a directory that are not hidden, in the order of their relative paths.
 
     Args:
-        function: the public function, for errors.
         root: the directory.
 
     Raises:
         DataError: there are none, or a directory cannot be listed.
     """
-    files = [*_walk(function, root, _visible)]
+    files = [*_walk(root, _visible)]
     if not files:
-        raise DataError(message(function, f"found no files in {root}.", mend="Name a directory that has some."))
+        raise DataError(message(f"found no files in {root}.", mend="Name a directory that has some."))
     return files
 
 
@@ -84,7 +83,7 @@ def _visible(name: str, _is_dir: bool) -> bool:
     return not name.startswith(".")
 
 
-def _walk(function: str, root: Path, keep: Callable[[str, bool], bool]) -> Iterator[Path]:
+def _walk(root: Path, keep: Callable[[str, bool], bool]) -> Iterator[Path]:
     """The regular files below `root` in the order of their relative paths; `keep(name, is_dir)` says what counts."""
     failed: list[OSError] = []
     files: list[Path] = []
@@ -93,7 +92,7 @@ def _walk(function: str, root: Path, keep: Callable[[str, bool], bool]) -> Itera
         files += [path for name in names if keep(name, False) and (path := Path(folder, name)).is_file()]
     if failed:
         rows = [f"{error.filename}: {error.strerror}" for error in failed]
-        raise DataError(message(function, f"cannot list {len(rows)} directories.", rows, "Make them readable."))
+        raise DataError(message(f"cannot list {len(rows)} directories.", rows, "Make them readable."))
     yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -120,14 +119,14 @@ def python_stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     left = max_bytes
-    for file in _walk("python_stdlib_files", root, _is_library_text):
+    for file in _walk(root, _is_library_text):
         left -= file.stat().st_size
         if left < 0:
             break
         files.append(file)
     if not files:
         rule = f"found no .py files within max_bytes {max_bytes} in {root}."
-        raise DataError(message("python_stdlib_files", rule, mend="Raise max_bytes, or name your own files."))
+        raise DataError(message(rule, mend="Raise max_bytes, or name your own files."))
     return files
 
 

@@ -48,15 +48,15 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
         >>> int(state.step), [round(x, 4) for x in fs.unshard(state.params["w"]).tolist()]
         (1, [0.2, 0.2, 0.2, 0.2])
     """
-    refuse_compiled(_NAME, "Call it as it is: its kernels are fused already.")
+    refuse_compiled("Call it as it is: its kernels are fused already.")
     if not isinstance(state, TrainState):
         swapped = isinstance(grads, TrainState)
         mend = "Swap the two: fs.update(state, grads, opt)." if swapped else "Make one with fs.setup or fs.init_state."
-        raise ArgumentError(message(_NAME, f"takes a TrainState first, got {kind_of(state)}.", mend=mend))
+        raise ArgumentError(message(f"takes a TrainState first, got {kind_of(state)}.", mend=mend))
     if is_optimizer(grads) and not is_optimizer(opt):
-        raise refuse(_NAME, "gradients, then an optimizer", grads, "Swap the two: fs.update(state, grads, opt).")
-    check_optimizer(_NAME, opt)
-    refuse_no_gradients(_NAME, grads, state.opt_state)
+        raise refuse("gradients, then an optimizer", grads, "Swap the two: fs.update(state, grads, opt).")
+    check_optimizer(opt)
+    refuse_no_gradients(grads, state.opt_state)
     layout = state.layout
     placed = redistribute(grads, layout.main)
     main, opt_state = apply_gradients(

@@ -63,7 +63,7 @@ def refuse_bare_casts(
         "Write w = fs.quantise(w, fs.formats.TENSORWISE), then fs.dequantise(w) or fs.ops.product(x, w, 1), whose"
         " gradient is not rounded; or cast w.detach(), of which there is none."
     )
-    raise TransformError(message("fs.value_and_grad", f"{rule} 1e-4 becomes 0.", map(_describe, casts), mend))
+    raise TransformError(message(f"{rule} 1e-4 becomes 0.", map(_describe, casts), mend))
 
 
 def _casts(roots: Sequence[Node | None]) -> list[Node]:

@@ -46,7 +46,7 @@ def compare_units(mesh: Mesh) -> Generator[None]:
         4.0
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
-        raise refuse("fs.compare_units", "a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+        raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
     with naming_lost("fs.compare_units", mesh):
         order, comparison = order_here(), comparison_of(mesh)
         if order is not None and comparison is not None:

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from fsharding import _compat, random
+from fsharding.calls import public_name
 from fsharding.comm.step_agreement import numbers_of_all
-from fsharding.errors import TransformError, message
+from fsharding.errors import TransformError, report
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.transforms.gather_context import GatherContext
 from fsharding.transforms.loss_checks import line_of_user
@@ -45,12 +46,11 @@ class FirstCall:
     """The checks of one call of a loss function, or of one for each microbatch.
 
     Args:
-        function: the public function, for errors and warnings.
         mesh: whose ranks refuse together a loss that depends on no parameter; without one this rank warns of it.
     """
 
-    def __init__(self, function: str, mesh: Mesh | None = None) -> None:
-        self._function, self._mesh = function, mesh
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self._name, self._mesh = public_name(), mesh
         self._lines: dict[tuple[int, int], str] = {}  # of the user, where a key was first drawn with
         self._warned: set[str] = set()
 
@@ -119,7 +119,7 @@ class FirstCall:
             )
         else:
             rule = "has a loss that does not depend on its parameters, so nothing would be trained."
-            raise TransformError(message(self._function, rule, [row], mend))
+            raise TransformError(report(f"{self._name} {rule}", [row], mend))
 
     def _note_draw(self, words: tuple[int, int]) -> None:
         line = line_of_user(traceback.extract_stack())
@@ -160,7 +160,7 @@ class FirstCall:
     def _warn(self, kind: str, rule: str, rows: Iterable[str], mend: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message(self._function, rule, rows, mend), stacklevel=2)
+            warnings.warn(report(f"{self._name} {rule}", rows, mend), stacklevel=2)
 
 
 class _Checked:
@@ -174,11 +174,10 @@ class _Checked:
 _checked = _Checked()
 
 
-def first_call(function: str, fn: Callable[..., Any]) -> FirstCall | None:
+def first_call(fn: Callable[..., Any]) -> FirstCall | None:
     """The checks of a call of a loss function; None if it was called before.
 
     Args:
-        function: the public function, for warnings.
         fn: the loss function; if it wraps another, the inner one counts.
     """
     while callable(inner := getattr(fn, "__wrapped__", None)):
@@ -188,7 +187,7 @@ def first_call(function: str, fn: Callable[..., Any]) -> FirstCall | None:
         return None
     _checked.functions.add(fn)
     _checked.alike[code] += 1
-    return FirstCall(function)
+    return FirstCall()
 
 
 def _is_weakly_hashable(fn: Callable[..., Any]) -> bool:

@@ -43,7 +43,7 @@ from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain, Wire
-from fsharding.errors import ConfigError, TransformError, listed, message
+from fsharding.errors import ConfigError, TransformError, listed, message, report
 from fsharding.formats.quantised import Quantised, noting_numbers
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
@@ -698,7 +698,7 @@ def current_context() -> GatherContext | None:
     if context is not None and _functorch.linearizing():
         rule = "cannot run inside fs.value_and_grad: torch takes its linear map for a constant there."
         mend = "Use torch.func.jvp, or torch.func.linearize inside fs.shard_map."
-        raise TransformError(message("torch.func.linearize", rule, mend=mend))
+        raise TransformError(report(f"torch.func.linearize {rule}", mend=mend))
     return None if _functorch.in_functorch() else context
 
 
@@ -714,7 +714,7 @@ def is_evaluating() -> bool:
     return context is not None and context.evaluates
 
 
-def check_depth(function: str, prefetch: Any) -> None:
+def check_depth(prefetch: Any) -> None:
     """Refuses what is no number of units to gather ahead.
 
     Raises:
@@ -725,4 +725,4 @@ def check_depth(function: str, prefetch: Any) -> None:
         mend = (
             "Give the number of units to gather ahead: 1, or 0 for none. Units are named in fs.gather_unit(prefetch=)."
         )
-        raise ConfigError(message(function, rule, mend=mend))
+        raise ConfigError(message(rule, mend=mend))

@@ -96,8 +96,8 @@ def gather_unit(
         >>> float(value)
         24.0
     """
-    check_policy("fs.gather_unit", policy)
-    nodes, spec = local_nodes("fs.gather_unit", unit)
+    check_policy(policy)
+    nodes, spec = local_nodes(unit)
     context = current_context()
     sharded = {id(node.value): node for node in nodes if isinstance(node, Local)}
     shards = list(sharded.values())
@@ -113,7 +113,7 @@ def gather_unit(
     )
 
 
-def local_nodes(function: str, unit: Tree) -> tuple[list[Any], Any]:
+def local_nodes(unit: Tree) -> tuple[list[Any], Any]:
     """The leaves of a unit with `Local` nodes for its DTensors, and its structure.
 
     Under a vmap over the first dim of a leaf, its node says what it is inside: that dim is gone.
@@ -139,10 +139,10 @@ def local_nodes(function: str, unit: Tree) -> tuple[list[Any], Any]:
                 odd.append(f"{path or 'the leaf'} is {typeof(leaf)}, {here} here, and holds {list(leaf.value.shape)}")
     if lost:
         mend = "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params)."
-        raise TransformError(message(function, "got DTensors out of a torch.func transform.", lost, mend))
+        raise TransformError(message("got DTensors out of a torch.func transform.", lost, mend))
     if odd:
         mend = 'Give vmap in_dims=0 for nodes, over a dim that nothing cuts: name it "layers".'
-        raise TransformError(message(function, "got nodes that do not hold what they say.", odd, mend))
+        raise TransformError(message("got nodes that do not hold what they say.", odd, mend))
     return leaves, spec
 
 
@@ -264,8 +264,8 @@ def select_unit(stack: Tree, index: int) -> Tree:
         >>> fs.select_unit({"w": torch.arange(6).view(3, 2)}, 1)
         {'w': tensor([2, 3])}
     """
-    nodes, spec = local_nodes("fs.select_unit", stack)
-    refuse_cut_layers("fs.select_unit", tree.unflatten(spec, nodes))
+    nodes, spec = local_nodes(stack)
+    refuse_cut_layers(tree.unflatten(spec, nodes))
     context = current_context()
 
     def select(leaf: Any) -> Any:
@@ -274,7 +274,7 @@ def select_unit(stack: Tree, index: int) -> Tree:
     return tree.unflatten(spec, [select(node) for node in nodes])
 
 
-def refuse_cut_layers(function: str, stack: Tree) -> None:
+def refuse_cut_layers(stack: Tree) -> None:
     """Checks that every rank has all the units of a stack, and their gradients.
 
     Raises:
@@ -291,7 +291,7 @@ def refuse_cut_layers(function: str, stack: Tree) -> None:
             rows.append(f"{path} is {typeof(leaf)}, and its gradient {typeof(replace(leaf, sharding=of_grad))}")
     if rows:
         mend = 'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
-        raise SpecError(message(function, "needs stacks whose layers are on every rank.", rows, mend))
+        raise SpecError(message("needs stacks whose layers are on every rank.", rows, mend))
 
 
 def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None, *, first: int = 0) -> list[Local]:
@@ -331,9 +331,9 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     if _functorch.in_functorch():
         text = "cannot run under a torch.func transform."
         mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
-        raise TransformError(message("fs.scatter_grads", text, mend=mend))
+        raise TransformError(message(text, mend=mend))
     leaves, spec = tree.flatten(like)
-    given = tree.flatten_up_to(spec, grads, "fs.scatter_grads", ("like", "grads"))
+    given = tree.flatten_up_to(spec, grads, ("like", "grads"))
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     result: list[Any] = list(given)
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
@@ -343,7 +343,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     if odd := [i for i in chosen if i not in plain or tuple(given[i].shape) != wanted[i]]:
         rows = [f"{named[i]} is {typeof(nodes[i])}, whole {list(wanted[i])}; got {_kind(given[i])}" for i in odd]
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
-        raise LayoutError(message("fs.scatter_grads", "got gradients that are not those of whole leaves.", rows, mend))
+        raise LayoutError(message("got gradients that are not those of whole leaves.", rows, mend))
     plans = tuple(
         UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, Plain(given[i].dtype),
                  GradTarget(nodes[i].sharding, wide(given[i].dtype)))

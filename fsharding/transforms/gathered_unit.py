@@ -202,7 +202,7 @@ class GatheredUnit:
             mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
             if self.plan.aliases:
                 mend += " Leaves that nothing cuts are the state's own: it is changed, so load or make it again."
-            raise TransformError(message("fs.gather_unit", rule, mend=mend))
+            raise TransformError(message(rule, mend=mend))
 
     def abandon(self, *, failed: bool = False) -> None:
         """Releases a unit in any state: all-gathers that nobody needs are waited for; after a failure, not for long."""

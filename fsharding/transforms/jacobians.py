@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
 from fsharding import tree
+from fsharding.calls import named
 from fsharding.errors import TransformError, message
 from fsharding.public import check_function, public
 from fsharding.sharding.named_sharding import Local, typeof
@@ -56,9 +57,10 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
         tensor([[2., 0.],
                 [0., 4.]])
     """
-    check_function("fs.jacfwd", "a function (params, *args)", fn, 1)
+    check_function("a function (params, *args)", fn, 1)
 
     @functools.wraps(fn)
+    @named("fs.hessian")
     def run(params: Tree, *args: Any) -> Tree:
         leaves, spec = tree.flatten(params)
         _check(tree.named_leaves(params))
@@ -116,25 +118,27 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
         tensor([[ 6.,  0.],
                 [ 0., 12.]])
     """
-    check_function("fs.hessian", "a function (params, *args)", fn, 1)
+    check_function("a function (params, *args)", fn, 1)
 
     @functools.wraps(fn)
+    @named("fs.hessian")
     def scalar(*args: Any) -> Tensor:
         result = fn(*args)
         if not isinstance(result, Tensor) or result.ndim:
             got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             mend = "Return a 0-d tensor: the sum of this rank's losses, say."
-            raise TransformError(message("fs.hessian", f"needs a function to one number, got {got}.", mend=mend))
+            raise TransformError(message(f"needs a function to one number, got {got}.", mend=mend))
         return result
 
     columns = jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
 
     @functools.wraps(fn)
+    @named("fs.hessian")
     def run(params: Tree, *args: Any) -> Tree:
         # For torch None is a leaf, with respect to which nothing can be differentiated.
         if any(x is None for x in torch_pytree.tree_leaves(params)):
             mend = "Leave entries that are None out of the tree."
-            raise TransformError(message("fs.hessian", "got a tree with None in it.", mend=mend))
+            raise TransformError(message("got a tree with None in it.", mend=mend))
         return columns(params, *args)
 
     return run
@@ -150,7 +154,7 @@ def _check(leaves: dict[str, Any]) -> None:
             wrong.append(f"{path or 'it'} is {typeof(x)}" + (" at rest" if isinstance(value, DTensor) else ""))
     if wrong:
         mend = "Call it inside fs.shard_map, with a tree of the leaves to differentiate."
-        raise TransformError(message("fs.jacfwd", "needs floating point leaves in flight.", wrong, mend))
+        raise TransformError(message("needs floating point leaves in flight.", wrong, mend))
 
 
 def _indices(x: Local | Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def explained(
         return None
     if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
         mend = "Give it the parameters alone: (state.params, batch)."
-        return ArgumentError(message(_NAME, f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
+        return ArgumentError(message(f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
     names = _names(fn, len(args) + 1)
@@ -117,7 +117,7 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
     mend += of_sums(error.use)
     where = _line_of(error)
     rule = f"has a loss function in which a leaf {error.use} before it is gathered."
-    error.args = (message(_NAME, rule, [row, *where], mend),)
+    error.args = (message(rule, [row, *where], mend),)
 
 
 def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
@@ -125,14 +125,14 @@ def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: 
     leaves = tree.leaves(params, is_leaf=_is_local)
     if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
         rule = "got no sharded leaf in its first argument, and sharded ones after it."
-        return ArgumentError(message(_NAME, rule, mend="Give the parameters first: (params, batch)."))
+        return ArgumentError(message(rule, mend="Give the parameters first: (params, batch)."))
     if isinstance(error, TypeError):
         try:
             inspect.signature(fn).bind(params, *args)
         except (TypeError, ValueError) as why:
             name = getattr(fn, "__name__", type(fn).__name__)
             rule = f"cannot call {name} with params and {len(args)} more: {why}."
-            return ArgumentError(message(_NAME, rule, mend="Give what the loss function takes after params."))
+            return ArgumentError(message(rule, mend="Give what the loss function takes after params."))
     return None
 
 
@@ -142,7 +142,7 @@ def _of_compiling(error: Exception) -> FshardingError | None:
         return None
     rule = "has a loss function that is compiled as one graph, which gathers cannot be part of."
     mend = "Leave fullgraph=True out; a block may have it: fs.scan_units(torch.compile(block, fullgraph=True), ...)."
-    return TransformError(message(_NAME, rule, mend=mend))
+    return TransformError(message(rule, mend=mend))
 
 
 def _of_writing(error: Exception) -> FshardingError | None:
@@ -156,18 +156,18 @@ def _of_writing(error: Exception) -> FshardingError | None:
             "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
             " with torch.autograd.grad(..., create_graph=True)."
         )
-        return TransformError(message(_NAME, rule, mend=mend))
+        return TransformError(message(rule, mend=mend))
     if "change requires_grad flags" in text:
         rule = "has a loss function that changes requires_grad of a gathered weight."
-        return TransformError(message(_NAME, rule, _line_of(error), f"{_FREEZE} In one place, use w.detach()."))
+        return TransformError(message(rule, _line_of(error), f"{_FREEZE} In one place, use w.detach()."))
     if "is a view and" in text and "modified inplace" in text:
         rule = "has a loss function that writes gathered weights in place."
         mend = "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x."
-        return TransformError(message(_NAME, rule, _line_of(error), mend))
+        return TransformError(message(rule, _line_of(error), mend))
     if "mixed torch.Tensor and DTensor" in text:
         rule = "has a loss function that uses parameters at rest, DTensors, with plain tensors."
         mend = "Use its own first argument, through fs.gather_unit, in the place of state.params."
-        return TransformError(message(_NAME, rule, _line_of(error), mend))
+        return TransformError(message(rule, _line_of(error), mend))
     return None
 
 
@@ -177,7 +177,7 @@ def _of_nodes(error: Exception) -> FshardingError | None:
         return None
     rule = "has a loss function that uses leaves of its parameters before they are gathered."
     mend = 'Gather their unit first, such as unit = fs.gather_unit(params["head"]), and use its leaves.'
-    return TransformError(message(_NAME, rule, [str(error).strip(), *_line_of(error)], mend))
+    return TransformError(message(rule, [str(error).strip(), *_line_of(error)], mend))
 
 
 def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:
@@ -193,7 +193,7 @@ def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequ
     hint = did_you_mean(str(key), parts)
     mend = f"Give the batch an entry {key!r}, or ask for one that is there.{hint}"
     rule = f"has a loss function that asks for {key!r}, which is in none of its arguments."
-    return MissingKeyError(message(_NAME, rule, [*rows, *_line_of(error)], mend))
+    return MissingKeyError(message(rule, [*rows, *_line_of(error)], mend))
 
 
 def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> FshardingError | None:
@@ -203,7 +203,7 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
     text, given = str(error), dict(zip(names, args, strict=False))
     if yielding := [f"{name} is {kind_of(x)}" for name, x in given.items() if yields_batches(x)]:
         rule = "takes one batch, and got an object that yields them."
-        return BatchError(message(_NAME, rule, yielding, YIELDS))
+        return BatchError(message(rule, yielding, YIELDS))
     rows = [f"{name} is None" for name, x in given.items() if x is None]
     rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if "indices must be" in text and _is_list(x)]
     for name, x in given.items():
@@ -212,7 +212,7 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
     if not rows:
         return None
     mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
-    return BatchError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
+    return BatchError(message(f"has a loss function that failed: {text}.", rows, mend))
 
 
 def _of_kinds(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:
@@ -230,7 +230,7 @@ def _of_kinds(error: Exception, names: Sequence[str], params: Tree, args: Sequen
         return None
     text = str(error).strip().partition("\n")[0].rstrip(".!")
     mend = "Change these leaves of the batch; fs.local_batch(batch) moves all of them to the device of the mesh."
-    return DtypeError(message(_NAME, f"has a loss function that failed: {text}.", [*_line_of(error), *rows], mend))
+    return DtypeError(message(f"has a loss function that failed: {text}.", [*_line_of(error), *rows], mend))
 
 
 def _odd_kind(x: Tensor, devices: set[torch.device], dtypes: set[torch.dtype]) -> str:
@@ -278,7 +278,7 @@ def _of_shapes(
             " block(fs.gather_unit(unit), x)."
         )
     rows = [*_line_of(error), *rows, *context.gathered_leaves()]
-    return ShapeError(message(_NAME, f"has a loss function that failed: {text}.", rows, mend))
+    return ShapeError(message(f"has a loss function that failed: {text}.", rows, mend))
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, tree
+from fsharding.calls import public_name
 from fsharding.errors import LayoutError, TransformError, TreeError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
@@ -25,8 +26,6 @@ from fsharding.tree import Tree
 
 __all__ = ["counts_here", "norm_in_flight", "vdot"]
 
-_VDOT = "fs.tree.vdot"
-
 
 @tree.define_vdot
 @public("fs.tree.vdot")
@@ -36,12 +35,12 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     left, right = tree.named_leaves(a), tree.named_leaves(b)
     if left.keys() != right.keys():
         rows = [f"{path}: only in one tree" for path in sorted(left.keys() ^ right.keys())]
-        raise TreeError(message(_VDOT, "got two trees that do not match.", rows, "Give both the same keys."))
+        raise TreeError(message("got two trees that do not match.", rows, "Give both the same keys."))
     known: dict[str, NamedSharding | None] = dict.fromkeys(left)
     if shardings is not None:
-        flat = tree.flatten_up_to(tree.flatten(a)[1], shardings, _VDOT, ("a", "shardings"))
+        flat = tree.flatten_up_to(tree.flatten(a)[1], shardings, ("a", "shardings"))
         known = dict(zip(left, flat, strict=True))
-    _refuse_hidden_owners(_VDOT, {path: x for path, x in left.items() if known[path] is None})
+    _refuse_hidden_owners({path: x for path, x in left.items() if known[path] is None})
     _refuse_stages(left)
     terms: dict[tuple[str, ...], list[Tensor]] = {}
     mesh: Mesh | None = None
@@ -64,7 +63,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
         terms.setdefault(tuple(axis for axis in AXES if axis in cut), []).append(product)
     if wrong:
         mend = "Bring both to one sharding, as fs.reshard or fs.redistribute does."
-        raise LayoutError(message(_VDOT, "needs equal shardings.", wrong, mend))
+        raise LayoutError(message("needs equal shardings.", wrong, mend))
     sums = [torch.stack(result).sum() for result in terms.values()]
     sums = [collectives.psum(x, axes, mesh=mesh) if axes else x for axes, x in zip(terms, sums, strict=True)]
     wide = any(_opened(x)[0].dtype == torch.float64 for x in left.values())
@@ -81,11 +80,10 @@ def norm_in_flight(values: Tree) -> Tensor:
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
-def _refuse_hidden_owners(function: str, leaves: dict[str, object]) -> None:
+def _refuse_hidden_owners(leaves: dict[str, object]) -> None:
     """Refuses DTensors that lie on a slice of their mesh: which part of a leaf that is, only a layout knows.
 
     Args:
-        function: the public function, for the error.
         leaves: by path; what is no DTensor passes.
 
     Raises:
@@ -94,9 +92,9 @@ def _refuse_hidden_owners(function: str, leaves: dict[str, object]) -> None:
     owned = {path: x for path, x in leaves.items() if isinstance(x, DTensor) and hides_owners(x)}
     hidden = [f"{path} is {typeof(x)} on a slice of its mesh" for path, x in owned.items()]
     if hidden:
-        mend = f"Say where they are: {function}(..., shardings=layout.main), or layout.params for parameters."
+        mend = f"Say where they are: {public_name()}(..., shardings=layout.main), or layout.params for parameters."
         rule = "cannot tell who owns leaves of pipeline stages or Fused dims."
-        raise LayoutError(message(function, rule, hidden, mend))
+        raise LayoutError(message(rule, hidden, mend))
 
 
 def counts_here(sharding: NamedSharding) -> bool:
@@ -111,7 +109,7 @@ def _refuse_stages(leaves: dict[str, object]) -> None:
     staged = [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local) and "pp" in x.slices]
     if staged:
         mend = "Take the product of trees at rest, with shardings=layout.main."
-        raise TransformError(message(_VDOT, "cannot sum over pipeline stages in flight.", staged, mend))
+        raise TransformError(message("cannot sum over pipeline stages in flight.", staged, mend))
 
 
 def _opened(x: object) -> tuple[Tensor, NamedSharding | None, tuple[str, ...]]:
@@ -121,5 +119,5 @@ def _opened(x: object) -> tuple[Tensor, NamedSharding | None, tuple[str, ...]]:
         return node.value, replace(node.sharding, assigned=()).simplified(), node.slices
     if not isinstance(node, Tensor):
         mend = "Give trees of tensors; None stands for a leaf that is left out."
-        raise TreeError(message(_VDOT, f"got a leaf of type {type(node).__name__}.", mend=mend))
+        raise TreeError(message(f"got a leaf of type {type(node).__name__}.", mend=mend))
     return node, None, ()

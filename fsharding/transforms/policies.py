@@ -59,20 +59,20 @@ POLICIES = {p.name: p for p in (save_except_gathered, nothing_saveable, dots_sav
 """Policies by name."""
 
 
-def check_policy(function: str, policy: Any) -> None:
+def check_policy(policy: Any) -> None:
     """Refuses what is no policy, such as the name of one.
 
     Raises:
         ConfigError: it is none.
 
     Example:
-        >>> fs.policies.check_policy("my_scan", fs.policies.dots_saveable)
+        >>> fs.policies.check_policy(fs.policies.dots_saveable)
         >>> try:
-        ...     fs.policies.check_policy("my_scan", "dots_saveable")
+        ...     fs.policies.check_policy("dots_saveable")
         ... except ValueError as error:
         ...     print(str(error).splitlines()[0])
-        my_scan got policy='dots_saveable'.
+        fsharding got policy='dots_saveable'.
     """
     if not isinstance(policy, Policy):
         known = ", ".join(f"fs.policies.{name}" for name in POLICIES)
-        raise ConfigError(message(function, f"got policy={policy!r}.", mend=f"Use one of {known}."))
+        raise ConfigError(message(f"got policy={policy!r}.", mend=f"Use one of {known}."))

@@ -85,8 +85,8 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         >>> x.grad
         tensor([0.8399, 0.8399])
     """
-    check_function("fs.remat", "a function of trees", fn, 0)
-    check_policy("fs.remat", policy)
+    check_function("a function of trees", fn, 0)
+    check_policy(policy)
     if policy.activations == "all":
         return fn
     captured: list[weakref.ref[Tensor]] = []

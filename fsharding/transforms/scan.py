@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat, _functorch, tree
-from fsharding.errors import ArgumentError, TreeError, message
+from fsharding.errors import ArgumentError, TreeError, message, report
 from fsharding.public import check_function, kind_of, public
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms import policies
@@ -53,11 +53,11 @@ def scan(
         >>> total, squares
         (tensor(6), tensor([0, 1, 4, 9]))
     """
-    check_function("fs.scan", "a function (carry, x)", fn, 2)
-    rows = _rows(xs, length, "fs.scan")
+    check_function("a function (carry, x)", fn, 2)
+    rows = _rows(xs, length)
     ys: list[Tree] = []
     for x in rows:
-        carry, y = _pair("fs.scan", "fn", fn(carry, x))
+        carry, y = _pair("fn", fn(carry, x))
         ys.append(y)
     return carry, _stack(ys)
 
@@ -104,17 +104,17 @@ def scan_units(
         >>> float(fs.value_and_grad(loss)(fs.shard(stack, layout), torch.ones(2, 4))[0])
         8.0
     """
-    check_function("fs.scan_units", "a function (params, carry)", block, 2)
-    check_policy("fs.scan_units", policy)
-    rows = list(units) if isinstance(units, list | tuple) else unstack_units(units)
-    inputs = [(x,) for x in _rows(xs, len(rows), "fs.scan_units")] if xs is not None else [()] * len(rows)
+    check_function("a function (params, carry)", block, 2)
+    check_policy(policy)
+    rows = list(units) if isinstance(units, list | tuple) else _unstacked(units)
+    inputs = [(x,) for x in _rows(xs, len(rows))] if xs is not None else [()] * len(rows)
     step = _step(block, policy)
     auxes: list[Tree] = []
     depth, order = prefetch_depth(), UnitsAhead([*rows, *UnitsAhead.of(prefetch)])
     for i, unit in enumerate(rows):
         following = UnitsAhead(order[i + 1 : i + 1 + depth])
         out = step(unit, following, carry, *inputs[i])
-        carry, aux = _pair("fs.scan_units", "with has_aux, block", out) if has_aux else (out, None)
+        carry, aux = _pair("with has_aux, block", out) if has_aux else (out, None)
         auxes.append(aux)
     return (carry, _stack(auxes)) if has_aux else carry
 
@@ -130,7 +130,7 @@ def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
 
 def _as_local(unit: Tree) -> Tree:
-    nodes, spec = local_nodes("fs.scan_units", unit)
+    nodes, spec = local_nodes(unit)
     return tree.unflatten(spec, nodes)
 
 
@@ -148,18 +148,18 @@ def stack_units(units: Sequence[Tree]) -> Tree:
                 [1., 1.]])}
     """
     if not units:
-        raise TreeError(message("fs.stack_units", "got no units.", mend="Stack at least one."))
+        raise TreeError(message("got no units.", mend="Stack at least one."))
     first = tree.named_leaves(units[0])
     rows: list[str] = []
     for i, unit in enumerate(units[1:], 1):
-        tree.match("fs.stack_units", units[0], unit, ("unit 0", f"unit {i}"))
+        tree.match(units[0], unit, ("unit 0", f"unit {i}"))
         for path, leaf in tree.named_leaves(unit).items():
             if (leaf.shape, leaf.dtype) != (first[path].shape, first[path].dtype):
                 a, b = ((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in (first[path], leaf))
                 rows.append(f"{path}: {a[1]}{list(a[0])} in unit 0, {b[1]}{list(b[0])} in unit {i}")
     if rows:
         mend = "Pass unlike units to scan_units as a list."
-        raise TreeError(message("fs.stack_units", "needs units that are alike.", rows, mend))
+        raise TreeError(message("needs units that are alike.", rows, mend))
     return tree.map(lambda *leaves: torch.stack(leaves), *units)
 
 
@@ -176,7 +176,11 @@ def unstack_units(stack: Tree) -> list[Tree]:
         >>> fs.unstack_units({"b": torch.tensor([[0, 0], [1, 1]])})
         [{'b': tensor([0, 0])}, {'b': tensor([1, 1])}]
     """
-    nodes, spec = local_nodes("fs.scan_units", stack)
+    return _unstacked(stack)
+
+
+def _unstacked(stack: Tree) -> list[Tree]:
+    nodes, spec = local_nodes(stack)
     lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
@@ -184,8 +188,8 @@ def unstack_units(stack: Tree) -> list[Tree]:
             "Pass unlike units as a list, and shared leaves apart from the stack. One unit alone needs no scan:"
             " x = block(fs.gather_unit(unit), x)."
         )
-        raise TreeError(message("fs.scan_units", "needs leaves [layers, ...] of one length.", rows, mend))
-    refuse_cut_layers("fs.scan_units", tree.unflatten(spec, nodes))
+        raise TreeError(report("fs.scan_units needs leaves [layers, ...] of one length.", rows, mend))
+    refuse_cut_layers(tree.unflatten(spec, nodes))
     context = current_context()
     columns: list[Sequence[Any]] = []
     for node in nodes:
@@ -196,12 +200,12 @@ def unstack_units(stack: Tree) -> list[Tree]:
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
 
 
-def _pair(function: str, what: str, out: Any) -> tuple[Any, Any]:
+def _pair(what: str, out: Any) -> tuple[Any, Any]:
     """The carry and the rest that a body returned."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         returned = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list) else kind_of(out)
         text = f"needs a pair from its body: {what} returned {returned}."
-        raise ArgumentError(message(function, text, mend="Return (carry, y); y may be None."))
+        raise ArgumentError(message(text, mend="Return (carry, y); y may be None."))
     return out[0], out[1]
 
 
@@ -210,18 +214,18 @@ def _length(node: Any) -> int | None:
     return value.shape[0] if value.ndim else None
 
 
-def _rows(xs: Tree, length: int | None, function: str) -> Iterator[Tree]:
+def _rows(xs: Tree, length: int | None) -> Iterator[Tree]:
     leaves, spec = tree.flatten(xs)
     scalars = [f"{path}: 0-d" for path, x in zip(tree.paths(xs), leaves, strict=True) if x.ndim == 0]
     if scalars:
-        raise TreeError(message(function, "needs xs with a first dim.", scalars, "Close over what all layers share."))
+        raise TreeError(message("needs xs with a first dim.", scalars, "Close over what all layers share."))
     lengths = {path: int(x.shape[0]) for path, x in zip(tree.paths(xs), leaves, strict=True)}
     if length is None and not lengths:
-        raise TreeError(message(function, "got neither xs nor length.", mend="Pass length= to scan without xs."))
+        raise TreeError(message("got neither xs nor length.", mend="Pass length= to scan without xs."))
     count = length if length is not None else next(iter(lengths.values()))
     wrong = [f"{path}: {n}" for path, n in lengths.items() if n != count]
     if wrong:
-        raise TreeError(message(function, f"needs leaves of length {count}.", wrong))
+        raise TreeError(message(f"needs leaves of length {count}.", wrong))
     return (tree.unflatten(spec, [leaf[i] for leaf in leaves]) for i in range(count))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from fsharding import _compat, _functorch, tree
+from fsharding.calls import named
 from fsharding.errors import TransformError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
 from fsharding.mesh.failures import order_here
@@ -61,15 +62,16 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
         >>> fs.unshard(grads["w"])
         tensor([2., 2., 2., 2.])
     """
-    check_function("fs.shard_map", "a function of trees", fn, 0)
+    check_function("a function of trees", fn, 0)
 
     @_compat.never_inlined
     @functools.wraps(fn)
+    @named("fs.shard_map")
     def run(*args: Any, **kwargs: Any) -> Any:
-        refuse_compiled("fs.shard_map", "Compile the function inside: fs.shard_map(torch.compile(fn)).")
+        refuse_compiled("Compile the function inside: fs.shard_map(torch.compile(fn)).")
         if _functorch.in_functorch():
             mend = "Transform the function inside: fs.shard_map(torch.func.grad(f))."
-            raise TransformError(message("fs.shard_map", "cannot run under a torch.func transform.", mend=mend))
+            raise TransformError(message("cannot run under a torch.func transform.", mend=mend))
         flat, spec = tree.flatten((args, kwargs))
         _check(tree.named_leaves((args, kwargs)))
         nodes = [to_local(x) if isinstance(x, DTensor) else x for x in flat]
@@ -91,11 +93,11 @@ def _check(leaves: dict[str, Any]) -> None:
     at_rest = {path: x for path, x in leaves.items() if isinstance(x, DTensor)}
     if staged := [f"{path} is {typeof(x)}" for path, x in at_rest.items() if hides_owners(x)]:
         mend = "Reshard to a layout without stages first."
-        raise TransformError(message("fs.shard_map", "cannot tell who owns leaves with assignments.", staged, mend))
+        raise TransformError(message("cannot tell who owns leaves with assignments.", staged, mend))
     meshes = {path: to_local(x).sharding.mesh for path, x in at_rest.items()}
     if len(set(meshes.values())) > 1:
         rows = [f"{path} is on {abstract(m)}" for path, m in meshes.items()]
-        raise TransformError(message("fs.shard_map", "needs all leaves on one mesh.", rows, "Reshard some of them."))
+        raise TransformError(message("needs all leaves on one mesh.", rows, "Reshard some of them."))
 
 
 def _at_rest(out: Tree) -> Tree:
@@ -117,5 +119,5 @@ def _at_rest(out: Tree) -> Tree:
     result = tree.map_with_path(rest, out)
     if wrong:
         mend = "Return what local nodes hold as plain tensors, .value, where it is no part of such a leaf."
-        raise TransformError(message("fs.shard_map", "got nodes that do not hold what they say.", wrong, mend))
+        raise TransformError(message("got nodes that do not hold what they say.", wrong, mend))
     return result

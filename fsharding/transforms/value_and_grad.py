@@ -23,7 +23,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.comm.wires import Plain
-from fsharding.errors import ConfigError, NonFiniteError, TransformError, message
+from fsharding.errors import ConfigError, NonFiniteError, TransformError, message, report
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
@@ -99,7 +99,7 @@ class Loss(NamedTuple):
             if not 0 < count < float("inf"):
                 what = "no token counts" if count == 0 else f"its count is {count:g}"
                 mend = "Count the tokens that the sum is over, and add up batches before you ask for their mean."
-                raise NonFiniteError(message("fs.Loss", f"has no mean: {what}.", mend=mend))
+                raise NonFiniteError(message(f"has no mean: {what}.", mend=mend))
             return self.sum / self.count
         return self.sum / _divisor(count)
 
@@ -197,20 +197,20 @@ def value_and_grad(
         >>> float(value), fs.unshard(grads["w"])[0].tolist()
         (24.0, [3.0, 3.0])
     """
-    check_function("fs.value_and_grad", "a loss function (params, *args)", fn, 1)
-    check_precision("fs.value_and_grad", precision)
-    check_depth("fs.value_and_grad", prefetch)
+    check_function("a loss function (params, *args)", fn, 1)
+    check_precision(precision)
+    check_depth(prefetch)
     if isinstance(grads, Layout | bool | str):
         mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
-        raise refuse("fs.value_and_grad", "grads= as a tree of NamedSharding", grads, mend)
+        raise refuse("grads= as a tree of NamedSharding", grads, mend)
 
     @public("fs.value_and_grad")
     @_compat.never_inlined
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
-        refuse_compiled("fs.value_and_grad", _COMPILE)
+        refuse_compiled(_COMPILE)
         _check_patterns(precision, params)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
-        first = first_call("fs.value_and_grad", fn)
+        first = first_call(fn)
         return loss_and_grads(
             fn if first is None else first.watched(fn, has_aux=has_aux), params, args, accumulate, has_aux=has_aux,
             grads=grads, precision=precision, mean=mean, prefetch=prefetch, key=key, first=first,
@@ -226,12 +226,13 @@ def _check_patterns(precision: Precision, params: Tree) -> None:
     if precision.keep is KEEP and not precision.columnwise:
         return
     shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)
-    precision.check_leaves("fs.value_and_grad", tuple(PatternLeaf(p, shape, len(shape) > 2) for p, shape in shapes))
+    precision.check_leaves(tuple(PatternLeaf(p, shape, len(shape) > 2) for p, shape in shapes))
 
 
 _COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."
 
 
+@named("fs.value_and_grad")
 def loss_and_grads(
     fn: Callable[..., Any],
     params: Tree,
@@ -290,6 +291,7 @@ def loss_and_grads(
     return _result(loss, totals, mean, has_aux), tape.as_tree(local)
 
 
+@named("fs.evaluate")
 def global_loss(
     fn: Callable[..., Any],
     params: Tree,
@@ -315,10 +317,10 @@ def global_loss(
     """
     spec = tree.flatten(params)[1]
     frozen = tree.unflatten(spec, [None] * spec.num_leaves)
-    tape = Tape(params, frozen, None, precision, function="fs.evaluate", key=key, evaluates=True)
+    tape = Tape(params, frozen, None, precision, key=key, evaluates=True)
     try:
         with naming_lost("fs.evaluate", tape.mesh):
-            loss = _take_apart(tape.forward(fn, *args), has_aux, "fs.evaluate")
+            loss = _take_apart(tape.forward(fn, *args), has_aux)
             totals = _global_sums(loss, tape.mesh, agreement_of_call(tape.mesh))
             tape.finish()
     except BaseException:
@@ -339,7 +341,6 @@ class Tape:
         precision: dtypes of compute, wire and gradients.
         pool: of buffers, where several tapes share one.
         grad_pool: as in `loss_and_grads`.
-        function: the public function, for errors.
         defers: whether `backward` may be called with `defers`.
         key: for formats whose rounding is keyed.
         microbatch: the number of the call among those with this key.
@@ -372,7 +373,6 @@ class Tape:
         precision: Precision,
         pool: Pool | None = None,
         grad_pool: Pool | None = None,
-        function: str = "fs.value_and_grad",
         *,
         defers: bool = False,
         key: Tensor | None = None,
@@ -382,17 +382,17 @@ class Tape:
         prefetch: int = 1,
         evaluates: bool = False,
     ) -> None:
-        _refuse_transforms(params, function)
+        _refuse_transforms(params)
         self._once_for = once_for
         self._leaves, self._spec = tree.flatten(params)
         leaves, count = self._leaves, len(self._leaves)
         self._shardings = [_as_parameter] * count
         if grads is not None:
-            self._shardings = tree.flatten_up_to(self._spec, grads, "fs.value_and_grad", ("params", "grads"))
+            self._shardings = tree.flatten_up_to(self._spec, grads, ("params", "grads"))
         self._accumulated: list[Any] = [None] * count
         if accumulate is not None:
             names = ("params", "accumulate")
-            self._accumulated = tree.flatten_up_to(self._spec, accumulate, "fs.value_and_grad", names)
+            self._accumulated = tree.flatten_up_to(self._spec, accumulate, names)
         triples = zip(leaves, self._shardings, self._accumulated, strict=True)
         self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
         self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
@@ -404,7 +404,7 @@ class Tape:
         paths, compute = tree.paths(params), precision.compute_dtype
         formats = None
         if precision.gather is not None:
-            _check_kernel(precision, nodes, function)
+            _check_kernel(precision, nodes)
         if precision.gather is not None or isinstance(precision.reduce, Blocks):
             rows = [
                 layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
@@ -518,7 +518,7 @@ class Tape:
         )
 
 
-def _check_kernel(precision: Precision, nodes: Sequence[Local | None], function: str) -> None:
+def _check_kernel(precision: Precision, nodes: Sequence[Local | None]) -> None:
     """Refuses a strict precision on a device without a kernel for its format.
 
     Raises:
@@ -530,17 +530,17 @@ def _check_kernel(precision: Precision, nodes: Sequence[Local | None], function:
     kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
     if not kernel.exists:
         mend = "Leave strict out, and products dequantise; `fsharding doctor` says which formats have a kernel."
-        raise ConfigError(message(function, "has a strict precision without a kernel for it.", [str(kernel)], mend))
+        raise ConfigError(message("has a strict precision without a kernel for it.", [str(kernel)], mend))
 
 
-def _refuse_transforms(params: Tree, function: str) -> None:
+def _refuse_transforms(params: Tree) -> None:
     if _functorch.in_functorch():
         mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
-        raise TransformError(message(function, "cannot run under a torch.func transform.", mend=mend))
+        raise TransformError(message("cannot run under a torch.func transform.", mend=mend))
     leaves = tree.named_leaves(params)
     if nodes := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
         mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
-        raise TransformError(message(function, "needs parameters at rest.", nodes, mend))
+        raise TransformError(message("needs parameters at rest.", nodes, mend))
 
 
 _as_parameter: Any = object()
@@ -559,14 +559,14 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
         if isinstance(sharding, NamedSharding):
             rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {sharding}."
             mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
-            raise TransformError(message("fs.value_and_grad", rule, mend=mend))
+            raise TransformError(message(rule, mend=mend))
         return GradTarget(_ON_NO_MESH, leaf.dtype)
     if sharding is not _as_parameter and not isinstance(sharding, NamedSharding):
         mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
-        raise refuse("fs.value_and_grad", "grads= as shardings", sharding, mend)
+        raise refuse("grads= as shardings", sharding, mend)
     if sharding is _as_parameter and hides_owners(leaf):
         text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
-        raise TransformError(message("fs.value_and_grad", text, mend="Say where gradients go: grads=layout.main."))
+        raise TransformError(message(text, mend="Say where gradients go: grads=layout.main."))
     wanted = sharding_of(leaf) if sharding is _as_parameter else sharding
     before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
     # On the slices of the mesh that own a leaf, it is cut as any other.
@@ -597,17 +597,17 @@ def _on(mesh: Mesh | None) -> Any:
     return set_mesh(mesh) if mesh is not None else torch.enable_grad()
 
 
-def _take_apart(result: Any, has_aux: bool, function: str = "fs.value_and_grad") -> _Loss:
+def _take_apart(result: Any, has_aux: bool) -> _Loss:
     is_pair = isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2
     if has_aux and (not is_pair or isinstance(result, Loss)):
         mend = "Return (loss, aux), or leave has_aux out."
-        raise TransformError(message(function, f"needs (loss, aux); got {results_text(result)}.", mend=mend))
+        raise TransformError(message(f"needs (loss, aux); got {results_text(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
     total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
         rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {results_text(loss)}."
-        raise TransformError(message(function, rule, mend=_mend(total)))
+        raise TransformError(message(rule, mend=_mend(total)))
     if weight is not None:
         if isinstance(weight, Tensor):
             weight = weight.to(total.device, torch.float64).detach()
@@ -690,4 +690,4 @@ def _no_backward(*_: Any, **__: Any) -> None:
         "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
         " params). A train step has applied them; go on with the state that it returned."
     )
-    raise TransformError(message("fs.value_and_grad", rule, mend=mend))
+    raise TransformError(report(f"fs.value_and_grad {rule}", mend=mend))

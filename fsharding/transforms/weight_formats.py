@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import random, tree
+from fsharding.calls import named
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, message, report
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.mesh.device_mesh import Mesh, data_position
@@ -98,6 +99,7 @@ class WeightFormats:
         """The numbers in [0, 1) by which the shard of a leaf of a unit is rounded."""
         return self._noise(self.key, index, sharding, shape, device)
 
+    @named("fs.value_and_grad")
     def term_noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: tuple[int, ...], device: torch.device
     ) -> Tensor:
@@ -108,7 +110,7 @@ class WeightFormats:
         """
         if self.term_key is None:
             rule = f"rounds terms of the gradient of {self.paths[index.leaf]} by key, and has none."
-            raise ConfigError(message("fs.value_and_grad", rule, mend=_GIVE_A_KEY))
+            raise ConfigError(message(rule, mend=_GIVE_A_KEY))
         return self._noise(self.term_key, index, whole(sharding), shape, device)
 
     def _noise(
@@ -151,7 +153,7 @@ def _noise(
         ConfigError: there is no key.
     """
     if key is None:
-        raise ConfigError(message("fs.gather_unit", f"rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
+        raise ConfigError(report(f"fs.gather_unit rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
     return uniform_at(key, zlib.crc32(path.encode()), shape, ranges, device)
 
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import tree
+from fsharding.calls import call_as
 from fsharding.errors import TreeError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal
@@ -127,13 +128,13 @@ def test_trees_that_do_not_match_are_both_named():
         "  the second tree: PyTreeSpec({'a': (*, *)})\n"
         "Give both trees the same keys."
     )
-    assert refusal(lambda: tree.match("fs.f", {"a": 1}, {"b": 1})) == (
+    assert refusal(lambda: call_as("fs.f", tree.match, {"a": 1}, {"b": 1})) == (
         "fs.f got two trees that do not match.\n"
         "  a: only in the first tree\n"
         "  b: only in the second tree\n"
         "Give both trees the same keys."
     )
-    assert refusal(lambda: tree.prune({"a": 1}, {"b": 1}, "fs.f", ("params", "grads"))) == (
+    assert refusal(lambda: call_as("fs.f", tree.prune, {"a": 1}, {"b": 1}, ("params", "grads"))) == (
         "fs.f got params and grads that do not match.\n"
         "  a: only in params\n"
         "  b: only in grads\n"
@@ -150,6 +151,6 @@ def test_a_path_that_is_not_there():
 
 
 def test_trees_that_match():
-    tree.match("fs.f", {"a": 1, "b": [2]}, {"b": [5], "a": 4})
-    assert tree.flatten_up_to(tree.flatten({"a": 1})[1], {"a": {"more": 2}}, "fs.f") == [{"more": 2}]
+    tree.match({"a": 1, "b": [2]}, {"b": [5], "a": 4})
+    assert tree.flatten_up_to(tree.flatten({"a": 1})[1], {"a": {"more": 2}}) == [{"more": 2}]
     assert optree.tree_structure(None, namespace=tree.NAMESPACE).num_leaves == 0

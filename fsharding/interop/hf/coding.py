@@ -123,14 +123,11 @@ class Coding:
             if count
         ]
 
-    def warn_of_edges(self, function: str) -> None:
+    def warn_of_edges(self) -> None:
         """Warn about tensors that have incomplete blocks at their edges.
 
         `dequantize` of transformers divides a dim by the number of its scales to get the size of a block, so it returns
         other numbers for such tensors, or raises. Readers that use `weight_block_size` do not.
-
-        Args:
-            function: the public function, for the text.
         """
         rows = [
             f"{name} is {list(shape)}"
@@ -144,7 +141,7 @@ class Coding:
                 "dequantize=True of transformers reads them wrongly; hf.load, and programs that compute with fp8, read"
                 " them correctly. Write them without codes, with Precision(keep=...), or in blocks that fit."
             )
-            warnings.warn(message(function, rule, rows, mend), stacklevel=6)
+            warnings.warn(message(rule, rows, mend), stacklevel=6)
 
     def scales(self, name: str) -> Tensor:
         """The scales of all of a tensor."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsharding.calls import named
 from fsharding.checkpoint.coded_weights import CONFIG_LIMIT, blocks_of
-from fsharding.errors import ConfigError, listed, message
+from fsharding.errors import ConfigError, listed, message, report
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
@@ -107,12 +107,12 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     if family is None:
         rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in [*_LACKED] else "")]
         mend = f"Families are {', '.join(FAMILIES)}. {_MEND}"
-        raise ConfigError(message("fs.hf.config_of", "knows no such family.", rows, mend))
+        raise ConfigError(message("knows no such family.", rows, mend))
     rows = _wrong_numbers(entries, family)
     rows += _foreign(entries, family)
     scaling = _scaling(entries, rows)
     if rows:
-        raise ConfigError(message("fs.hf.config_of", f"cannot make a decoder of this {kind}.", rows, _MEND))
+        raise ConfigError(message(f"cannot make a decoder of this {kind}.", rows, _MEND))
     return replace(_decoder(entries, family, scaling), published=published)
 
 
@@ -132,9 +132,7 @@ def _read_generation(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         mend = "Get the file again, or remove it: the model computes the same without it."
-        raise ConfigError(
-            message("fs.hf.config_of", f"cannot read {folder / GENERATION}.", [str(why)], mend)
-        ) from error
+        raise ConfigError(message(f"cannot read {folder / GENERATION}.", [str(why)], mend)) from error
     return entries
 
 
@@ -156,7 +154,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         mend = "Give a directory that has a config.json, as save_pretrained of transformers makes it."
-        raise ConfigError(message("fs.hf.config_of", f"cannot read {file}.", [str(why)], mend)) from error
+        raise ConfigError(report(f"fs.hf.config_of cannot read {file}.", [str(why)], mend)) from error
     return entries
 
 
@@ -323,7 +321,7 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
 
 
 # ----------------------------------------------------------------------------------------------------------------- out
-def decoder_config(config: Any, function: str) -> DecoderConfig:
+def decoder_config(config: Any) -> DecoderConfig:
     """The config of a decoder, where it or a recipe that has it is given.
 
     Raises:
@@ -332,7 +330,7 @@ def decoder_config(config: Any, function: str) -> DecoderConfig:
     result = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
     if not isinstance(result, DecoderConfig):
         mend = "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."
-        raise ConfigError(message(function, f"needs the config of a decoder; got {type(config).__name__}.", mend=mend))
+        raise ConfigError(message(f"needs the config of a decoder; got {type(config).__name__}.", mend=mend))
     return result
 
 
@@ -354,7 +352,7 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         >>> entries["model_type"], entries["hidden_size"], entries["eos_token_id"]
         ('llama', 4096, 128001)
     """
-    config = decoder_config(config, "fs.hf.config_json")
+    config = decoder_config(config)
     kind, experts = _kind(config), config.experts
     family = FAMILIES[kind]
     result: dict[str, Any] = {
@@ -428,6 +426,6 @@ def _kind(config: DecoderConfig) -> str:
         rows.append(f"bias={config.bias} and qk_norm={config.qk_norm}, {with_or_without} experts, go not together")
     if rows:
         mend = f"Families are {', '.join(FAMILIES)}; give the entries of a config.json of another one yourself."
-        raise ConfigError(message("fs.hf.config_json", "finds no family that computes as this decoder.", rows, mend))
+        raise ConfigError(message("finds no family that computes as this decoder.", rows, mend))
     before = (config.published or {}).get("config.json", {}).get("model_type")
     return before if before in fits else fits[0]

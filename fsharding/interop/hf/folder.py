@@ -76,7 +76,7 @@ def open_folder(path: StrPath) -> Folder:
         CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
             index says; all of them are listed. Weights in a format that is not read.
     """
-    folder = real_path(path, _FUNCTION)
+    folder = real_path(path)
     rows: list[str] = []
     table = _table(folder, rows)
     opened: dict[str, Weights] = {}
@@ -105,7 +105,7 @@ def open_folder(path: StrPath) -> Folder:
 
     if rows:
         mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
-        raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, mend))
+        raise CheckpointError(message(f"cannot read {folder}.", rows, mend))
     return Folder(folder, *_as_numbers(folder, leaves, reader))
 
 
@@ -116,7 +116,7 @@ def _as_numbers(folder: Path, leaves: dict[str, LeafInfo], reader: Reader) -> tu
         return (leaves, reader) if blocks is None else coded_weights.decoded(leaves, reader, blocks)
     except ValueError as error:
         rows = str(error).splitlines()
-        raise CheckpointError(message(_FUNCTION, f"cannot read {folder}.", rows, coded_weights.MEND)) from error
+        raise CheckpointError(message(f"cannot read {folder}.", rows, coded_weights.MEND)) from error
 
 
 def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:

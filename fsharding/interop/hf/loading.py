@@ -38,7 +38,7 @@ _STACKED = "model.layers.0.mlp.experts.gate_up_proj"
 _HEAD = "lm_head.weight"
 
 
-@called_by_all(_FUNCTION)
+@called_by_all
 @named(_FUNCTION)
 def load(
     path: StrPath, layout: Layout, names: Names | None = None, *, extra: Literal["refuse", "ignore"] = "refuse"
@@ -75,8 +75,8 @@ def load(
         >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
         True
     """
-    check_path(_FUNCTION, "a path, then a Layout", path, "fs.hf.load(path, layout)")
-    wants = main_wants(layout, _FUNCTION)
+    check_path("a path, then a Layout", path, "fs.hf.load(path, layout)")
+    wants = main_wants(layout)
     looked: list[tuple[Folder, dict[str, list[Piece]]]] = []
 
     def look() -> str:
@@ -86,10 +86,10 @@ def load(
         looked.append((folder, _compare(folder, layout, wants, *result, strict=extra == "refuse")))
         return folder.digest()
 
-    seen = together(_FUNCTION, look)
+    seen = together(look)
     rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
     if rows:
-        raise CheckpointError(message(_FUNCTION, f"finds {path} different on different ranks.", rows))
+        raise CheckpointError(message(f"finds {path} different on different ranks.", rows))
     ((folder, pieces),) = looked
     # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
     shards = {leaf: _room(want) for leaf, want in wants.items()}
@@ -98,7 +98,7 @@ def load(
         for leaf, shard in shards.items():
             _fill(folder, pieces[leaf], shard)
 
-    together(_FUNCTION, fill)
+    together(fill)
     read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
     return tree.unflatten(layout.structure, read)
 
@@ -130,7 +130,7 @@ def _check_config(folder: Folder, layout: Layout) -> None:
     if rows := differences(entries, layout.config):
         mend = "Plan the layout with the model of the directory, such as models.decoder(fs.hf.config_of(path))."
         rule = f"cannot use {folder.path}: its config.json and the model of the layout compute different things."
-        raise CheckpointError(message(_FUNCTION, rule, rows, mend))
+        raise CheckpointError(message(rule, rows, mend))
 
 
 def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
@@ -171,7 +171,7 @@ def _compare(
         mend += f"; {SAME_BUFFERS}" if unlike else ""
         mend += "; extra='ignore' leaves the rest." if any(" is extra: " in row for row in rows) else "."
         rule = f"cannot use {folder.path}: {len(rows)} tensors are not as they should be."
-        raise CheckpointError(message(_FUNCTION, rule, rows, mend))
+        raise CheckpointError(message(rule, rows, mend))
     return result
 
 

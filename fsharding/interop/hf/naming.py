@@ -283,7 +283,7 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
         >>> names["blocks.wo"]
         Transposed(name='model.layers.{i}.self_attn.o_proj.weight')
     """
-    config = decoder_config(config, "fs.hf.names_of")
+    config = decoder_config(config)
     blocks = _ATTENTION | (_BIASES if config.bias else {}) | (_HEAD_NORMS if config.qk_norm else {})
     if config.experts is None:
         blocks |= _DENSE

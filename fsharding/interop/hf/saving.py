@@ -88,7 +88,7 @@ class Saved:
         return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {sum(self.files.values()):,} bytes"
 
 
-@called_by_all(_FUNCTION)
+@called_by_all
 @named(_FUNCTION)
 def save(
     path: StrPath,
@@ -141,32 +141,32 @@ def save(
         >>> fs.hf.config_of(saved.path) == recipe.config
         True
     """
-    check_path(_FUNCTION, "a path, then a TrainState", path, "fs.hf.save(path, state, config)")
+    check_path("a path, then a TrainState", path, "fs.hf.save(path, state, config)")
     planned: list[_Job] = []
-    group = own_group(_FUNCTION, timeout, "export")
+    group = own_group(timeout, "export")
 
     def plan() -> str:
         planned.append(_plan(path, params, config, layout, names, dtype, format, max_file_bytes))
         if own_rank() == 0 and planned[0].coding is not None:
-            planned[0].coding.warn_of_edges(_FUNCTION)
+            planned[0].coding.warn_of_edges()
         return planned[0].digest()
 
-    seen = together(_FUNCTION, plan, group)
+    seen = together(plan, group)
     rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
     if rows:
-        raise CheckpointError(message(_FUNCTION, "got different things on different ranks.", rows))
+        raise CheckpointError(message("got different things on different ranks.", rows))
     job = planned[0]
     if job.coding is not None:
-        together(_FUNCTION, job.measure, group)
+        together(job.measure, group)
         job.coding.exchange(job.device)
         if rows := job.coding.not_finite():
             mend = "Save a state of before it happened, or without format=."
-            raise CheckpointError(message(_FUNCTION, f"cannot write {job.target} in {format}.", rows, mend))
+            raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
     outputs: list[PartialOutput] = []  # one on rank 0, none on the others
 
     def begin() -> None:
         if own_rank() == 0:
-            outputs.append(PartialOutput(job.target, _FUNCTION))
+            outputs.append(PartialOutput(job.target))
             job.begin()
 
     def commit() -> None:
@@ -175,7 +175,7 @@ def save(
 
     try:
         for work in (begin, job.write, commit):
-            together(_FUNCTION, watched(_FUNCTION, job.target, work), group)
+            together(watched(job.target, work), group)
     except BaseException:  # also Ctrl-C
         for output in outputs:
             output.discard()
@@ -293,24 +293,24 @@ def _plan(
     max_file_bytes: int,
 ) -> _Job:
     """Checks everything, and says what this rank writes."""
-    real_path(path, _FUNCTION)
+    real_path(path)
     if format is not None and (why := why_not(format)):
         mend = (
             "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
         )
-        raise CheckpointError(message(_FUNCTION, f"got a format that {why}, which files do not have.", mend=mend))
+        raise CheckpointError(message(f"got a format that {why}, which files do not have.", mend=mend))
     target = Path(os.path.abspath(path))
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     buffers: Buffers = {}
     if isinstance(params, TrainState):
         layout, params, buffers = params.layout, stored_params(params), params.buffers
-    config = config if isinstance(config, Mapping) else decoder_config(config, _FUNCTION)
+    config = config if isinstance(config, Mapping) else decoder_config(config)
     entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
     made_of = None if layout is None else layout.config
     if contrary := differences(entries, made_of):
         mend = "Pass the config that the layout's model was made of."
         rule = f"cannot write {target}: the config and the model of the layout compute different things."
-        raise CheckpointError(message(_FUNCTION, rule, contrary, mend))
+        raise CheckpointError(message(rule, contrary, mend))
     generation = generation_of(config) or generation_of(made_of)
     sizes: dict[str, tuple[int, ...]] = {}
     if names is None:
@@ -362,7 +362,7 @@ def _plan(
     rows += untiled(by_name)
     if rows:
         mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
-        raise CheckpointError(message(_FUNCTION, f"cannot write {target}.", rows, mend))
+        raise CheckpointError(message(f"cannot write {target}.", rows, mend))
     tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     entries.pop("torch_dtype", None)
     entries |= {"dtype": kinds.pop()} if len(kinds) == 1 else {}
@@ -384,8 +384,8 @@ def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def stored_params(state: TrainState) -> Tree:
     """The main parameters of a state, and frozen ones."""
-    check_state(_FUNCTION, state)
-    flat = tree.flatten_up_to(state.layout.structure, main_of(state), _FUNCTION)
+    check_state(state)
+    flat = tree.flatten_up_to(state.layout.structure, main_of(state))
     params = tree.leaves(state.params)
     return tree.unflatten(state.layout.structure, [p if m is None else m for p, m in zip(params, flat, strict=True)])
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fsharding.calls import named
 from fsharding.errors import ConfigError, message
-from fsharding.interop.module.problems import FUNCTION
 
 __all__ = ["copy_module"]
 
@@ -41,7 +40,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     except (RuntimeError, TypeError) as error:
         mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
         rows = [str(error).split(".  ")[0]]
-        raise ConfigError(message(FUNCTION, f"cannot copy {type(module).__name__}.", rows, mend)) from error
+        raise ConfigError(message(f"cannot copy {type(module).__name__}.", rows, mend)) from error
     rebinding, rows = _Rebinding(memo), list[str]()
     for path, part in copied.named_modules():
         for key, value in vars(part).items():
@@ -55,7 +54,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if rows:
         rule = f"cannot copy {type(module).__name__}: functions on it read its layers from globals."
         mend = "Make each a method of its layer: layer.forward = types.MethodType(forward, layer), which gets self."
-        raise ConfigError(message(FUNCTION, rule, rows, mend))
+        raise ConfigError(message(rule, rows, mend))
     return copied
 
 

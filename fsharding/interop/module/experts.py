@@ -6,7 +6,7 @@ Law: a mesh with `ep` never gathers all experts of a module without an error.
 
 from __future__ import annotations
 
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, report
 from fsharding.interop.hf.config_tables import FAMILIES
 from fsharding.interop.module.structure import Anatomy
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -38,7 +38,7 @@ def check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, family: str | 
             "model = fs.models.decoder(fs.hf.config_of(folder)), then fs.hf.load(folder, layout). Or use ep=1."
         )
     rule = f"cannot shard the experts of this module over ep={ep}: every rank would gather all of them."
-    raise ConfigError(message("fs.plan_layout", rule, rows, mend))
+    raise ConfigError(report(f"fs.plan_layout {rule}", rows, mend))
 
 
 def _is_expert(path: str) -> bool:

@@ -25,7 +25,7 @@ from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
 from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import FUNCTION, check_module
+from fsharding.interop.module.problems import check_module
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import check_axes
@@ -222,9 +222,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         constants, missing = written_constants(self.sources, buffers or {})
         if missing:
             mend = "Give those of the state: net.state_dict(params, state.buffers)."
-            raise ConfigError(
-                message("PureModule.state_dict", "needs the buffers that the forward writes.", missing, mend)
-            )
+            raise ConfigError(message("needs the buffers that the forward writes.", missing, mend))
         return named | constants
 
     @named("PureModule")
@@ -233,8 +231,8 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         result: list[Any] = [None] * len(self._order)
         if set(tree.paths(params)).isdisjoint(tree.paths(tree.unflatten(self._structure, self._order))):
             mend = "Give the parameters first, as the loss function gets them: net(params, x)."
-            raise refuse("PureModule", "parameters, then what the module takes", params, mend)
-        for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params, "PureModule"), strict=True):
+            raise refuse("parameters, then what the module takes", params, mend)
+        for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params), strict=True):
             result[number] = leaf
         return result
 
@@ -340,13 +338,13 @@ def made(
     buffers: str | Sequence[str] = (),
 ) -> P:
     """`functionalize`, whose result is of a class that adds to `PureModule`."""
-    check_module(FUNCTION, module)
-    check_policy(FUNCTION, policy)
+    check_module(module)
+    check_policy(policy)
     family = family_of(module) if units is None else None
     if units is None and family is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
-        raise ConfigError(message(FUNCTION, f"does not know the units of {type(module).__name__}.", children, mend))
+        raise ConfigError(message(f"does not know the units of {type(module).__name__}.", children, mend))
     written = (buffers,) if isinstance(buffers, str) else tuple(buffers)
     problems = [*check_buffers(module, written), *check_options(module), *check_roles(module, roles or {})]
     plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)

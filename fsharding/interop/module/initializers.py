@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsharding import _compat, random
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, report
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
 from fsharding.sharding.leaf_plan import type_text
@@ -119,7 +119,7 @@ def lazy_leaves(
 
     def refuse() -> Tensor:  # only when values are asked for: a plan needs none, nor do weights from files
         mend = "Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."
-        raise ConfigError(message(FUNCTION, "cannot draw parameters on the meta device.", wrong, mend))
+        raise ConfigError(report(f"{FUNCTION} cannot draw parameters on the meta device.", wrong, mend))
 
     def part(name: str) -> Callable[[], Tensor]:
         path, _, last = name.rpartition(".")
@@ -155,7 +155,7 @@ def _drawn(owner: nn.Module, path: str, name: str, method: Reset, key: Tensor) -
     if filled.is_floating_point() and bool(filled.isnan().any()):
         rows = [f"{'.'.join(filter(None, (path, name)))} of {type(owner).__name__}"]
         mend = "Pass reset=, a function that fills every parameter of a submodule."
-        raise ConfigError(message(FUNCTION, "finds a parameter that its reset leaves without values.", rows, mend))
+        raise ConfigError(report(f"{FUNCTION} finds a parameter that its reset leaves without values.", rows, mend))
     return filled.detach()
 
 
@@ -196,5 +196,5 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
                 result[full] = value
     if wrong:
         mend = "Make these submodules with real tensors, or pass reset=, a function that fills the buffers of one."
-        raise ConfigError(message(FUNCTION, "finds buffers on the meta device that nothing fills.", wrong, mend))
+        raise ConfigError(report(f"{FUNCTION} finds buffers on the meta device that nothing fills.", wrong, mend))
     return result

@@ -149,21 +149,19 @@ def model_from(
         >>> sorted(model.init(fs.random.key(0)))
         ['blocks', 'embed', 'head']
     """
-    check_module(_FUNCTION, module)
+    check_module(module)
     problems = [*check_options(module), *check_roles(module, roles or {})]
     family = family_of(module) if units is None else None
     plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None and parts is None and (rows := family.objections(module)):
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
-        raise ConfigError(message(_FUNCTION, "has no parts for this config.", rows, mend))
+        raise ConfigError(message("has no parts for this config.", rows, mend))
     if family is not None:
         units, names, roles = family.units, names or family.names, family.roles if roles is None else roles
         reset, parts = reset or getattr(module, family.reset or "", None), parts or family.parts
     if units is None or parts is None:
         mend = "Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."
-        raise ConfigError(
-            message(_FUNCTION, f"does not know the units and parts of {type(module).__name__}.", mend=mend)
-        )
+        raise ConfigError(message(f"does not know the units and parts of {type(module).__name__}.", mend=mend))
     found = layer_roles(module, roles or {})
     plan = _plan(module, plan_units(module, units, names))
     idle = [member for run in plan.runs for member in run.members[1:]]
@@ -171,7 +169,7 @@ def model_from(
     layers = [{path: engine.module.get_submodule(path) for path in run.members} for run in plan.runs]
     if rows := [row for blocks in layers for row in unlike_blocks(blocks)]:
         mend = "Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."
-        raise ConfigError(message(_FUNCTION, "runs all blocks as the first one, but for the weights.", rows, mend))
+        raise ConfigError(message("runs all blocks as the first one, but for the weights.", rows, mend))
     heads = family.heads_of(module) if family is not None else {}
 
     def init(key: Tensor) -> Tree:
@@ -238,7 +236,7 @@ def _over_cp(
     rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
     if rows:
         mend = "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents."
-        raise TransformError(message(_FUNCTION, "computes attention over cp without masks and dropout.", rows, mend))
+        raise TransformError(message("computes attention over cp without masks and dropout.", rows, mend))
     return ops.attention(query, key, value, causal=is_causal, scale=scale)
 
 
@@ -284,9 +282,7 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     wrong += [f"{paths[0]} is {', '.join(paths[1:])} as well: one block" for paths in blocks_named if len(paths) > 1]
     if wrong:
         mend = "Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."
-        raise ConfigError(
-            message(_FUNCTION, "needs units for an embedding, one stack of blocks, and a head.", wrong, mend)
-        )
+        raise ConfigError(message("needs units for an embedding, one stack of blocks, and a head.", wrong, mend))
     known = {weight.leaf for unit in ends[0] for weight in unit.weights}
     runs = _runs(anatomy, units[first : last + 1], stacks[0] or "")
     return _Plan(anatomy, _places(anatomy, ends[0], set()), runs, _places(anatomy, ends[1], known))

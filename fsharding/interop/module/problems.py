@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharding.errors import ConfigError, FshardingError, message
+from fsharding.errors import ConfigError, FshardingError, message, report
 
 __all__ = ["FUNCTION", "check_module", "problem", "refuse_all"]
 
@@ -20,7 +20,7 @@ FUNCTION = "fs.functionalize"
 
 def problem(kind: type[FshardingError], rule: str, rows: Sequence[str], mend: str) -> list[FshardingError]:
     """An error for some rows, if there are any."""
-    return [kind(message(FUNCTION, rule, rows, mend))] if rows else []
+    return [kind(report(f"{FUNCTION} {rule}", rows, mend))] if rows else []
 
 
 def refuse_all(problems: Sequence[FshardingError]) -> None:
@@ -36,7 +36,7 @@ def refuse_all(problems: Sequence[FshardingError]) -> None:
         raise ConfigError("\n".join(str(each) for each in problems))
 
 
-def check_module(function: str, module: Any) -> None:
+def check_module(module: Any) -> None:
     """Refuses what is no module, and modules whose shapes are not known yet.
 
     Raises:
@@ -45,9 +45,7 @@ def check_module(function: str, module: Any) -> None:
     if not isinstance(module, nn.Module):
         mend = "Make one, or write the functions of a Model yourself: see fs.models.Model."
         kind = f"class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise ConfigError(message(function, f"needs an nn.Module; got {kind}.", mend=mend))
+        raise ConfigError(message(f"needs an nn.Module; got {kind}.", mend=mend))
     lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(x)]
     if lazy:
-        raise ConfigError(
-            message(function, "needs shapes.", lazy, "Call the module once, with inputs as they will be.")
-        )
+        raise ConfigError(message("needs shapes.", lazy, "Call the module once, with inputs as they will be."))

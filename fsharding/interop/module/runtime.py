@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch, random, tree
-from fsharding.errors import FshardingError, TransformError, message
+from fsharding.errors import FshardingError, TransformError, report
 from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import random_state, seed_of
@@ -67,10 +67,10 @@ class _Absent(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         rows = [getattr(x, "path", "") for x in tree.leaves((args, kwargs)) if isinstance(x, _Absent)]
         if not _guarded.get():
-            raise _Elsewhere(message(*_recomputing([f"{row} is asked for by {name}" for row in rows])))
+            raise _Elsewhere(_recomputing([f"{row} is asked for by {name}" for row in rows]))
         text = f"needs weights that are used where their unit is called; {name} asked for them elsewhere."
         mend = "Leave the module that has them out of units, or gather both together: units=(('embed', 'head'), ...)."
-        raise _Elsewhere(message(FUNCTION, text, rows, mend))
+        raise _Elsewhere(report(f"{FUNCTION} {text}", rows, mend))
 
 
 _DTYPE: Any = Tensor.dtype
@@ -128,7 +128,7 @@ class Engine:
             rows = [
                 f"{name or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for name, m in own.items()
             ]
-            raise TransformError(message(*_recomputing(rows)))
+            raise TransformError(_recomputing(rows))
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
         self.module: nn.Module = copy_module(module, absent)
@@ -220,7 +220,7 @@ class Engine:
             TransformError: it does; all is listed.
         """
         if self.drops and draws and not keyed:
-            raise TransformError(message(*_keyless(self.drops)))
+            raise TransformError(_keyless(self.drops))
         first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
         device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
         self._note_constants()
@@ -237,9 +237,9 @@ class Engine:
             self.entrances.clear()
             changed = self._watch.end(done=done)
         if changed:
-            raise TransformError(message(*_changing(changed)))
+            raise TransformError(_changing(changed))
         if not keyed and not torch.equal(state, random_state(device)):
-            raise TransformError(message(*_keyless([f"{type(self.module).__name__} in its forward"])))
+            raise TransformError(_keyless([f"{type(self.module).__name__} in its forward"]))
 
     def _open(self, number: int, member: str) -> None:
         inner = self.module.get_submodule(member)
@@ -248,7 +248,7 @@ class Engine:
         def forward(*args: Any, **kwargs: Any) -> Any:
             run = _running.get()
             if run is None:
-                raise TransformError(message(*_recomputing([f"{member} is called again"])))
+                raise TransformError(_recomputing([f"{member} is called again"]))
             return run.enter(number, member, args, kwargs)
 
         self.bodies[member] = body
@@ -458,7 +458,7 @@ def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Te
             "Give a loss function a parameter buffers, call out, buffers = net(params, x, buffers=buffers), and return"
             " (loss, buffers); or put modules in eval mode before fs.functionalize, which trains with fixed statistics."
         )
-        raise TransformError(message(FUNCTION, "needs the buffers that its forward writes.", rows, mend))
+        raise TransformError(report(f"{FUNCTION} needs the buffers that its forward writes.", rows, mend))
     return given
 
 
@@ -511,34 +511,30 @@ def _worded() -> Generator[None]:
     except RuntimeError as error:
         text = str(error)
         if _functorch.in_functorch() and any(words in text for words in _IN_PLACE):
-            raise TransformError(message(*_changing([f"under torch.func: {text.splitlines()[0]}"]))) from error
+            raise TransformError(_changing([f"under torch.func: {text.splitlines()[0]}"])) from error
         if "forward AD" in text and "_grouped_mm" in text:
-            raise TransformError(message(*_GROUPED)) from error
+            raise TransformError(report(_GROUPED, (), _EAGER)) from error
         raise
 
 
 _IN_PLACE = ("would mutate a captured Tensor", "vmap: inplace arithmetic")
-_GROUPED = (
-    FUNCTION,
-    "cannot differentiate grouped products of experts by forward mode: torch has no such derivative.",
-    (),
-    "Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp.",
-)
+_GROUPED = f"{FUNCTION} cannot differentiate grouped products of experts by forward mode: torch has no such derivative."
+_EAGER = "Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp."
 
 
-def _changing(rows: list[str]) -> tuple[str, str, list[str], str]:
+def _changing(rows: list[str]) -> str:
     mend = (
         "Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state"
         " outside of the module: give it as an input, and return it as an output."
     )
-    return FUNCTION, "needs a forward that changes no tensors of the module.", rows, mend
+    return report(f"{FUNCTION} needs a forward that changes no tensors of the module.", rows, mend)
 
 
-def _recomputing(rows: list[str]) -> tuple[str, str, list[str], str]:
+def _recomputing(rows: list[str]) -> str:
     mend = "Switch its own checkpointing off, and pass policy=fs.policies.nothing_saveable, which recomputes blocks."
-    return FUNCTION, "needs a module that does not run its layers again in the backward pass.", rows, mend
+    return report(f"{FUNCTION} needs a module that does not run its layers again in the backward pass.", rows, mend)
 
 
-def _keyless(rows: list[str]) -> tuple[str, str, list[str], str]:
+def _keyless(rows: list[str]) -> str:
     mend = "Pass random_key=, another one at each step, or put the module in eval mode before functionalize."
-    return FUNCTION, "needs a random_key for a forward that draws.", rows, mend
+    return report(f"{FUNCTION} needs a random_key for a forward that draws.", rows, mend)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsharding import ops
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, report
 from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
 from fsharding.interop.module.layers import LayerRoles, Role
 from fsharding.interop.module.structure import Anatomy
@@ -269,7 +269,7 @@ def check_axes(
     wrong = wrong or (tried(frozenset(cut_weights), tp) if cut_weights else [])
     if wrong:
         mend = "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
-        raise ConfigError(message("fs.plan_layout", f"cannot cut this module on mesh {shape}.", wrong, mend))
+        raise ConfigError(report(f"fs.plan_layout cannot cut this module on mesh {shape}.", wrong, mend))
 
 
 def _can_cut(source: str, roles: Mapping[str, Role], dim: int) -> bool:

@@ -144,7 +144,7 @@ def test_manifest(saved):
         == [".metadata", "__0_0.distcp", "manifest.json"]
     )
     assert found.files["__0_0.distcp"].bytes == (saved / "__0_0.distcp").stat().st_size
-    assert manifests.parse(manifests.text_of(found).encode(), "f", "here") == found
+    assert manifests.parse(manifests.text_of(found).encode(), "here") == found
 
 
 def test_files_hold_no_path_of_this_machine_and_are_reproducible(saved, tmp_path):
@@ -161,7 +161,7 @@ def test_a_flipped_bit_in_the_manifest_is_refused_or_says_the_same(saved):
     for i in range(0, len(text), 5):
         bad = bytes([*text[:i], text[i] ^ (1 << i % 8), *text[i + 1 :]])
         try:
-            assert manifests.parse(bad, "f", "here") == truth, i
+            assert manifests.parse(bad, "here") == truth, i
         except CheckpointError:
             refused += 1
     assert refused > 0.9 * len(text) / 5
@@ -339,7 +339,7 @@ def ck_version(text: str) -> str:
 
 def reseal_version(file: Path, text: str) -> None:
     """A whole manifest of the next version, with a field that we have never heard of."""
-    manifest = manifests.parse(text.encode(), "f", "here")
+    manifest = manifests.parse(text.encode(), "here")
     file.write_text(manifests.text_of(dataclasses.replace(manifest, version=2)))
 
 

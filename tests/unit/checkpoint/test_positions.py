@@ -58,9 +58,9 @@ def state():
 
 @given(VALUES)
 def test_a_position_comes_back_as_it_was(state, value):
-    written = positions.joined([positions.own_position("f", Counter(value), state.layout), None])
+    written = positions.joined([positions.own_position(Counter(value), state.layout), None])
     manifest = fs.checkpoint.Manifest(0, {}, {}, None, {}, None, "", "", data=json.loads(json.dumps(written)))
-    assert same(positions.select("f", "DIR", manifest, state.layout), {"at": value})
+    assert same(positions.select("DIR", manifest, state.layout), {"at": value})
 
 
 def test_a_run_goes_on_with_its_data(state, tmp_path):
@@ -151,8 +151,8 @@ def test_refusals(state, tmp_path):
 )  # fmt: skip
 def test_damaged_positions_are_refused(state, saved):
     manifest = fs.checkpoint.Manifest(0, {}, {}, None, {}, None, "", "", data=saved)
-    text = refusal(positions.select, "f", "DIR", manifest, state.layout, kind=CheckpointError)
-    assert text.startswith("f cannot read the position of data in DIR: ")
+    text = refusal(positions.select, "DIR", manifest, state.layout, kind=CheckpointError)
+    assert text.startswith("fsharding cannot read the position of data in DIR: ")
 
 
 def test_a_position_is_no_leaf_of_the_state(state, tmp_path):

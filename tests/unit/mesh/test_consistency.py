@@ -70,7 +70,7 @@ def test_differences_name_the_odd_ranks_first_and_a_value_once():
     ]
     many = {str(i): "x" for i in range(20)}
     with pytest.raises(ConfigError) as error:
-        refuse_differences("f", {0: many, 1: dict.fromkeys(many, "y")})
+        refuse_differences({0: many, 1: dict.fromkeys(many, "y")})
     assert str(error.value).split("\n")[-2:] == [
         "  and 10 more",
         "Start every rank with the same program and arguments.",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
+from fsharding.calls import call_as
 from fsharding.errors import ArgumentError, ConfigError, MeshError
 from fsharding.mesh import device_mesh, rendezvous
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
@@ -74,11 +75,11 @@ def test_the_mesh_in_use_is_that_of_the_innermost_block():
     outer, inner = AbstractMesh(("dp",), (2,)), AbstractMesh(("tp",), (2,))
     with fs.set_mesh(outer):
         with fs.set_mesh(inner):
-            assert device_mesh.current_mesh("f") is inner
-        assert device_mesh.current_mesh("f") is outer
+            assert device_mesh.current_mesh() is inner
+        assert device_mesh.current_mesh() is outer
     with pytest.raises(MeshError), fs.set_mesh(outer):
         raise MeshError("out")
-    assert refusal(lambda: device_mesh.current_mesh("ops.psum")) == (
+    assert refusal(lambda: call_as("ops.psum", device_mesh.current_mesh)) == (
         "ops.psum was called without a mesh.\nPass mesh=, or call it inside fs.set_mesh(mesh)."
     )
 
@@ -124,7 +125,7 @@ refusal = functools.partial(helpers.refusal, kind=MeshError)
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_mesh(axes, text):
-    assert refusal(lambda: make_shape(axes, world=8)) == text
+    assert refusal(lambda: call_as("fs.make_mesh", make_shape, axes, world=8)) == text
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_an_abstract_mesh_is_one(mesh, rows):
 
 
 def test_the_order_names_all_six_axes():
-    assert refusal(lambda: make_shape({"dp": 8}, world=8, order=("dp", "tp"))) == (
+    assert refusal(lambda: call_as("fs.make_mesh", make_shape, {"dp": 8}, world=8, order=("dp", "tp"))) == (
         "fs.make_mesh needs an order of all six axes, got ('dp', 'tp').\nUse ('pp', 'replica', 'dp', 'ep', 'cp', 'tp')."
     )
 
@@ -181,7 +182,7 @@ def test_the_environment_says_where_ranks_meet_and_the_user_where_they_listen(mo
         monkeypatch.setenv(name, value)
     assert rendezvous.init_arguments() == {}, "with a store of each start's own"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert refusal(rendezvous.init_arguments, kind=ConfigError) == (
+    assert refusal(lambda: call_as("fs.make_mesh", rendezvous.init_arguments), kind=ConfigError) == (
         "fs.make_mesh cannot start the ranks of 2 machines again in the store of torchrun.\n"
         "  It has the addresses of ranks that are gone, and new ranks would wait for those.\n"
         "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine."

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fsharding import _compat
+from fsharding.calls import call_as
 from fsharding.errors import MeshError
 from fsharding.mesh.device_mesh import _own_gpu
 from tests.helpers import fake_ranks, refusal
@@ -49,7 +50,7 @@ def test_fake_ranks_need_none(monkeypatch):
     monkeypatch.setattr(_compat, "fake_cuda", lambda: next(answers))
     with fake_ranks(1, dp=2):
         assert _own_gpu() is None
-        text = refusal(_own_gpu)
+        text = refusal(lambda: call_as("fs.make_mesh", _own_gpu))
     assert text == (
         f'fs.make_mesh cannot have fake tensors of device="cuda" in torch {torch.__version__} without a GPU.\n'
         'Make the mesh on the CPU: fs.make_mesh(device="cpu"); Precision(sums="native") sends what CUDA sends.'
