@@ -58,6 +58,7 @@ class Memory(NamedTuple):
         main: main parameters kept beside them; 0 when the parameters are their own main copy.
         grads: gradients as they are accumulated.
         opt_state: optimizer moments.
+        buffers: tensors that the forward of a functionalized module writes, which every rank has in full.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -70,15 +71,16 @@ class Memory(NamedTuple):
     main: int
     grads: int
     opt_state: int
+    buffers: int = 0
 
     @property
     def state(self) -> int:
         """Bytes between steps: all but the gradients."""
-        return self.params + self.main + self.opt_state
+        return self.params + self.main + self.opt_state + self.buffers
 
     @property
     def total(self) -> int:
-        """All four."""
+        """All five."""
         return self.state + self.grads
 
     def __str__(self) -> str:
@@ -100,6 +102,7 @@ class Layout:
         stages: explicit ownership along `pp`, as `stages.normal` gives it.
         align: data axes cut on the borders of blocks.
         config: what the model was made of, if it says so, such as a `DecoderConfig`. Not compared.
+        buffers: bytes of the buffers that the forward of the model writes. Not compared.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -118,6 +121,7 @@ class Layout:
     stages: Stages = ()
     align: bool = False
     config: Any = field(default=None, compare=False)
+    buffers: int = field(default=0, compare=False)
 
     @property
     def params(self) -> Tree:
@@ -193,6 +197,9 @@ class Layout:
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
 
+        Buffers are counted if the layout was planned for a model that knows them, as `functionalize` returns it. Those
+        that only `init_state(buffers=)` is given are not: `fs.state_bytes(state.buffers)` is their size.
+
         Args:
             opt: a `GradientTransformation`, whose state is counted, with its own dtype of moments if it has one; by
                 default the two moments of Adam.
@@ -214,7 +221,7 @@ class Layout:
         else:
             state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
             moments = sum(self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items())
-        return Memory(params, main if self.has_main else 0, grads, moments)
+        return Memory(params, main if self.has_main else 0, grads, moments, self.buffers)
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
         """Bytes of one rank's part of a moment in the precision of the layout."""
@@ -397,7 +404,10 @@ def plan_layout(
     owned = normal(stages or {})
     check_stages(named, mesh, owned)
     config = getattr(model, "config", None) if hasattr(model, "init") else None
-    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align, config)
+    with _compat.with_values():
+        written = model.init_buffers() if hasattr(model, "init_buffers") else {}
+    buffers = sum(x.nbytes for x in written.values())
+    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align, config, buffers)
     leaves = tuple(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned, layout.blocks_of(leaf))
         for leaf in named

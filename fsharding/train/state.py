@@ -92,7 +92,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
             result to a loss function that asks for a key.
         layout: where all of it lives.
         buffers: what the forward writes, such as running statistics: plain tensors by name, the same on every rank, on
-            the device of the mesh; {} for a model that writes none. `layout.memory()` does not count them.
+            the device of the mesh; {} for a model that writes none.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))

@@ -29,9 +29,9 @@ def measure(name, strategy, mesh, precision, opt):
         layout = fs.plan_layout(draws, mesh, strategy=strategy, precision=precision, names=toy.names, frozen=toy.frozen)
         state = fs.init_state(lambda key: draws, optim, fs.random.key(0), layout)
     _, grads = fs.value_and_grad(loss, grads=layout.grads, precision=precision, mean=False)(state.params, batch)
-    first = (state.params, state.main, grads, state.opt_state)
+    first = (state.params, state.main, grads, state.opt_state, state.buffers)
     after, _ = fs.make_train_step(loss, optim)(state, batch)
-    stepped = (after.params, after.main, grads, after.opt_state)
+    stepped = (after.params, after.main, grads, after.opt_state, after.buffers)
     return tuple(layout.memory(optim)), *(tuple(fs.state_bytes(part) for part in parts) for parts in (first, stepped))
 
 

@@ -141,6 +141,19 @@ def module():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
 
 
+@pytest.mark.parametrize("precision", [fs.FP32, fs.BF16])
+def test_the_memory_of_a_layout_has_the_buffers_of_a_state(precision):
+    net = fs.functionalize(module(), ("0", "1", "3"))
+    layout, opt = fs.plan_layout(net, mesh_of(ALONE), precision=precision), fs.adamw(1e-3)
+    state, counts = fs.init_state(net, opt, KEY, layout), 8 + 16  # step and key
+    memory = layout.memory(opt)
+    assert memory.buffers == fs.state_bytes(state.buffers) == 2 * 6 * 4 + 8
+    assert memory.state == fs.state_bytes(state) - counts
+    wide = layout.with_mesh(fs.AbstractMesh(("dp",), (64,)))
+    assert wide.memory(opt).buffers == memory.buffers
+    assert fs.plan_layout(fs.functionalize(module().eval(), ("0", "1", "3")), wide.mesh).memory(opt).buffers == 0
+
+
 def test_a_module_is_evaluated_with_its_running_statistics_and_saved_with_them(tmp_path):
     plain = module()
     net = fs.functionalize(plain, ("0", "1", "3"))
