@@ -179,7 +179,8 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         params = require_params(params)
         updates, inner_state = fast.update(updates, state.inner, params, context)
         count, slow = state.count + 1, state.slow
-        if int(count) % every == 0:
+        # Fake counts have no values: every fake update then has the memory and operations of one that returns.
+        if _compat.is_fake(count) or int(count) % every == 0:
             old = local_leaves(slow)
             new = [s + share * (new_fast - s) for s, new_fast in zip(old, _updated(updates, params, slow), strict=True)]
             current = local_params(params, slow)

@@ -4,12 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsharding as fs
 from fsharding import _compat
 from fsharding.optim import schedules
 from fsharding.optim.base import multiply, next_count, where_finite
 from fsharding.precision import scaled_loss
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, counting_host_reads
 
 RATES = {
@@ -143,3 +145,20 @@ def test_counts_and_masks():
     new, old = {"a": torch.ones(2), "n": 3}, {"a": torch.zeros(2), "n": 3}
     assert where_finite(None, new, old) is new
     assert where_finite(torch.tensor(False), new, old)["a"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_lookahead_runs_without_values(donate):
+    def loss(params, batch):
+        return fs.gather_unit(params)["w"].square().sum() + batch.sum()
+
+    opt, mesh = fs.optim.lookahead(fs.sgd(0.1), every=3), fs.make_mesh(dp=-1, device="cpu")
+    with FakeTensorMode():
+        init = lambda key: {"w": fs.random.normal(key, (4, 2))}  # noqa: E731
+        state, step = fs.setup(init, loss, opt, fs.random.key(0), mesh=mesh, donate=donate, check="next")
+        with counting_host_reads() as seen:
+            for _ in range(3):
+                state, _ = step(state, torch.zeros(2))
+    assert seen.reads == []
+    assert fs.state_bytes(state.opt_state) == state.layout.memory(opt).opt_state
+    assert all(_compat.is_fake(local_of(x)) for x in fs.tree.leaves(state.opt_state.slow))
