@@ -1,6 +1,6 @@
 """Phases that all ranks finish or none does: each rank does its work, then all tell each other how it went.
 
-In: a function that runs on this rank alone. Out: what it returned on every rank, in rank order.
+In: a function that runs on this rank alone. Out: its own value, and its answer on every rank, in rank order.
 Law: if it raised on some rank, every rank raises the same `CheckpointError`, which says what happened on which rank.
 Without a process group there is one rank.
 """
@@ -8,49 +8,121 @@ Without a process group there is one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from fsharding.checkpoint.background import watched
+from fsharding.checkpoint.directory import PartialOutput
 from fsharding.errors import CheckpointError, FshardingError, message
-from fsharding.mesh.device_mesh import world_size
+from fsharding.mesh.device_mesh import own_rank, world_size
 
-__all__ = ["failure", "together"]
+__all__ = ["UNLIKE", "UNLIKE_ROW", "agreed", "on_all", "together", "write_together"]
 
-T = TypeVar("T")
+UNLIKE, UNLIKE_ROW = "got different things on different ranks.", "has another path, config, or leaves"
+"""What `agreed` says of ranks that would write different things."""
+
+Own = TypeVar("Own")
+Answer = TypeVar("Answer")
+Output = TypeVar("Output", bound=PartialOutput)
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Runs `work` on every rank, without collectives in it, and gathers what it returned. Collective.
+def together(
+    work: Callable[[], tuple[Own, Answer]], group: dist.ProcessGroup | None = None
+) -> tuple[Own, list[Answer]]:
+    """Run `work` on every rank, without collectives in it, and gather what it answers. Collective.
 
     Args:
-        work: what this rank does; returns something small that can be pickled.
+        work: returns a value that stays on this rank, and a small one that is pickled for all ranks.
         group: of all ranks, for a thread that must not get between the collectives of another; by default the default.
+
+    Returns:
+        The own value of this rank, and the answers of all ranks.
 
     Raises:
         CheckpointError: on every rank, if `work` raised on one.
     """
-    value: T | None = None
+    done: tuple[Own, Answer] | None = None
     problem: tuple[bool, str] | None = None
     cause: Exception | None = None
     try:
-        value = work()
+        done = work()
     except Exception as error:
         cause = error
         worded = isinstance(error, FshardingError)
         problem = worded, str(error) if worded else f"{type(error).__name__}: {error}"
-    answers: list[Any] = [(value, problem)]
+    answer = done[1] if done is not None else None
+    answers: list[Any] = [(answer, problem)]
     if dist.is_initialized():
         answers = [None] * world_size()
-        dist.all_gather_object(answers, (value, problem), group=group)
+        dist.all_gather_object(answers, (answer, problem), group=group)
     problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
-        raise failure(problems) from cause
-    return cast("list[T]", [value for value, _ in answers])
+        raise _failure(problems) from cause
+    assert done is not None
+    return done[0], cast("list[Answer]", [answer for answer, _ in answers])
 
 
-def failure(problems: Mapping[int, tuple[bool, str]]) -> CheckpointError:
-    """Words what went wrong on some ranks.
+def on_all(work: Callable[[], Own], group: dist.ProcessGroup | None = None) -> Own:
+    """Run `work` on every rank as `together` does, and return this rank's value; nothing but failures is sent."""
+    return together(lambda: (work(), None), group)[0]
+
+
+def agreed(work: Callable[[], tuple[Own, str]], rule: str, row: str, group: dist.ProcessGroup | None = None) -> Own:
+    """Run `work` on every rank, and refuse ranks whose answers differ. Collective.
+
+    Args:
+        work: returns a value that stays on this rank, and a hash of what has to be the same.
+        rule: what is wrong if it isn't, as in `message`.
+        row: what a rank has that differs from rank 0.
+        group: as in `together`.
+
+    Raises:
+        CheckpointError: on every rank, as `together`, or if answers differ.
+    """
+    own, seen = together(work, group)
+    if rows := [f"rank {r} {row} than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]:
+        raise CheckpointError(message(rule, rows))
+    return own
+
+
+def write_together(
+    target: Path,
+    begin: Callable[[], AbstractContextManager[Output]],
+    write: Callable[[], Answer],
+    commit: Callable[[Output, list[Answer]], None],
+    group: dist.ProcessGroup | None = None,
+) -> list[Answer]:
+    """Write an output on all ranks; it is complete, or not there. Collective.
+
+    Args:
+        target: where it is to be, for errors.
+        begin: makes the place beside the target, on rank 0.
+        write: writes this rank's part.
+        commit: puts the output in its place when all parts are written, on rank 0.
+        group: as in `together`.
+
+    Returns:
+        What `write` returned on every rank.
+
+    Raises:
+        CheckpointError: on every rank: a phase failed on one. What was written is removed.
+    """
+    with ExitStack() as stack:
+
+        def enter() -> Output | None:
+            return stack.enter_context(begin()) if own_rank() == 0 else None
+
+        output = on_all(watched(target, enter), group)
+        _, written = together(watched(target, lambda: (None, write())), group)
+        on_all(watched(target, lambda: None if output is None else commit(output, written)), group)
+    return written
+
+
+def _failure(problems: Mapping[int, tuple[bool, str]]) -> CheckpointError:
+    """Word what went wrong on some ranks.
 
     Args:
         problems: by rank: whether the text is a whole message of ours already, and the text.

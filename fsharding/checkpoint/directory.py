@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 from fsharding.calls import named
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
@@ -66,7 +66,8 @@ def _aside(target: Path) -> Path:
 class PartialOutput:
     """The file or directory beside a target that is written to, locked against everything else that writes the target.
 
-    On one process: make it, `place` or `discard` it, and `close` it in any case.
+    On one process: make it, `place` or `discard` it, and `close` it in any case. As a context manager it discards what
+    was written if the block raises, and closes.
 
     Args:
         target: where the output is to be; its parents are made. Files of an interrupted writer are cleared away.
@@ -86,6 +87,16 @@ class PartialOutput:
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:  # also Ctrl-C
+                self.discard()
+        finally:
+            self.close()
 
     def place(self) -> None:
         """Puts a complete output in its place, where nothing is."""
@@ -114,16 +125,9 @@ def writing(target: Path, *, file: bool = False) -> Generator[Path]:
     Raises:
         CheckpointError: as `PartialOutput`, and in place of an OSError.
     """
-    with wording_failures(), naming_path(target):
-        partial = PartialOutput(target, file=file)
-        try:
-            yield partial.path
-            partial.place()
-        except BaseException:
-            partial.discard()
-            raise
-        finally:
-            partial.close()
+    with wording_failures(), naming_path(target), PartialOutput(target, file=file) as partial:
+        yield partial.path
+        partial.place()
 
 
 class Partial(PartialOutput):
@@ -485,6 +489,7 @@ def _megatron(folder: Path) -> str:
     return "zarr" if any((folder / name / ".zarray").is_file() for name in ("", *os.listdir(folder))) else ""
 
 
+@named("fs.checkpoint.metadata")
 def metadata(path: StrPath) -> Manifest:
     """Reads the description that a checkpoint has of itself, and no other file; any process can call it.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding import tree
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.foreign_weights import Weights, weights_at
 from fsharding.checkpoint.name_map import (
@@ -89,20 +89,15 @@ def load_weights(
     """
     wants = main_wants(like) if isinstance(like, Layout) else _of_tree(like)
     structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
-    opened: list[Weights] = []
 
-    def look() -> str:
-        opened.append(weights_at(path, prefix))
-        return hashlib.sha256(repr(sorted(opened[0].leaves.items())).encode()).hexdigest()
+    def look() -> tuple[Weights, str]:
+        weights = weights_at(path, prefix)
+        return weights, hashlib.sha256(repr(sorted(weights.leaves.items())).encode()).hexdigest()
 
-    seen = together(look)
-    rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
-    if rows:
-        raise CheckpointError(message(f"finds {path} different on different ranks.", rows))
-    weights, named = opened[0], naming(names)
+    weights = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
-    read: list[Tensor] = []
-    together(lambda: read.extend(_read(weights, named(leaf), want) for leaf, want in wants.items()))
+    named = naming(names)
+    read = on_all(lambda: [_read(weights, named(leaf), want) for leaf, want in wants.items()])
     return tree.unflatten(structure, read)
 
 

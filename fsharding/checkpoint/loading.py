@@ -21,7 +21,7 @@ from torch import Tensor
 from fsharding import _compat, tree
 from fsharding.calls import named
 from fsharding.checkpoint import directory
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
@@ -103,7 +103,7 @@ def load(
         raise _refusal(folder, manifest, damaged)
     result = _assemble(_read(folder, manifest, wanted), opt_state, layout)
     if data is not None:
-        together(lambda: restore(data, position))
+        on_all(lambda: restore(data, position))
     return result
 
 
@@ -212,23 +212,22 @@ def _check_memory(folder: Path, leaves: Mapping[str, SavedLeaf]) -> None:
 
 def _look(path: StrPath) -> tuple[Path, Manifest, list[str]]:
     """The directory and its manifest, the same on all ranks; and which files are missing or cut."""
-    seen: list[tuple[Path, Manifest]] = []
 
-    def read() -> tuple[str, str, list[str]]:
+    def read() -> tuple[tuple[Path, Manifest], tuple[str, str, list[str]]]:
         folder = directory.find(path)
         manifest = directory.read_manifest(folder)
-        seen.append((folder, manifest))
         rows = damage(folder, _share(manifest), hashed=False)
-        return str(folder), hashlib.sha256(repr(manifest).encode()).hexdigest(), rows
+        told = str(folder), hashlib.sha256(repr(manifest).encode()).hexdigest(), rows
+        return (folder, manifest), told
 
-    result = together(read)
+    own, result = together(read)
     if len({(folder, digest) for folder, digest, _ in result}) > 1:
         rows = [
             f"rank {r}: {folder}, its manifest has the digest {digest[:12]}..."
             for r, (folder, digest, _) in enumerate(result)
         ]
         raise CheckpointError(message("found different checkpoints on different ranks.", rows))
-    return *seen[0], [row for _, _, rows in result for row in rows]
+    return *own, [row for _, _, rows in result for row in rows]
 
 
 def _share(manifest: Manifest) -> dict[str, SavedFile]:
@@ -361,18 +360,17 @@ def _refusal(folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointErr
 
 def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """All that is wanted, in new memory, on all ranks. Damage that one rank meets makes all look for the rest of it."""
-    read: dict[str, Tensor] = {}
 
-    def attempt() -> str:
+    def attempt() -> tuple[dict[str, Tensor], str]:
         try:
-            read.update(_fetch(open_source(folder, manifest), wanted))
+            return _fetch(open_source(folder, manifest), wanted), ""
         except DamagedError as error:
-            return str(error)
-        return ""
+            return {}, str(error)
 
-    met = [text for text in together(attempt) if text]
-    if met:
-        rows = [row for part in together(lambda: damage(folder, _share(manifest))) for row in part]
+    read, problems = together(attempt)
+    if met := [text for text in problems if text]:
+        _, parts = together(lambda: (None, damage(folder, _share(manifest))))
+        rows = [row for part in parts for row in part]
         raise _refusal(folder, manifest, rows) if rows else CheckpointError(met[0])
     if "step" in read and (step := int(read["step"])) != manifest.step:
         rule = f"refuses {folder}: its manifest says step {manifest.step}, its files step {step}."

@@ -84,16 +84,9 @@ def reshard_checkpoint(
     homes = {path: saved_sharding(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
     described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
-    with wording_failures():
-        partial = Partial(where)
-        try:
-            written = _write(partial.folder, leaves, manifest, homes, mesh)
-            return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
-        except BaseException:
-            partial.discard()
-            raise
-        finally:
-            partial.close()
+    with wording_failures(), Partial(where) as partial:
+        written = _write(partial.folder, leaves, manifest, homes, mesh)
+        return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
 
 
 def _spec(home: NamedSharding | None) -> str | None:

@@ -63,16 +63,14 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
     """
     if not isinstance(state, TrainState):
         raise refuse("a TrainState", state, "Give the whole state: fs.check_replicas(state).")
-    planned: list[dict[Holders, list[SharedBox]]] = []
 
-    def look() -> dict[Holders, int]:
+    def look() -> tuple[dict[Holders, list[SharedBox]], dict[Holders, int]]:
         check_state(state)
         constants = {f"buffers.{name}": staged(tuple(x.shape), None, x) for name, x in constants_of(model).items()}
-        planned.append(shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members))
-        return checksums(planned[0])
+        shared = shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members)
+        return shared, checksums(shared)
 
-    sums_of_ranks = together(look)
-    if rows := differences(sums_of_ranks, planned[0]):
+    if rows := differences(*together(look)):
         raise ReplicaError(message(f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
 
 
@@ -111,13 +109,13 @@ def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, in
 
 
 def differences(
-    sums_of_ranks: Sequence[Mapping[Holders, int]], shared: Mapping[Holders, Sequence[SharedBox]]
+    shared: Mapping[Holders, Sequence[SharedBox]], sums_of_ranks: Sequence[Mapping[Holders, int]]
 ) -> list[str]:
     """One row for each part that ranks hold differently. Collective where there are any.
 
     Args:
-        sums_of_ranks: what `checksums` gave on every rank.
-        shared: what `shared_boxes` gave on this one.
+        shared: what `shared_boxes` gave on this rank.
+        sums_of_ranks: what `checksums` gave on every one.
     """
     disputed = {
         holders
@@ -128,11 +126,12 @@ def differences(
     if not disputed:
         return []
 
-    def each() -> dict[tuple[str, Box], int]:
-        return {(path, box): checksum(x) for holders in sorted(disputed) for path, box, x in shared.get(holders, ())}
+    def each() -> tuple[None, dict[tuple[str, Box], int]]:
+        boxes = (box for holders in sorted(disputed) for box in shared.get(holders, ()))
+        return None, {(path, box): checksum(x) for path, box, x in boxes}
 
     values: dict[tuple[str, Box], dict[int, list[int]]] = {}
-    for rank, sums in enumerate(together(each)):
+    for rank, sums in enumerate(together(each)[1]):
         for part, value in sums.items():
             values.setdefault(part, {}).setdefault(value, []).append(rank)
     return [f"{_part(*part)}: {_who(by_value)}" for part, by_value in sorted(values.items()) if len(by_value) > 1]

@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsharding.calls import named
-from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start, watched
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start
+from fsharding.checkpoint.collective_call import together, write_together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
@@ -44,8 +44,6 @@ from fsharding.train.state_check import check_state
 from fsharding.version import own_version
 
 __all__ = ["Job", "finish", "in_background", "plan_save", "save", "save_async"]
-
-T = TypeVar("T")
 
 _FUNCTION = "fs.checkpoint.save"
 _ASYNC = "fs.checkpoint.save_async"
@@ -196,21 +194,7 @@ class Job:
         Raises:
             CheckpointError: on every rank; see `save`.
         """
-        held: list[Partial] = []
-        try:
-            self._together(lambda: held.append(Partial(self.target)) if own_rank() == 0 else None, group)
-            written = [part for part in self._together(self._write, group) if part is not None]
-            self._together(lambda: [self._finish(partial, written) for partial in held] and None, group)
-        except BaseException:
-            for partial in held:
-                partial.discard()
-            raise
-        finally:
-            for partial in held:
-                partial.close()
-
-    def _together(self, work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-        return together(watched(self.target, work), group)
+        write_together(self.target, lambda: Partial(self.target), self._write, self._finish, group)
 
     def _write(self) -> Written | None:
         """This rank's file; none where it has nothing to write."""
@@ -227,8 +211,8 @@ class Job:
                 writer.add(path, shape, box, tensor)
             return writer.close()
 
-    def _finish(self, partial: Partial, written: list[Written]) -> None:
-        finish(partial, self.manifest, written)
+    def _finish(self, partial: Partial, written: Sequence[Written | None]) -> None:
+        finish(partial, self.manifest, [part for part in written if part is not None])
         if self.after is not None:
             self.after()
 
@@ -248,6 +232,12 @@ def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> 
     whole = dataclasses.replace(manifest, files=files)
     partial.commit(text_of(whole), files)
     return whole
+
+
+_Planned: TypeAlias = tuple[Job, dict[Holders, list[SharedBox]]]
+"""A save, and what this rank shares with others."""
+_Told: TypeAlias = tuple[dict[str, str], dict[Holders, int], tuple[int, int, Any] | None]
+"""Facts that are the same on all ranks, checksums of what is shared, and the position of the data."""
 
 
 @named(_FUNCTION)
@@ -279,21 +269,19 @@ def plan_save(
         raise refuse("a path, then a TrainState", state, mend)
     named = content(state)
     target = real_path(path)
-    planned: list[tuple[Job, dict[Holders, list[SharedBox]]]] = []
 
-    def check() -> tuple[dict[str, str], dict[Holders, int], tuple[int, int, Any] | None]:
+    def check() -> tuple[_Planned, _Told]:
         if data is not None:
             check_stateful(data)
         job, facts, shared = _check(target, named, state, extra)
-        planned.append((dataclasses.replace(job, after=after), shared))
         facts["data"] = "none" if data is None else "a position"
-        return facts, checksums(shared), own_position(data, state.layout) if data is not None else None
+        position = None if data is None else own_position(data, state.layout)
+        return (dataclasses.replace(job, after=after), shared), (facts, checksums(shared), position)
 
-    answers = together(check, group)
+    (job, shared), answers = together(check, group)
     facts_of_ranks = [facts for facts, _, _ in answers]
     _same_everywhere(facts_of_ranks)
-    job, shared = planned[0]
-    if rows := differences([sums for _, sums, _ in answers], shared):
+    if rows := differences(shared, [sums for _, sums, _ in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
     step = next(facts["step"] for facts in facts_of_ranks if "step" in facts)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fsharding import checkpoint
 from fsharding.calls import named
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import lock_alone, survey
 from fsharding.errors import CheckpointError, ConfigError, message
 from fsharding.mesh.device_mesh import own_rank
@@ -83,8 +83,8 @@ def _nothing(checkpoints: Path, rows: list[str]) -> CheckpointError:
 @named(_FUNCTION)
 def is_damaged(path: Path) -> bool:
     """Whether a checkpoint's data is not what its manifest says. Collective; rank 0 reads all of it."""
-    answers = together(lambda: bool(checkpoint.inspect(path).damaged) if own_rank() == 0 else None)
-    return bool(answers[0])
+    _, answers = together(lambda: (None, own_rank() == 0 and bool(checkpoint.inspect(path).damaged)))
+    return answers[0]
 
 
 @contextlib.contextmanager
@@ -101,23 +101,30 @@ def alone_in(out: Path) -> Generator[None]:
     Raises:
         CheckpointError: on every rank: another run is there, or a rank sees another directory.
     """
-    held: list[int] = []
-    try:
-        token = next(filter(None, together(lambda: _hold(out, held) if own_rank() == 0 else "")))
-        together(lambda: _check_seen(out, token))
+    with contextlib.ExitStack() as stack:
+
+        def hold() -> tuple[None, str]:
+            return None, stack.enter_context(_held(out)) if own_rank() == 0 else ""
+
+        _, (token, *_) = together(hold)
+        on_all(lambda: _check_seen(out, token))
         yield
-    finally:
-        for fd in held:
-            # Explicitly: a process that was forked meanwhile has it open as well.
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
 
 
-def _hold(out: Path, held: list[int]) -> str:
-    """Locks a directory; what is then written in its lock."""
+@contextlib.contextmanager
+def _held(out: Path) -> Generator[str]:
+    """Lock a directory, and yield what is then written in its lock."""
     fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    held.append(fd)
+    try:
+        yield _token(fd, out)
+    finally:
+        # Explicitly: a process that was forked meanwhile has it open as well.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _token(fd: int, out: Path) -> str:
     try:
         lock_alone(fd)
     except BlockingIOError as error:

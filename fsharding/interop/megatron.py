@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.calls import named, public_name
-from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
+from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import Shards, main_wants, staged
@@ -155,7 +155,7 @@ def load_state(
                 if x is not None:
                     _fill(opened, kind, pieces[leaf.path], staged(leaf.shape, leaf.home, local_of(x)))
 
-    together(fill)
+    on_all(fill)
     state.step.fill_(updates)
     adam.count.fill_(updates)
     return state
@@ -169,21 +169,15 @@ def _load(
     config = decoder_config(config)
     refuse_others(config)
     wants = main_wants(layout)
-    looked: list[tuple[Opened, dict[str, list[Piece]]]] = []
 
-    def look() -> str:
+    def look() -> tuple[tuple[Opened, dict[str, list[Piece]]], str]:
         opened = open_directory(path)
         if opened.flat and not strict:
             opened.tensors.pop(MAIN, None)
         kinds = ("exp_avg", "exp_avg_sq") if moments else ()
-        looked.append((opened, _compare(opened, config, layout, strict=strict, moments=kinds)))
-        return opened.digest()
+        return (opened, _compare(opened, config, layout, strict=strict, moments=kinds)), opened.digest()
 
-    seen = together(look)
-    rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
-    if rows:
-        raise CheckpointError(message(f"finds {path} different on different ranks.", rows))
-    ((opened, pieces),) = looked
+    opened, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     shards: dict[str, Shards] = {}
     for leaf, want in wants.items():
         size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
@@ -193,7 +187,7 @@ def _load(
         for leaf, shard in shards.items():
             _fill(opened, _main_kind(opened, pieces[leaf]), pieces[leaf], shard)
 
-    together(fill)
+    on_all(fill)
     read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
     return tree.unflatten(layout.structure, read), opened, pieces
 
@@ -386,47 +380,27 @@ def save(
         mend = "Megatron would compute something else. Write the weights for another program: fs.hf.save."
         raise ConfigError(message("cannot describe this decoder by arguments of Megatron.", rows, mend))
     choice = _Choice(format, dtype, vocab_multiple, transformer_impl, settings, samples)
-    planned: list[tuple[Path, list[_Kind], dict[str, list[Piece]]]] = []
 
-    def plan() -> str:
-        planned.append(_plan(path, state, config, choice))
-        target, kinds, pieces = planned[0]
+    def plan() -> tuple[tuple[Path, list[_Kind], dict[str, list[Piece]]], str]:
+        target, kinds, pieces = _plan(path, state, config, choice)
         facts = str(target), choice, len(kinds), config, [(leaf, own) for leaf, own in pieces.items()]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        return (target, kinds, pieces), hashlib.sha256(repr(facts).encode()).hexdigest()
 
     group = own_group(timeout, "export")
-    seen = together(plan, group)
-    rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
-    if rows:
-        raise CheckpointError(message("got different things on different ranks.", rows))
-    ((target, kinds, pieces),) = planned
+    target, kinds, pieces = agreed(plan, UNLIKE, UNLIKE_ROW, group)
     step, partial = int(state.step), partial_of(target)
     common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
-    outputs: list[PartialOutput] = []  # one on rank 0, none on the others
 
-    def begin() -> None:
-        if own_rank() == 0:
-            outputs.append(PartialOutput(target))
+    def write() -> Written:
+        return _write(partial, kinds, pieces, config, common, format)
 
-    def commit() -> None:
-        for output in outputs:
-            write_metadata(partial, written)
-            if format == "torch_dist":
-                _write_common(partial, common)
-            output.place()
+    def commit(output: PartialOutput, written: list[Written]) -> None:
+        write_metadata(partial, written)
+        if format == "torch_dist":
+            _write_common(partial, common)
+        output.place()
 
-    try:
-        together(watched(target, begin), group)
-        write = watched(target, lambda: _write(partial, kinds, pieces, config, common, format))
-        written = together(write, group)
-        together(watched(target, commit), group)
-    except BaseException:  # also Ctrl-C
-        for output in outputs:
-            output.discard()
-        raise
-    finally:
-        for output in outputs:
-            output.close()
+    written = write_together(target, lambda: PartialOutput(target), write, commit, group)
     return Saved(target, format, len({entry.path for part in written for entry in part.entries}))
 
 

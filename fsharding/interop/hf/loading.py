@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fsharding import _compat, tree
 from fsharding.calls import named
 from fsharding.checkpoint.coded_weights import CONFIG_KEY
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.name_map import SAME_BUFFERS, constants_of, other_constants
 from fsharding.checkpoint.reader import LeafInfo
@@ -77,20 +77,14 @@ def load(
     """
     check_path("a path, then a Layout", path, "fs.hf.load(path, layout)")
     wants = main_wants(layout)
-    looked: list[tuple[Folder, dict[str, list[Piece]]]] = []
 
-    def look() -> str:
+    def look() -> tuple[tuple[Folder, dict[str, list[Piece]]], str]:
         folder, config = _opened(path, with_config=names is None)
         result = (names or {}, ()) if config is None else _default_names(config, folder)
         _check_config(folder, layout)
-        looked.append((folder, _compare(folder, layout, wants, *result, strict=extra == "refuse")))
-        return folder.digest()
+        return (folder, _compare(folder, layout, wants, *result, strict=extra == "refuse")), folder.digest()
 
-    seen = together(look)
-    rows = [f"rank {r} sees other tensors than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]
-    if rows:
-        raise CheckpointError(message(f"finds {path} different on different ranks.", rows))
-    ((folder, pieces),) = looked
+    folder, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
     shards = {leaf: _room(want) for leaf, want in wants.items()}
 
@@ -98,7 +92,7 @@ def load(
         for leaf, shard in shards.items():
             _fill(folder, pieces[leaf], shard)
 
-    together(fill)
+    on_all(fill)
     read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
     return tree.unflatten(layout.structure, read)
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, product
@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import tree
 from fsharding.calls import named
-from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, watched
+from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import contiguous, pieces
 from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
-from fsharding.checkpoint.collective_call import together
+from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.foreign_weights import SAFETENSORS
 from fsharding.checkpoint.name_map import written_constants
@@ -142,47 +142,22 @@ def save(
         True
     """
     check_path("a path, then a TrainState", path, "fs.hf.save(path, state, config)")
-    planned: list[_Job] = []
     group = own_group(timeout, "export")
 
-    def plan() -> str:
-        planned.append(_plan(path, params, config, layout, names, dtype, format, max_file_bytes))
-        if own_rank() == 0 and planned[0].coding is not None:
-            planned[0].coding.warn_of_edges()
-        return planned[0].digest()
+    def plan() -> tuple[_Job, str]:
+        job = _plan(path, params, config, layout, names, dtype, format, max_file_bytes)
+        if own_rank() == 0 and job.coding is not None:
+            job.coding.warn_of_edges()
+        return job, job.digest()
 
-    seen = together(plan, group)
-    rows = [f"rank {r} has another path, config, or leaves than rank 0" for r, it in enumerate(seen) if it != seen[0]]
-    if rows:
-        raise CheckpointError(message("got different things on different ranks.", rows))
-    job = planned[0]
+    job = agreed(plan, UNLIKE, UNLIKE_ROW, group)
     if job.coding is not None:
-        together(job.measure, group)
+        on_all(job.measure, group)
         job.coding.exchange(job.device)
         if rows := job.coding.not_finite():
             mend = "Save a state of before it happened, or without format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
-    outputs: list[PartialOutput] = []  # one on rank 0, none on the others
-
-    def begin() -> None:
-        if own_rank() == 0:
-            outputs.append(PartialOutput(job.target))
-            job.begin()
-
-    def commit() -> None:
-        for output in outputs:
-            job.commit(output)
-
-    try:
-        for work in (begin, job.write, commit):
-            together(watched(job.target, work), group)
-    except BaseException:  # also Ctrl-C
-        for output in outputs:
-            output.discard()
-        raise
-    finally:
-        for output in outputs:
-            output.close()
+    write_together(job.target, job.begin, job.write, lambda output, _: job.commit(output), group)
     return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
 
 
@@ -224,16 +199,19 @@ class _Job:
         facts = str(self.target), self.entries, self.tensors, [(file.name, file.offsets) for file in self.files]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    def begin(self) -> None:
-        """Fills the directory with files of their full size, which have their headers. On one rank."""
-        for file in self.files:
-            with (self.partial / file.name).open("xb") as stream:
-                stream.write(file.header)
-                stream.truncate(file.size)
-        if len(self.files) > 1:
-            (self.partial / INDEX).write_bytes(index_text(self.files))
-        for name, entries in self.entries.items():
-            (self.partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    @contextlib.contextmanager
+    def begin(self) -> Generator[PartialOutput]:
+        """Fill a directory with files of their full size, which have their headers. On one rank."""
+        with PartialOutput(self.target) as output:
+            for file in self.files:
+                with (self.partial / file.name).open("xb") as stream:
+                    stream.write(file.header)
+                    stream.truncate(file.size)
+            if len(self.files) > 1:
+                (self.partial / INDEX).write_bytes(index_text(self.files))
+            for name, entries in self.entries.items():
+                (self.partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+            yield output
 
     def measure(self) -> None:
         """Finds the largest magnitudes of the blocks of this rank's boxes."""
