@@ -16,7 +16,7 @@ collective, which runs under the computation after it, and `wait` ends one:
 The gradient of a large leaf does not wait for `>reduce`: it is copied into its bucket as soon as it is complete, so
 that its memory is free while the rest of the unit's backward runs. Autograd drives backward: `_GatherUnit` is the node
 of a unit in the graph, and its backward is `>reduce`. A tensor that autograd saves, and that views a gathered buffer,
-is replaced by a `_SavedView`; the first one of a unit that backward unpacks gathers the unit again. A product with a
+is replaced by a `SavedView`; the first one of a unit that backward unpacks gathers the unit again. A product with a
 weight that `Precision.columnwise` names saves no view, and asks for `unit.columns` in backward, which goes along.
 
 Laws: at most `depth + 1` units are alive at once, and none after the call; the depth changes no number; every gather
@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -44,13 +44,14 @@ from fsharding.comm.counters import Counts, record
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain, Wire
 from fsharding.errors import ConfigError, TransformError, listed, message, report
-from fsharding.formats.quantised import Quantised, noting_numbers
+from fsharding.formats.quantised import Quantised
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
+from fsharding.transforms.saved_tensors import SavedTensors
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, UnitPlan, plan_unit
 from fsharding.transforms.weight_formats import WeightFormats
 
@@ -60,36 +61,6 @@ __all__ = [
 
 _ALIGN = 64
 """Bytes at whose multiples fresh tensors begin."""
-
-
-class _SavedView(NamedTuple):
-    """Stands for a view of a gathered buffer among the tensors that autograd saves."""
-
-    unit: GatheredUnit
-    bucket: int
-    buffer: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-class _Numbers(NamedTuple):
-    """Numbers that were made of codes. The weak reference keeps the id of their storage from being given to others."""
-
-    decode: Callable[..., Tensor]
-    parts: tuple[Tensor | _SavedView | _SavedNumbers, ...]
-    dtype: torch.dtype
-    storage: _compat.WeakStorage
-
-
-class _SavedNumbers(NamedTuple):
-    """Stands for a view of numbers that were made of codes, among the tensors that autograd saves."""
-
-    numbers: _Numbers
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 Kernel: TypeAlias = Callable[[Tensor], object]
@@ -132,15 +103,6 @@ class _Columnwise:
     def gathered(self) -> Quantised:
         """See `Columnwise`."""
         return self.context.columns_of(self.unit, self.leaf)
-
-
-class _Watched(NamedTuple):
-    """A storage whose views are weights of a unit. The weak reference keeps its id from being given to another one."""
-
-    unit: GatheredUnit
-    bucket: int
-    buffer: int
-    reference: object
 
 
 class GatherContext:
@@ -217,8 +179,7 @@ class GatherContext:
         self._reached: int | None = None
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
-        self._watched: dict[int, _Watched] = {}
-        self._numbers: dict[int, _Numbers] = {}
+        self.saved = SavedTensors(self._bring)
         for i, leaf in enumerate(leaves):
             if leaf is not None:
                 self.register(leaf.value, LeafIndex(i, None))
@@ -364,7 +325,7 @@ class GatherContext:
         """
         if self._current is not None:
             self._current.release()
-        self._numbers = {key: x for key, x in self._numbers.items() if not x.storage.expired()}
+        self.saved.forget_freed()
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
         wholes: list[Tensor | Quantised] = [leaf.value for leaf in unit.leaves]
@@ -379,10 +340,7 @@ class GatherContext:
     def _wait(self, unit: GatheredUnit) -> dict[int, Tensor | Quantised]:
         """Waits for a unit, and watches for tensors that autograd saves of it."""
         full = unit.wait()
-        for bucket, buffers in enumerate(unit.buffers):
-            for number, buffer in enumerate(buffers):
-                watched = _Watched(unit, bucket, number, _compat.weak_storage(buffer))
-                self._watched[_compat.storage_id(buffer)] = watched
+        self.saved.watch(unit)
         return full
 
     def end_forward(self) -> None:
@@ -394,55 +352,18 @@ class GatherContext:
         self._prefetched.clear()
 
     # ------------------------------------------------------------------------------------------------------- backward
-    def note_numbers(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
-        """Notes that numbers were made of codes: autograd is to keep the codes, which it need not do if a unit is kept.
+    @property
+    def computes_quantized(self) -> bool:
+        """Whether the loss function gets quantized weights, which it may dequantize."""
+        return self._formats is not None and self._formats.precision.computes_quantised
 
-        Args:
-            x: the numbers.
-            decode: makes them of the parts.
-            parts: codes and scales.
-        """
-        kept = tuple(self.pack(part.detach()) for part in parts)
-        self._numbers[_compat.storage_id(x)] = _Numbers(decode, kept, x.dtype, _compat.weak_storage(x))
-
-    def noting(self) -> AbstractContextManager[Any]:
-        """Inside, `note_numbers` is told of what is dequantised, where anything can be."""
-        precision = None if self._formats is None else self._formats.precision
-        quantised = precision is not None and precision.computes_quantised
-        return noting_numbers(self.note_numbers) if quantised else nullcontext()
-
-    def pack(self, x: Tensor) -> Tensor | _SavedView | _SavedNumbers:
-        """Saved-tensors hook: replaces a view of a gathered buffer, or of numbers made of one, by where they are."""
-        storage = _compat.storage_id(x)
-        numbers = self._numbers.get(storage)
-        if numbers is not None and not numbers.storage.expired() and x.dtype == numbers.dtype:
-            return _SavedNumbers(numbers, int(x.storage_offset()), x.size(), x.stride())
-        known = self._watched.get(storage)
-        if known is None or known.unit.kept:
-            # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
-            return x if x.grad_fn is None else x.detach()
-        known.unit.note_view(known.bucket)
-        return _SavedView(
-            known.unit, known.bucket, known.buffer, x.dtype, int(x.storage_offset()), x.size(), x.stride()
-        )
-
-    def unpack(self, saved: Tensor | _SavedView | _SavedNumbers) -> Tensor:
-        """Saved-tensors hook: a view of the unit's buffer, which is gathered again if it is not alive."""
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, _SavedNumbers):
-            whole = saved.numbers.decode(*(self.unpack(part) for part in saved.numbers.parts))
-            return whole.as_strided(saved.size, saved.stride, saved.offset)
-        unit = saved.unit
+    def _bring(self, unit: GatheredUnit) -> None:
+        """Backward needs a buffer of a unit: gathers it again if need be, and starts the units before it."""
         first = self._reach(unit)
         if unit.state is not UnitState.ALIVE:
             self._wait(unit)
         if first:
             self._prefetch_before(unit.order)
-        buffer = unit.buffers[saved.bucket][saved.buffer]
-        if buffer.dtype != saved.dtype:  # scales among codes
-            buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
-        return buffer.as_strided(saved.size, saved.stride, saved.offset)
 
     def columns_of(self, unit: GatheredUnit, leaf: int) -> Quantised:
         """A weight in blocks along its other dim, which backward gathers.
@@ -573,8 +494,7 @@ class GatherContext:
             unit.abandon(failed=failed)
         self._units.clear()
         self._prefetched.clear()
-        self._watched.clear()
-        self._numbers.clear()
+        self.saved.close()
         self._index.clear()
         self._current = self._deferred = None
         self._streams.wait_all()
@@ -672,7 +592,7 @@ def activate(context: GatherContext) -> Generator[None]:
     """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
     token = _context.set(context)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(context.pack, context.unpack), context.noting():
+        with context.saved.hooked(notes_values=context.computes_quantized):
             yield
     finally:
         _context.reset(token)

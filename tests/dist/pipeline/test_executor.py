@@ -24,7 +24,7 @@ from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import Local, local_of
 from fsharding.testing import run_ranks
 from fsharding.transforms import policies
-from fsharding.transforms.gather_context import GatherContext
+from fsharding.transforms.saved_tensors import SavedTensors
 from tests.helpers import full, token_batch
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
@@ -273,7 +273,7 @@ def held(name, ranks, microbatches):
     state, opt = started(schedule, model, pp=ranks)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
     saved, peak, by_stage, own = {}, 0, {}, set()
-    pack, do = GatherContext.pack, _Run.do
+    pack, do = SavedTensors.pack, _Run.do
 
     def noted(context, x):
         storage = x.untyped_storage()
@@ -299,7 +299,7 @@ def held(name, ranks, microbatches):
         if action.kind == "F":
             by_stage.setdefault(action.stage, alive() - before)
 
-    with patch.object(GatherContext, "pack", noted), patch.object(_Run, "do", watched):
+    with patch.object(SavedTensors, "pack", noted), patch.object(_Run, "do", watched):
         step(state, token_batch(0, vocab=50, rows=2 * microbatches))
     assert alive() == 0
     rank, now, most = torch.distributed.get_rank(), 0, 0

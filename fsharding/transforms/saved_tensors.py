@@ -1,0 +1,138 @@
+"""What autograd saves of gathered weights: where they are, and not the weights themselves.
+
+In: the buffers of units, values that were dequantized from them, each tensor that autograd saves. Out: what is saved in
+its place; in backward, a view of the buffer again, after the unit that it belongs to has been gathered again.
+Law: a unit's buffers are freed as soon as forward leaves it, whatever backward needs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding import _compat
+from fsharding.formats.quantised import noting_numbers
+from fsharding.transforms.gathered_unit import GatheredUnit
+
+__all__ = ["SavedTensors", "SavedValues", "SavedView"]
+
+
+class SavedView(NamedTuple):
+    """Stands for a view of a gathered buffer among the tensors that autograd saves."""
+
+    unit: GatheredUnit
+    bucket: int
+    buffer: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Values(NamedTuple):
+    """Dequantized values. The weak reference keeps the id of their storage from being reused."""
+
+    decode: Callable[..., Tensor]
+    parts: tuple[Tensor | SavedView | SavedValues, ...]
+    dtype: torch.dtype
+    storage: _compat.WeakStorage
+
+
+class SavedValues(NamedTuple):
+    """Stands for a view of dequantized values among the tensors that autograd saves."""
+
+    values: _Values
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Watched(NamedTuple):
+    """A buffer of a unit. The weak reference keeps the id of its storage from being reused."""
+
+    unit: GatheredUnit
+    bucket: int
+    buffer: int
+    storage: _compat.WeakStorage
+
+
+class SavedTensors:
+    """The hooks of one `value_and_grad` call.
+
+    Args:
+        bring: makes the buffers of a unit alive; backward needs them.
+    """
+
+    def __init__(self, bring: Callable[[GatheredUnit], None]) -> None:
+        self._bring = bring
+        self._watched: dict[int, _Watched] = {}
+        self._values: dict[int, _Values] = {}
+
+    @contextmanager
+    def hooked(self, *, notes_values: bool) -> Generator[None]:
+        """Inside, autograd saves what `pack` returns.
+
+        Args:
+            notes_values: dequantized values are saved as the quantized ones that they were made of.
+        """
+        noting = noting_numbers(self.note_values) if notes_values else nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), noting:
+            yield
+
+    def watch(self, unit: GatheredUnit) -> None:
+        """Recognize views of the buffers of a unit, which is alive."""
+        for bucket, buffers in enumerate(unit.buffers):
+            for number, buffer in enumerate(buffers):
+                watched = _Watched(unit, bucket, number, _compat.weak_storage(buffer))
+                self._watched[_compat.storage_id(buffer)] = watched
+
+    def note_values(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
+        """Recognize views of dequantized values.
+
+        Args:
+            x: the values.
+            decode: makes them of the parts.
+            parts: quantized values and scales; they are not kept where a unit can be gathered again.
+        """
+        kept = tuple(self.pack(part.detach()) for part in parts)
+        self._values[_compat.storage_id(x)] = _Values(decode, kept, x.dtype, _compat.weak_storage(x))
+
+    def pack(self, x: Tensor) -> Tensor | SavedView | SavedValues:
+        """Replace a view of a gathered buffer, or of dequantized values, by where it is."""
+        storage = _compat.storage_id(x)
+        values = self._values.get(storage)
+        if values is not None and not values.storage.expired() and x.dtype == values.dtype:
+            return SavedValues(values, int(x.storage_offset()), x.size(), x.stride())
+        known = self._watched.get(storage)
+        if known is None or known.unit.kept:
+            # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
+            return x if x.grad_fn is None else x.detach()
+        known.unit.note_view(known.bucket)
+        offset = int(x.storage_offset())
+        return SavedView(known.unit, known.bucket, known.buffer, x.dtype, offset, x.size(), x.stride())
+
+    def unpack(self, saved: Tensor | SavedView | SavedValues) -> Tensor:
+        """Return a view of the unit's buffer, which is gathered again if it is not alive."""
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, SavedValues):
+            full = saved.values.decode(*(self.unpack(part) for part in saved.values.parts))
+            return full.as_strided(saved.size, saved.stride, saved.offset)
+        self._bring(saved.unit)
+        buffer = saved.unit.buffers[saved.bucket][saved.buffer]
+        if buffer.dtype != saved.dtype:  # scales in a buffer of bytes
+            buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+        return buffer.as_strided(saved.size, saved.stride, saved.offset)
+
+    def forget_freed(self) -> None:
+        """Forget dequantized values that are gone."""
+        self._values = {key: x for key, x in self._values.items() if not x.storage.expired()}
+
+    def close(self) -> None:
+        """Break the references to units and buffers."""
+        self._watched.clear()
+        self._values.clear()
