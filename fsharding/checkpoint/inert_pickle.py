@@ -93,16 +93,13 @@ class _Machine:
             while (code := data[self.at]) != _STOP:
                 self.at += 1
                 steps[code](self)
+                # A list, tuple or object takes fifty times the byte that asks for it, so their share is bounded.
+                if self.made > _FREE + self.at // _BYTES_EACH:
+                    raise ValueError("its pickle has more lists, tuples and objects than state dicts of its size")
             value = self.stack.pop()
-        except (IndexError, KeyError) as error:
+        except (IndexError, KeyError, struct.error) as error:
             raise ValueError(f"its pickle is broken at byte {self.at:,}") from error
         return value
-
-    def count(self) -> None:
-        """One more list, tuple or object, which takes fifty times the byte that asks for it: their share is bounded."""
-        self.made += 1
-        if self.made > _FREE + self.at // _BYTES_EACH:
-            raise ValueError("its pickle has more lists, tuples and objects than state dicts of its size")
 
     def take(self, count: int) -> bytes | bytearray:
         """The next bytes, all of them."""
@@ -113,7 +110,9 @@ class _Machine:
 
     def number(self, form: struct.Struct) -> Any:
         """The next number."""
-        return form.unpack(self.take(form.size))[0]
+        start = self.at
+        self.at = start + form.size
+        return form.unpack_from(self.data, start)[0]
 
     def line(self) -> str:
         """The text up to the end of the line."""
@@ -163,14 +162,21 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
 
 def _new(make: Callable[[], Any]) -> Callable[[_Machine], None]:
     def new(m: _Machine) -> None:
-        m.count()
+        m.made += 1
         m.stack.append(make())
 
     return new
 
 
+# Numbers and references are most of a pickle, so these two do not call `number`.
 def _number(form: struct.Struct) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(m.number(form))
+    size, read = form.size, form.unpack_from
+
+    def number(m: _Machine) -> None:
+        m.stack.append(read(m.data, m.at)[0])
+        m.at += size
+
+    return number
 
 
 def _long(m: _Machine) -> None:
@@ -186,14 +192,14 @@ def _bytes(form: struct.Struct) -> Callable[[_Machine], None]:
 
 
 def _mark(m: _Machine) -> None:
-    m.count()
+    m.made += 1
     m.marked.append(m.stack)
     m.stack = []
 
 
 def _tuple(m: _Machine) -> None:
     result = tuple(m.items())
-    m.count()
+    m.made += 1
     m.stack.append(result)
 
 
@@ -201,7 +207,7 @@ def _last(count: int) -> Callable[[_Machine], None]:
     def make(m: _Machine) -> None:
         if len(m.stack) < count:
             raise IndexError
-        m.count()
+        m.made += 1
         m.stack[-count:] = [tuple(m.stack[-count:])]
 
     return make
@@ -258,7 +264,7 @@ def _call(m: _Machine) -> None:
     args, kind = m.stack.pop(), m.stack.pop()
     if not isinstance(args, tuple):
         raise ValueError(f"its pickle is broken at byte {m.at:,}: arguments are no tuple")
-    m.count()
+    m.made += 1
     m.stack.append(Made(kind, args))
 
 
@@ -288,7 +294,13 @@ def _put(form: struct.Struct) -> Callable[[_Machine], None]:
 
 
 def _get(form: struct.Struct) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(m.memo[m.number(form)])
+    size, read = form.size, form.unpack_from
+
+    def get(m: _Machine) -> None:
+        m.stack.append(m.memo[read(m.data, m.at)[0]])
+        m.at += size
+
+    return get
 
 
 _KNOWN: dict[bytes, Callable[[_Machine], None]] = {

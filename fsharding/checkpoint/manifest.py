@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -304,7 +304,7 @@ def is_shape(sizes: Sequence[object]) -> bool:
     """Whether sizes are those of a tensor that there could be: whole numbers, and not too many elements."""
     if len(sizes) > _MOST_DIMS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         return False
-    return math.prod(size for size in sizes if isinstance(size, int)) < 1 << 60
+    return math.prod(cast(Sequence[int], sizes)) < 1 << 60
 
 
 def is_plain_name(name: object) -> bool:

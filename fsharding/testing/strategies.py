@@ -23,7 +23,7 @@ try:
     from hypothesis import strategies as st
     from hypothesis.strategies import SearchStrategy
 except ModuleNotFoundError as error:
-    _mend = 'Install the extra that has it: pip install "fsharding[test]".'
+    _mend = 'Install the extra that has it: pip install "fsharding[testing]".'
     raise ConfigError(report("fsharding.testing.strategies needs hypothesis.", mend=_mend)) from error
 
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
