@@ -34,6 +34,10 @@ SECONDS = 100
 
 # What each example prints at its end, and what has to be in its output besides.
 EXPECTED: dict[str, list[str]] = {
+    "adopt.py": [
+        r"^zero3 on 2 ranks: losses 1\.\d{4} to 0\.\d{4}, nu is float32\[8@dp, 16\]$",
+        r"^the losses of a plain loop, to rounding$",
+    ],
     "finetune_llama.py": [
         r"^mesh \{'tp': 2\}: \d+ bytes of parameters, on each rank \[\d+, \d+\]$",
         r"^before: loss 4\.\d{6} on 2 ranks, 4\.\d{6} in transformers$",

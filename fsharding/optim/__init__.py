@@ -18,6 +18,7 @@ from fsharding.optim.base import (
 from fsharding.optim.clip import clip_by_global_norm, global_norm
 from fsharding.optim.coded_moment import CodedMoment
 from fsharding.optim.combine import ChainState, MultiTransformState, chain, multi_transform
+from fsharding.optim.elementwise import ElementwiseState, elementwise
 from fsharding.optim.from_torch import TorchState, from_torch
 from fsharding.optim.lion import LionState, lion
 from fsharding.optim.muon import MuonState, muon
@@ -34,6 +35,7 @@ __all__ = [
     "ChainState",
     "CodedMoment",
     "ContextTransformation",
+    "ElementwiseState",
     "EmaState",
     "EmptyState",
     "GradientTransformation",
@@ -55,6 +57,7 @@ __all__ = [
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "elementwise",
     "ema",
     "ema_of",
     "from_torch",

@@ -1,6 +1,6 @@
-"""Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), on local tensors.
+"""Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), as a rule.
 
-In: gradients and main parameters in the same shardings. Out: updates to be added, and the new trace.
+In: gradients and the trace. Out: the direction of the update, and the new trace.
 Law: one correctly rounded operation at a time, so an element's update does not depend on its position in a shard.
 """
 
@@ -11,31 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.comm.redistribute import redistribute
+from fsharding import _compat
 from fsharding.errors import ConfigError, message
 from fsharding.formats import Blocks
-from fsharding.optim.base import (
-    ContextTransformation,
-    InitContext,
-    UpdateContext,
-    check_moments,
-    check_update,
-    like,
-    local_leaves,
-    local_params,
-    narrow,
-    new_zeros,
-    refuse_no_gradients,
-    refuse_other_shapes,
-    shardings_of,
-    widen,
-)
-from fsharding.optim.chunked_update import Chunk, change_moment, init_moments
-from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
-from fsharding.optim.schedules import Schedule, as_schedule, rate_at
-from fsharding.optim.validation import FROM_0, check_moment_kind, check_settings
-from fsharding.precision import wide
+from fsharding.optim.base import ContextTransformation
+from fsharding.optim.elementwise import State, driven
+from fsharding.optim.schedules import Schedule
+from fsharding.optim.validation import FROM_0, check_settings
 from fsharding.public import public
 from fsharding.tree import Tree
 
@@ -97,58 +79,24 @@ def sgd(
     if nesterov and (dampening or not momentum):
         text = f"got nesterov=True with momentum={momentum} and dampening={dampening}."
         raise ConfigError(message(text, mend="Nesterov's needs momentum and no dampening."))
-    own = check_moment_kind(moments)
-    rate = as_schedule(learning_rate)
 
-    @public("fs.sgd(...).init")
-    def init(params: Tree, context: InitContext = InitContext()) -> SgdState:
-        trace = init_moments(params, own, context) if momentum else None
-        return SgdState(torch.zeros((), dtype=torch.int64), trace)
+    def plain(grads: list[Tensor], count: Tensor) -> list[Tensor]:
+        return grads
 
-    @public("fs.sgd(...).update")
-    def update(
-        updates: Tree, state: SgdState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, SgdState]:
-        check_update(SgdState, updates, state, params, decay=weight_decay)
-        if state.trace is not None:
-            check_moments(trace=state.trace)
-        params = tree.prune(params, updates, ("parameters", "gradients")) if params is not None else None
-        held = None if state.trace is None else carriers(state.trace)
-        sharded = next(x for x in (held, params, updates) if x is not None)
-        refuse_no_gradients(updates, sharded)
-        refuse_other_shapes(updates, sharded, ("gradients", "parameters" if state.trace is None else "the trace"))
-        resharded = redistribute(updates, shardings_of(sharded))
-        grads = local_leaves(resharded)
-        if weight_decay:
-            main = local_params(params, sharded)
-            decay = [p.to(g.dtype) for p, g in zip(main, grads, strict=True)]
-            grads = _compat.foreach_add(grads, _compat.foreach_mul(decay, weight_decay))
-        share: float | Tensor = 1 - dampening
+    def with_momentum(grads: list[Tensor], trace: list[Tensor], count: Tensor) -> list[Tensor]:
+        added = grads
         if dampening:
             # The first gradient is added whole.
-            one = torch.ones((), dtype=torch.float64, device=state.count.device)
-            share = torch.where(state.count > 0, share, one)
+            one = torch.ones((), dtype=torch.float64, device=count.device)
+            added = _compat.foreach_mul(grads, torch.where(count > 0, 1 - dampening, one))
+        _compat.foreach_mul_(trace, momentum)
+        _compat.foreach_add_(trace, added)
+        return _compat.foreach_add(grads, _compat.foreach_mul(trace, momentum)) if nesterov else trace
 
-        def change(momenta: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-            _compat.foreach_mul_(momenta, momentum)
-            _compat.foreach_add_(momenta, _compat.foreach_mul(grads, share) if dampening else grads)
-            return _compat.foreach_add(grads, _compat.foreach_mul(momenta, momentum)) if nesterov else momenta
-
-        lr = rate_at(rate, state.count)  # A schedule that raises does so before anything is written.
-        trace, grads = state.trace, list(grads)
-        if momentum and any(map(is_coded, moment_leaves(trace))):
-            of_chunks = [new_zeros(g, wide(g.dtype)) for g in grads]
-
-            def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
-                of_chunks[i][chunk.place].copy_(change([m], [grads[i][chunk.place]])[0])
-
-            trace = change_moment(trace, context, state.count, change_chunk)
-            grads = of_chunks
-        elif momentum:
-            momenta = widen(trace, donate=context.donate)
-            grads = change(momenta, grads)
-            trace = narrow(trace, momenta, donate=context.donate)
-        deltas = _compat.foreach_mul(grads, -lr)
-        return like(resharded, deltas), SgdState(state.count + 1, trace)
-
-    return ContextTransformation(init, update)
+    state = State(
+        SgdState,
+        lambda count, traces: SgdState(count, traces[0] if traces else None),
+        lambda state: [] if state.trace is None else [state.trace],
+    )
+    rule, names = (with_momentum, ("trace",)) if momentum else (plain, ())
+    return driven("fs.sgd", rule, learning_rate, state, names, l2=weight_decay, moments=moments)
