@@ -60,7 +60,7 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
     check_function("a function (params, *args)", fn, 1)
 
     @functools.wraps(fn)
-    @named("fs.hessian")
+    @named("fs.jacfwd")
     def run(params: Tree, *args: Any) -> Tree:
         leaves, spec = tree.flatten(params)
         _check(tree.named_leaves(params))

@@ -21,12 +21,12 @@ from tests.commands import clean_environment, losses
 from tests.helpers import full, until
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc"),
 ]
 
 STATUS = 75
-START_S = 60  # of ranks, on a machine that does other things as well
+START_S = 300  # of ranks: a busy machine takes its time, and a run that has ended is not waited for
 END_S = 90
 
 
@@ -132,16 +132,16 @@ def start_s(tmp_path_factory: pytest.TempPathFactory) -> float:
     with running(out, 2) as (run, _):
         assert until(lambda: can_be_told(run.pid), START_S)
         begin = time.monotonic()
-        assert until(lambda: steps_of(out) > 0, END_S), "no step was made"
+        assert until(lambda: steps_of(out) > 0 or run.poll() is not None, START_S) and steps_of(out), "no step was made"
         return time.monotonic() - begin
 
 
 def wait_for(case: Case, run: subprocess.Popen[str], out: Path, start_s: float) -> None:
-    assert until(lambda: can_be_told(run.pid), START_S)
+    assert until(lambda: can_be_told(run.pid) or run.poll() is not None, START_S)
     if case.place == "start":
         time.sleep(case.share * start_s)
     else:
-        assert until(lambda: steps_of(out) >= 2, END_S)
+        assert until(lambda: steps_of(out) >= 2 or run.poll() is not None, START_S) and steps_of(out) >= 2
         time.sleep(case.share)
 
 
@@ -151,7 +151,7 @@ def test_a_signal_ends_a_run_with_its_status_and_leaves_nothing_behind(case: Cas
     with running(out, case.ranks) as (run, mark):
         wait_for(case, run, out, start_s)
         if case.kind == "a rank":
-            assert until(lambda: bool(ranks_of(run.pid)), START_S)
+            assert until(lambda: bool(ranks_of(run.pid)) or run.poll() is not None, START_S) and ranks_of(run.pid)
             os.kill(random.choice(ranks_of(run.pid)), signal.SIGKILL)
         elif case.kind == "Ctrl-C":
             os.killpg(run.pid, signal.SIGINT)
@@ -179,7 +179,7 @@ def test_a_signal_ends_a_run_with_its_status_and_leaves_nothing_behind(case: Cas
 def test_a_second_interrupt_ends_a_run_at_once_and_says_what_there_is(tmp_path: Path):
     out = tmp_path / "run"
     with running(out, 2) as (run, mark):
-        assert until(lambda: steps_of(out) >= 2, END_S)
+        assert until(lambda: steps_of(out) >= 2 or run.poll() is not None, START_S) and steps_of(out) >= 2
         for rank in ranks_of(run.pid):  # so that nothing is saved between the two
             os.kill(rank, signal.SIGSTOP)
         run.send_signal(signal.SIGINT)
