@@ -33,6 +33,7 @@ from fsharding.train.reshard import explain_reshard, reshard, shard, unshard
 from fsharding.train.setup import setup
 from fsharding.train.state import TrainState, init_state, main_params, spread_main, state_bytes, state_from
 from fsharding.train.step import Metrics, make_train_step, model_loss
+from fsharding.train.step_options import StepOptions
 from fsharding.train.update import update
 from fsharding.transforms import policies
 from fsharding.transforms.compare_units import compare_units
@@ -67,6 +68,7 @@ __all__ = [
     "P",
     "Precision",
     "Quantised",
+    "StepOptions",
     "Strategy",
     "TrainState",
     "adamw",

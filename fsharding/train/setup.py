@@ -7,7 +7,7 @@ It makes the same calls as a reader would: `make_mesh`, `plan_layout`, `init_sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fsharding import _compat
 from fsharding.errors import ArgumentError, message
 from fsharding.mesh.device_mesh import Mesh, abstract, make_mesh
 from fsharding.optim.base import GradientTransformation
-from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.schedule import plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.precision import FP32, Precision
 from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
@@ -25,9 +25,8 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
 from fsharding.sharding.strategy import Strategy
 from fsharding.sharding.strategy_names import StrategyName
 from fsharding.train.state import Buffers, TrainState, init_state
-from fsharding.train.step import Check, TrainStep, make_train_step
-from fsharding.transforms import policies
-from fsharding.transforms.policies import Policy
+from fsharding.train.step import TrainStep, make_train_step
+from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
 from fsharding.tree import Tree
 
 __all__ = ["setup"]
@@ -36,6 +35,7 @@ _NAME = "fs.setup"
 
 
 @public(_NAME)
+@takes_step_options
 def setup(
     init_or_model: Any,
     loss_fn: Callable[..., Any] | None,
@@ -49,14 +49,8 @@ def setup(
     precision: Precision = FP32,
     frozen: str | Sequence[str] = (),
     stages: Mapping[str, Any] | None = None,
-    microbatches: int = 1,
-    schedule: str | Schedule = "1f1b",
-    donate: bool = False,
-    policy: Policy = policies.save_except_gathered,
-    has_aux: bool = False,
-    check: Check | None = None,
-    prefetch: int = 1,
     buffers: Buffers | None = None,
+    **options: Unpack[StepOptions],
 ) -> tuple[TrainState, TrainStep]:
     """Makes the first state of a run and its train step.
 
@@ -73,14 +67,8 @@ def setup(
         precision: dtypes at rest, of compute and on the wire.
         frozen: leaves without gradients.
         stages: who owns what along `pp`; by default, for a `Model`, as the schedule says.
-        microbatches: as in `make_train_step`, and so are the next ones.
-        schedule: of a pipeline.
-        donate: the step may overwrite the state that it is given.
-        policy: what the blocks of a `Model` keep for backward.
-        has_aux: the loss function returns aux.
-        check: when a step that is not finite raises.
-        prefetch: how many units are gathered ahead.
         buffers: as in `init_state`.
+        **options: how the step computes: see `StepOptions`.
 
     Returns:
         (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
@@ -102,6 +90,7 @@ def setup(
         >>> int(state.step), str(state.layout.strategy), int(metrics.weight)
         (1, 'zero3', 6)
     """
+    settings = StepSettings(**options)
     refuse_module(init_or_model)
     check_optimizer(opt)
     if is_optimizer(loss_fn) and not hasattr(loss_fn, "block"):
@@ -115,14 +104,12 @@ def setup(
     mesh = make_mesh(dp=-1) if mesh is None else mesh
     model, shapes = _model(init_or_model)
     if is_model and stages is None and (ranks := abstract(mesh).axis_size("pp")) > 1:
-        stages = stages_of(
-            init_or_model, plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
-        )
+        schedule = settings.schedule
+        if isinstance(schedule, str):
+            schedule = plan_schedule(schedule, ranks, settings.microbatches)
+        stages = stages_of(init_or_model, schedule)
     layout = plan_layout(shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages)
-    step = make_train_step(
-        init_or_model if loss_fn is None else loss_fn, opt, microbatches=microbatches, schedule=schedule, donate=donate,
-        policy=policy, has_aux=has_aux, check=check, prefetch=prefetch,
-    )  # fmt: skip
+    step = make_train_step(init_or_model if loss_fn is None else loss_fn, opt, **options)
     return init_state(model, opt, key, layout, buffers=buffers), step
 
 

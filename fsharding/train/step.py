@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -69,22 +69,19 @@ from fsharding.train.state import (
     spread,
 )
 from fsharding.train.state_check import StateCheck, check_numbers
+from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.first_call import FirstCall
-from fsharding.transforms.gather_context import check_depth
 from fsharding.transforms.gather_unit import gather_unit
-from fsharding.transforms.policies import Policy, check_policy
+from fsharding.transforms.policies import Policy
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
 from fsharding.tree import Tree
 
 __all__ = [
-    "Check", "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "make_train_step", "model_loss",
+    "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "make_train_step", "model_loss",
     "planned_schedule", "refuse_model",
 ]  # fmt: skip
-
-Check: TypeAlias = Literal["now", "next"]
-"""When the host looks whether a step counts: in the step, or in the next one."""
 
 
 class Metrics(NamedTuple):
@@ -193,18 +190,13 @@ def model_loss(
 
 
 @public("fs.make_train_step")
+@takes_step_options
 def make_train_step(
     model: Any,
     opt: GradientTransformation,
     *,
-    microbatches: int = 1,
-    schedule: str | Schedule = "1f1b",
     precision: Precision | None = None,
-    donate: bool = False,
-    policy: Policy = policies.save_except_gathered,
-    has_aux: bool = False,
-    check: Check | None = None,
-    prefetch: int = 1,
+    **options: Unpack[StepOptions],
 ) -> TrainStep:
     """Makes the step of a run.
 
@@ -215,20 +207,8 @@ def make_train_step(
             `buffers` gets `state.buffers`, and returns `((sum, weight), buffers)`: microbatches hand them on in order,
             and the next state has those of the first rank of the mesh, as with torch's DDP; see `fs.sync_buffers`.
         opt: the optimizer.
-        microbatches: equal pieces along dim 0 of this rank's batch, whose gradients are accumulated; at least 1.
-        schedule: of a `Model` on a mesh with `pp`: a `Schedule`, or the name of one, which is planned for the size of
-            `pp` and `microbatches`, dualpipev with pairs where it has `ep`. Meshes without `pp` do not look at it.
         precision: dtypes of compute and wire; by default the layout's.
-        donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards.
-        policy: what the blocks of a `Model` keep for backward.
-        has_aux: the loss function returns `((sum, weight), aux)`, or `((sum, weight), buffers, aux)`; aux, any tree,
-            comes back in the metrics.
-        check: when a step that is not finite raises. "now": the step reads one number of the device, before it updates,
-            and raises; the default on the CPU. "next": the step reads nothing, and masks its update; the error comes
-            from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the default
-            on other devices. Losses and states are the same in every bit.
-        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
-            most `prefetch + 1` are alive; 0 gathers each when it is needed. Losses are the same in every bit.
+        **options: how the step computes: see `StepOptions`.
 
     Returns:
         The step: `step(state, batch) -> (state, metrics)`; batch is this rank's part, a tree of tensors `[B, ...]`.
@@ -269,23 +249,12 @@ def make_train_step(
         >>> int(state.step), bool(metrics.loss > 0)
         (1, True)
     """
-    _check_arguments(model, opt, microbatches, policy, precision, has_aux=has_aux)
-    if check not in (None, "now", "next"):
-        mend = 'Give "now" to raise in the step, "next" to raise in the next call, or None for what the device wants.'
-        raise ConfigError(message(f"got check={check!r}.", mend=mend))
-    check_depth(prefetch)
-    return TrainStep(
-        model,
-        opt,
-        microbatches=microbatches,
-        schedule=schedule,
-        precision=precision,
-        donate=donate,
-        policy=policy,
-        has_aux=has_aux,
-        check=check,
-        prefetch=prefetch,
-    )
+    settings = StepSettings(**options)
+    _check_model(model, opt, has_aux=settings.has_aux)
+    settings.refuse_wrong()
+    if precision is not None:
+        check_precision(precision)
+    return TrainStep(model, opt, precision, settings)
 
 
 @dataclass
@@ -395,14 +364,8 @@ class TrainStep:
     Args:
         model: a `Model` or a loss function.
         opt: the optimizer.
-        microbatches: as in `make_train_step`, and so are the others.
-        schedule: of a pipeline.
-        precision: by default the layout's.
-        donate: the step may overwrite the state.
-        policy: of the blocks of a `Model`.
-        has_aux: the loss function returns aux.
-        check: when the host looks at the verdict.
-        prefetch: how many units are gathered ahead.
+        precision: dtypes of compute and wire; by default the layout's.
+        settings: the options of `make_train_step`.
     """
 
     # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
@@ -412,37 +375,23 @@ class TrainStep:
         self,
         model: Any,
         opt: GradientTransformation,
-        *,
-        microbatches: int,
-        schedule: str | Schedule,
         precision: Precision | None,
-        donate: bool,
-        policy: Policy,
-        has_aux: bool,
-        check: Check | None,
-        prefetch: int,
+        settings: StepSettings,
     ) -> None:
-        self._model, self._prefetch = model, prefetch
-        self._check = check
+        self._model, self._opt = model, opt.with_context()
+        self._precision, self._settings = precision, settings
         self._unchecked: PendingVerdict | None = None
-        self._opt = opt.with_context()
-        self._microbatches = microbatches
-        self._schedule = schedule
-        self._precision = precision
-        self._donate = donate
-        self._policy = policy
         self._is_model = hasattr(model, "block")
-        loss_fn = model_loss(model, policy=policy) if self._is_model else model
-        self._loss_fn = LossFunction.of(loss_fn, has_aux=has_aux)
+        loss_fn = model_loss(model, policy=settings.policy) if self._is_model else model
+        self._loss_fn = LossFunction.of(loss_fn, has_aux=settings.has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
-        self._settings = _settings(model, opt, microbatches, schedule if self._is_model else "", precision, policy)
-        self._settings |= {"check": str(check), "prefetch": str(prefetch)}
+        self._facts = _facts(model, opt, precision, settings)
         self._plans: list[StepPlan] = []
 
     def __repr__(self) -> str:
         """The settings on which ranks agree, without those of the optimizer."""
         name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
-        return f"TrainStep({name}, microbatches={self._microbatches}, donate={self._donate})"
+        return f"TrainStep({name}, microbatches={self._settings.microbatches}, donate={self._settings.donate})"
 
     @public("train step")
     @_compat.never_inlined
@@ -525,7 +474,7 @@ class TrainStep:
             agreement: of the step.
         """
         layout, scale = state.layout, _loss_scale(state, plan.precision)
-        sums = self._loss_and_grads(plan, state, split_batch(batch, self._microbatches), scale, agreement)
+        sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
         weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
@@ -552,12 +501,12 @@ class TrainStep:
         layout, loss_scale = state.layout, state.loss_scale
         with _compat.region("optimizer"), noting_rates() as plan.rates:
             main, opt_state = self._optimize(state, verdict, counts)
-        if self._donate:
+        if self._settings.donate:
             state = state.donate()
         with _compat.region("spread"):
             step_after = next_count(state.step, counts)
             rounding = rounding_key(state.key, step_after, layout)
-            params = spread(main, state.params, layout, donate=self._donate, key=rounding)
+            params = spread(main, state.params, layout, donate=self._settings.donate, key=rounding)
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the least scale leaves the row of good steps as it was, too.
@@ -592,8 +541,8 @@ class TrainStep:
         if self._is_model:
             refuse_model(self._model, layout)
             if abstract(layout.mesh).axis_size("pp") > 1:
-                schedule = planned_schedule(self._schedule, layout, self._microbatches)
-        check = self._check or ("now" if _device_of(layout) == "cpu" else "next")
+                schedule = planned_schedule(self._settings.schedule, layout, self._settings.microbatches)
+        check = self._settings.check or ("now" if _device_of(layout) == "cpu" else "next")
         precision = self._precision or layout.precision
         _refuse_other_formats(precision, layout)
         if schedule is not None and precision.strict:
@@ -617,7 +566,7 @@ class TrainStep:
             plan = next((p for p in self._plans if p.layout == without_devices), None)
             if plan is None:
                 check_numbers(state)
-                agree_on_setup(state, self._settings, batch, self._microbatches)
+                agree_on_setup(state, self._facts, batch, self._settings.microbatches)
                 plan = self.prepare(layout)
                 plan.first = FirstCall(layout.mesh)
                 _refuse_other_state(self._opt, state)
@@ -649,12 +598,12 @@ class TrainStep:
             state.params,
             microbatches,
             precision=plan.precision,
-            policy=self._policy,
+            policy=self._settings.policy,
             scale=loss_scale,
             known=plan.messages,
             agreement=agreement,
             key=rounding,
-            prefetch=self._prefetch,
+            prefetch=self._settings.prefetch,
         )
         return Sums(grads, loss, weight)
 
@@ -686,7 +635,7 @@ class TrainStep:
                 grads=layout.main if last else layout.grads,
                 precision=plan.precision,
                 mean=False,
-                prefetch=self._prefetch,
+                prefetch=self._settings.prefetch,
                 grad_pool=plan.buffers,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
                 key=rounding,
@@ -703,12 +652,12 @@ class TrainStep:
 
     def _optimize(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
         """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
-        with donated_if_written(state) if self._donate else nullcontext():
+        with donated_if_written(state) if self._settings.donate else nullcontext():
             return self._optimized(state, verdict, finite)
 
     def _optimized(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
         grads, to_mean, norm = verdict.grads, verdict.to_mean, verdict.norm
-        main, shardings, donate = main_of(state), state.layout.main, self._donate
+        main, shardings, donate = main_of(state), state.layout.main, self._settings.donate
         rounding = state.layout.precision.rounding
         if not self._bias_rates:
             return apply_gradients(
@@ -739,7 +688,7 @@ class TrainStep:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
         assert state.loss_scale is not None
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
-        unchanged = state.donate() if self._donate else tree.map(torch.clone, state)
+        unchanged = state.donate() if self._settings.donate else tree.map(torch.clone, state)
         return unchanged.replace(loss_scale=smaller)
 
 
@@ -771,26 +720,28 @@ def _without_devices(layout: Layout) -> Layout:
     return replace(layout, mesh=mesh, leaves=tuple(leaves))
 
 
-def _settings(
-    model: Any,
-    opt: GradientTransformation,
-    microbatches: int,
-    schedule: str | Schedule,
-    precision: Precision | None,
-    policy: Policy,
+def _facts(
+    model: Any, opt: GradientTransformation, precision: Precision | None, settings: StepSettings
 ) -> dict[str, str]:
     """Facts on which the ranks of a step must agree, beside its layout."""
     # A loss function may close over values that differ between ranks, so only its name is compared.
     of_loss = facts_of("model", model) if hasattr(model, "block") else {"loss": getattr(model, "__qualname__", "")}
     # The functions close over what they compute with; the config beside them also names files, as saved on one rank.
     of_loss = {name: text for name, text in of_loss.items() if not name.startswith("model.config")}
+    schedule = settings.schedule if hasattr(model, "block") else ""
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
-    facts = {"microbatches": str(microbatches), "schedule": planned, "policy": policy.name, "precision": str(precision)}
-    return {**facts, **of_loss, **facts_of("optimizer", opt.update)}
+    facts = {
+        "microbatches": str(settings.microbatches),
+        "schedule": planned,
+        "policy": settings.policy.name,
+        "precision": str(precision),
+    }
+    late = {"check": str(settings.check), "prefetch": str(settings.prefetch)}
+    return {**facts, **of_loss, **facts_of("optimizer", opt.update), **late}
 
 
-def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, precision: Any, *, has_aux: bool) -> None:
-    """Refuses arguments that no layout and no batch can make right."""
+def _check_model(model: Any, opt: Any, *, has_aux: bool) -> None:
+    """Refuses a model and an optimizer that are none, and aux of a `Model`."""
     if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
         raise refuse("a model, then an optimizer", model, "Swap the two.")
     if not hasattr(model, "block"):
@@ -799,12 +750,6 @@ def _check_arguments(model: Any, opt: Any, microbatches: Any, policy: Any, preci
         mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
         raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
     check_optimizer(opt)
-    if not isinstance(microbatches, int) or microbatches < 1:
-        text = f"got microbatches={microbatches!r}."
-        raise ConfigError(message(text, mend="Give a number from 1."))
-    check_policy(policy)
-    if precision is not None:
-        check_precision(precision)
 
 
 def _other_state(state: Any, batch: Any) -> ArgumentError:
