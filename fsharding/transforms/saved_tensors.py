@@ -60,6 +60,10 @@ class _Watched(NamedTuple):
     storage: _compat.WeakStorage
 
 
+def _bring_nothing(unit: GatheredUnit) -> None:
+    """After the call no unit is gathered any more."""
+
+
 class SavedTensors:
     """The hooks of one `value_and_grad` call.
 
@@ -133,6 +137,7 @@ class SavedTensors:
         self._values = {key: x for key, x in self._values.items() if not x.storage.expired()}
 
     def close(self) -> None:
-        """Break the references to units and buffers."""
+        """Break the references to units and buffers, and to the context, which holds this."""
         self._watched.clear()
         self._values.clear()
+        self._bring = _bring_nothing

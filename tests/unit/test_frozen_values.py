@@ -20,8 +20,8 @@ from tests.public import CALLABLES, CLASSES
 HANDLES = {
     # They count, read, or own processes.
     "Checkpointer", "PendingSave", "Packed", "Watch", "RankPool", "HostPair", "Ranks", "HostReads", "Traffic", "Counts",
-    # Functions, and a dict.
-    "RankFunction", "TrainStep", "CapturedStep", "ModuleNames",
+    # Functions, and dicts.
+    "RankFunction", "TrainStep", "CapturedStep", "ModuleNames", "StepOptions",
 }  # fmt: skip
 
 
