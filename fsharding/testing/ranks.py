@@ -260,7 +260,7 @@ class RankPool:
         tasks = [Path(f"/proc/{pid}/task") for pid in self.pids[:1]]
         return any(folder.is_dir() and len(list(folder.iterdir())) > _CROWD for folder in tasks)
 
-    @named("RankPool.run")
+    @named("run_ranks")
     def run(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
     ) -> list[Result]:
