@@ -25,7 +25,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_gro
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["Filling", "Move", "plan_move"]
+__all__ = ["Filling", "Move", "axis_sizes", "plan_move"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Move:
         first, last = self.steps[0][0], self.rest.is_empty
         dims = [steps[0].dim for steps in self.steps]
         if first.kind == "slice":
-            sizes, index = _sizes(self.mesh, first.axes), axis_group(self.mesh, first.axes).index
+            sizes, index = axis_sizes(self.mesh, first.axes), axis_group(self.mesh, first.axes).index
             return self.rest.start([_slice(x, dim, sizes, index) for x, dim in zip(leaves, dims, strict=True)], into)
         if first.kind == "gather":
             lengths = [lengths[0] for lengths in self.lengths]
@@ -194,7 +194,7 @@ class Filling:
         if move.sums_first:
             axes, scatter = move.steps[0][0].axes, move.steps[0][0].kind == "scatter"
             cuts = tuple((shape, steps[0].dim) for shape, steps in zip(shapes, move.steps, strict=True))
-            terms = move.wire.terms(cuts, _sizes(move.mesh, axes), scatter=scatter)
+            terms = move.wire.terms(cuts, axis_sizes(move.mesh, axes), scatter=scatter)
             group = reduction_group(move.mesh, axes)
             if move.native and group.process_group is not None and isinstance(terms, PlainTerms):
                 self._first = native_reduction(terms, group, device, move.dtype, memory)
@@ -255,7 +255,8 @@ class Filling:
         return torch.zeros(shape, dtype=dtype, device=self._device) if term is None else term.to(sent).to(dtype)
 
 
-def _sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+def axis_sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return how many ranks there are along each of some axes."""
     return tuple(abstract(mesh).axis_size(axis) for axis in axes)
 
 
@@ -278,7 +279,7 @@ def _gather(
 ) -> Handle[Sequence[Tensor]]:
     group = axis_group(mesh, axes)
     shapes = [(*x.shape[:d], length, *x.shape[d + 1 :]) for x, length, d in zip(leaves, lengths, dims, strict=True)]
-    plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), _sizes(mesh, axes))
+    plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), axis_sizes(mesh, axes))
     if into is None:
         into = buckets.whole_views(_compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
     return transport_for(group, leaves[0].device).all_gather_into(plan, leaves, into)

@@ -27,7 +27,7 @@ from fsharding.comm import codes
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.codes import CodePlan
 from fsharding.comm.handles import Handle
-from fsharding.comm.move import Move
+from fsharding.comm.move import Move, axis_sizes
 from fsharding.comm.redistribute import (
     BUCKET_BYTES,
     Moving,
@@ -41,7 +41,7 @@ from fsharding.comm.steps import Step, kinds_of, plan_steps
 from fsharding.comm.wires import Plain
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
+from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -194,7 +194,7 @@ def _start(pieces: list[_Piece], mesh: Mesh) -> Handle[Any]:
         return Move(mesh, tuple(steps), (), lengths, Plain(dtype), dtype).start(shards, results)
     axes = steps[0][0].axes
     plans, own = _encoded(pieces)
-    bucket = codes.code_bucket(plans, [step.dim for (step,) in steps], _sizes(mesh, axes))
+    bucket = codes.code_bucket(plans, [step.dim for (step,) in steps], axis_sizes(mesh, axes))
     handle = codes.gather_codes(bucket, own, axis_group(mesh, axes))
     return handle.then(lambda flat: codes.decoded(plans, codes.from_bytes(bucket, flat, own), results))
 
@@ -210,10 +210,6 @@ def _encoded(pieces: Sequence[_Piece]) -> tuple[list[CodePlan], list[codes.Coded
         return draw()
 
     return plans, codes.encode_shards(plans, [piece.shard for piece in pieces], scales, noise)
-
-
-def _sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(abstract(mesh).axis_size(axis) for axis in axes)
 
 
 class _Leaf(NamedTuple):
