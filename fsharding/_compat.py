@@ -60,7 +60,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # for its own frame, and for all that are below it, whether the callback sees them. That is read by torch itself, so
 # nothing is paid where nothing is compiled, and `torch._dynamo`, which takes seconds to import, is not needed.
 _frames = torch._C._dynamo.eval_frame
-_DEFAULT, _SKIP = _frames._FrameAction.DEFAULT, _frames._FrameAction.SKIP
+_DEFAULT = _frames._FrameAction.DEFAULT
+_SKIP = _frames._FrameAction.SKIP
 
 
 def left_to_python(fn: _Function) -> _Function:
@@ -403,7 +404,9 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return x
 
 
-_PAGE, _HUGE, _MADV_HUGEPAGE = mmap.PAGESIZE, 4 << 20, 14
+_PAGE = mmap.PAGESIZE
+_HUGE = 4 << 20
+_MADV_HUGEPAGE = 14
 _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
@@ -598,7 +601,8 @@ def describe_mesh(mesh: DeviceMesh, describe: Callable[[], str]) -> None:
     """Has the `repr` of a mesh end with a text. Its class has to stay torch's own, which compilers look for."""
     global _plain_repr
     if _plain_repr is None:
-        _plain_repr, DeviceMesh.__repr__ = DeviceMesh.__repr__, _described_repr
+        _plain_repr = DeviceMesh.__repr__
+        DeviceMesh.__repr__ = _described_repr
     kept_by(mesh)["describe"] = describe
 
 
@@ -607,7 +611,8 @@ _plain_repr: Callable[[DeviceMesh], str] | None = None
 
 def _described_repr(mesh: DeviceMesh) -> str:
     assert _plain_repr is not None
-    text, describe = _plain_repr(mesh), kept_by(mesh).get("describe")
+    text = _plain_repr(mesh)
+    describe = kept_by(mesh).get("describe")
     return text if describe is None else f"{text.removesuffix(')')}, {describe()})"
 
 
@@ -879,7 +884,8 @@ def fake_cuda() -> bool:
 
 _LIBRARIES = "libc10.so", "libtorch_cpu.so"
 _YES_AND_NO = "_ZN2at7Context9hasOpenMPEv", "_ZN2at7Context14hasEigenSparseEv"
-_FUNCTIONS, _HEAD = 64, 2 * ctypes.sizeof(ctypes.c_void_p)
+_FUNCTIONS = 64
+_HEAD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 def _has_accelerator() -> bool:

@@ -146,7 +146,8 @@ def without_own_graph(xs: Sequence[Tensor]) -> list[Tensor]:
     top = torch._C._functorch.peek_interpreter_stack()
     if top is None or not _in_last_step_of_grad():
         return list(xs)
-    unwrap, wrap = torch._C._functorch._unwrap_for_grad, torch._C._functorch._wrap_for_grad
+    unwrap = torch._C._functorch._unwrap_for_grad
+    wrap = torch._C._functorch._wrap_for_grad
     return [wrap(unwrap(x, top.level()), top.level()) for x in xs]
 
 

@@ -51,8 +51,10 @@ __all__ = [
 
 _MOST_ROWS = 10
 _MOST_LINES = 40
-_LONGEST_LINE, _LONGEST_MEND = 800, 4_000
-_HEAD, _TAIL = 400, 300
+_LONGEST_LINE = 800
+_LONGEST_MEND = 4_000
+_HEAD = 400
+_TAIL = 300
 
 
 class FshardingError(Exception):
@@ -117,7 +119,8 @@ class NotGatheredError(TransformError, AttributeError):
 
     def __init__(self, text: str = "", leaf: object = None, use: str = "") -> None:
         super().__init__(text)
-        self.leaf, self.use = leaf, use
+        self.leaf = leaf
+        self.use = use
 
     def __reduce__(self) -> tuple[type[NotGatheredError], tuple[str]]:
         # A node is on a mesh, which cannot travel.

@@ -103,7 +103,8 @@ class _UnsendableError(Exception):
 
     def __init__(self, kind: str, rows: list[str]) -> None:
         super().__init__(kind, rows)
-        self.kind, self.rows = kind, rows
+        self.kind = kind
+        self.rows = rows
 
 
 def _begin(folder: str, working: str, identity: str) -> None:
@@ -295,7 +296,10 @@ class ObjectRef(Immutable, instead="pool.all(lambda x: setattr(x, {name!r}, ...)
 
     @named("fs.notebook.ObjectRef")
     def __init__(self, processes: _Processes, lookup: Callable[[str, str], Any], key: str, text: str) -> None:
-        self._processes, self._lookup, self._key, self._text = processes, lookup, key, text
+        self._processes = processes
+        self._lookup = lookup
+        self._key = key
+        self._text = text
 
     def __repr__(self) -> str:
         return f"ObjectRef({'of ranks that have ended' if self._processes.ended else self._text})"
@@ -304,7 +308,8 @@ class ObjectRef(Immutable, instead="pool.all(lambda x: setattr(x, {name!r}, ...)
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
-        rule, mend = f"has no {name!r}: its object is on the ranks.", f"Read it there: pool(lambda x: x.{name}, ref)."
+        rule = f"has no {name!r}: its object is on the ranks."
+        mend = f"Read it there: pool(lambda x: x.{name}, ref)."
         raise AttributeError(message(rule, mend=mend))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -331,7 +336,8 @@ class RankFunction(Generic[Result]):
 
     def __init__(self, owner: Ranks, fn: Callable[..., Result]) -> None:
         functools.update_wrapper(self, fn)
-        self._owner, self._fn = owner, fn
+        self._owner = owner
+        self._fn = fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         """The result of rank 0; see `Ranks.__call__`."""
@@ -426,7 +432,9 @@ class Ranks:
         if importlib.util.find_spec("cloudpickle") is None:
             mend = "pip install 'fsharding[notebook]'"
             raise ConfigError(report(f"{_NAME} needs cloudpickle to send functions of cells.", mend=mend))
-        self.size, self.timeout, self._closed = size, timeout, False
+        self.size = size
+        self.timeout = timeout
+        self._closed = False
         self._processes: _Processes | None = None
         self._ready()
         _OPEN.add(self)
@@ -679,7 +687,8 @@ def load_ipython_extension(ipython: Any) -> None:
 
 @named("%%ranks")
 def _run_cell(line: str, cell: str) -> None:
-    size, pool = line.strip(), _latest
+    size = line.strip()
+    pool = _latest
     if size and not size.isdigit():
         raise ArgumentError(message(f"takes a number of ranks, got {size!r}.", mend="Write %%ranks 2."))
     if size and (pool is None or pool.size != int(size) or pool.closed):

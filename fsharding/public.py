@@ -94,7 +94,8 @@ def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params
 
 def _is_ours(error: BaseException) -> bool:
     """Whether the library raised, or a library that it called; not a function of the user that it called."""
-    trace, files = error.__traceback__, list[str]()
+    trace = error.__traceback__
+    files = list[str]()
     while trace is not None:
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
@@ -210,7 +211,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _fits(x: Any, hint: Any) -> bool:
     """Whether a value can be what an annotation says; what an annotation does not say, every value can be."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar | ParamSpec):
         return True
     if hint is None or hint is type(None):
@@ -253,7 +255,8 @@ def _is_a(x: Any, kind: type) -> bool:
 
 def _words(hint: Any) -> str:
     """An annotation in words."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_words(option) for option in inner))
     if hint is None or hint is type(None):

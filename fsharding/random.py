@@ -172,7 +172,8 @@ def _rounds(key: Sequence[Any], count: Sequence[Any]) -> tuple[Any, Any]:
     """The 20 rounds of Threefry-2x32 on words of 32 bits each: tensors of them, or numbers."""
     (k0, k1), (x0, x1) = key, count
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
-    x0, x1 = (x0 + k0) & _WORD, (x1 + k1) & _WORD
+    x0 = (x0 + k0) & _WORD
+    x1 = (x1 + k1) & _WORD
     for group in range(5):
         for turn in _ROTATIONS[group % 2]:
             x0 = (x0 + x1) & _WORD

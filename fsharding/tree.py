@@ -188,7 +188,8 @@ def flatten_up_to(spec: optree.PyTreeSpec, tree: Tree, labels: tuple[str, str] =
 
 def _mismatch(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[str, str]) -> TreeError:
     """The error for two structures that differ; every path that only one of them has is listed."""
-    ours, theirs = set(_paths_of(spec)), set(_paths_of(other))
+    ours = set(_paths_of(spec))
+    theirs = set(_paths_of(other))
     rows = [f"{path}: only in {labels[0]}" for path in sorted(ours - theirs)]
     rows += [f"{path}: only in {labels[1]}" for path in sorted(theirs - ours)]
     what, both = ("two trees", "both trees") if labels == _TWO_TREES else (" and ".join(labels), "both")

@@ -107,7 +107,8 @@ def beside(folder: Path, name: str) -> Path:
         OSError: there is none, or a link leads nowhere.
         ValueError: it is a link that leads out.
     """
-    real, tree = Path(os.path.realpath(folder / name, strict=True)), own_tree(folder)
+    real = Path(os.path.realpath(folder / name, strict=True))
+    tree = own_tree(folder)
     if not real.is_relative_to(tree):
         raise ValueError(f"it is a link that leads out of {tree}")
     return real

@@ -138,7 +138,8 @@ def _timed(run: Callable[[], object]) -> _Time:
     give_back()
     if dist.is_initialized():
         dist.barrier()
-    began, cpu = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    cpu = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run()

@@ -68,7 +68,8 @@ def arguments_of(config: Any) -> list[str]:
     """
     result: list[str] = []
     for field in fields(config):
-        value, name = getattr(config, field.name), f"--{field.name.replace('_', '-')}"
+        value = getattr(config, field.name)
+        name = f"--{field.name.replace('_', '-')}"
         if value == field.default:
             continue
         if isinstance(value, bool):

@@ -71,7 +71,8 @@ def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
     Where ranks share memory, ours are counted a second time, with every byte sent.
     """
     task = make_task(step, mesh, recipe(step.preset).config)
-    forward, shares = forward_bytes(task), transport_of(mesh) == "shared_memory"
+    forward = forward_bytes(task)
+    shares = transport_of(mesh) == "shared_memory"
     rows: list[dict[str, Any]] = []
     for number in counted_rounds(len(step.contenders) - 1, 1, "one contender a round"):
         name = step.contenders[number]
@@ -100,7 +101,8 @@ def least_bytes(task: Task, strategy: Strategy, forward: int) -> int:
     layout = plan_layout(task.draws(), task.mesh, strategy=strategy, names=task.model.names, precision=precision)
     memory = layout.memory()
     # One microbatch: gradients are cut as the moments, of which there are two, in float32 all three.
-    grads, draws = memory.opt_state // 2, task.draws()
+    grads = memory.opt_state // 2
+    draws = task.draws()
     blocks = [fs.tree.leaves(fs.tree.at(draws, path)) for path, _ in stacks_of(task.model)]
     units = [sum(math.prod(draw.shape[1:]) for draw in stack) for stack in blocks]
     units += [sum(math.prod(draw.shape) for draw in fs.tree.leaves(draws[name])) for name in ("embed", "head")]

@@ -28,7 +28,8 @@ from fsharding.train.reshard import shard
 
 __all__ = ["bench_optimizer"]
 
-_RATE, _DECAY = 1e-3, 0.1
+_RATE = 1e-3
+_DECAY = 0.1
 
 
 @named("fsharding bench optimizer")
@@ -73,7 +74,8 @@ def _measure(config: OptimizerConfig, shapes: Sequence[tuple[int, ...]]) -> list
 def _ours(values: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Tensor]:
     whole = {f"w{i:05d}": x for i, x in enumerate(values)}
     layout = plan_layout(whole, make_mesh(dp=1))
-    params, given = shard(whole, layout), shard(dict(zip(whole, grads, strict=True)), layout)
+    params = shard(whole, layout)
+    given = shard(dict(zip(whole, grads, strict=True)), layout)
     opt = fs.optim.adamw(_RATE, weight_decay=_DECAY)
     state = opt.init(params)
 

@@ -28,7 +28,9 @@ from fsharding.sharding.leaf_plan import LAYERS
 
 __all__ = ["B1", "B2", "PEERS", "RATE", "Task", "first_dims", "forward_bytes", "fsdp2_module", "missing"]
 
-RATE, B1, B2 = 1e-3, 0.9, 0.95
+RATE = 1e-3
+B1 = 0.9
+B2 = 0.95
 """Of everyone's AdamW, without weight decay."""
 
 
@@ -72,7 +74,8 @@ class _Unit(nn.Module):
     def __init__(self, fn: Callable[..., Any], values: fs.tree.Tree, task: Task) -> None:
         super().__init__()
         leaves, self.structure = fs.tree.flatten(values)
-        self.fn, self.dtype = fn, task.dtype
+        self.fn = fn
+        self.dtype = task.dtype
         self.leaves = nn.ParameterList(nn.Parameter(x.to(task.mesh.device_type)) for x in leaves)
 
     def forward(self, *args: Any) -> Any:

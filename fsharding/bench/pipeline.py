@@ -110,8 +110,10 @@ def measure(config: PipelineConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 def _batch(config: PipelineConfig, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Random tokens, the same on all ranks."""
-    source, vocab = torch.Generator().manual_seed(0), recipe(config.preset).config.vocab
-    rows, vocab = config.batch * config.microbatches, min(vocab, 256) if config.rest else vocab
+    source = torch.Generator().manual_seed(0)
+    vocab = recipe(config.preset).config.vocab
+    rows = config.batch * config.microbatches
+    vocab = min(vocab, 256) if config.rest else vocab
     tokens = torch.randint(vocab, (rows, config.seq_len + 1), generator=source).to(mesh.device_type)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
@@ -122,7 +124,8 @@ class _Rest(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, takes: bool) -> Tensor:
         time.sleep(seconds)
-        ctx.seconds, ctx.takes_terms = seconds, takes
+        ctx.seconds = seconds
+        ctx.takes_terms = takes
         ctx.save_for_backward(x, weight)
         return x @ weight
 
@@ -130,7 +133,8 @@ class _Rest(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         time.sleep(ctx.seconds)
-        towards_x, node = grads[0] @ weight.t(), ctx.next_functions[1][0]
+        towards_x = grads[0] @ weight.t()
+        node = ctx.next_functions[1][0]
 
         def kernel(out: Tensor) -> None:
             time.sleep(ctx.seconds)
@@ -150,7 +154,8 @@ def resting(milliseconds: float, layers: int) -> Model:
         milliseconds: of each rest.
         layers: how many blocks.
     """
-    dim, vocab = 8, 256
+    dim = 8
+    vocab = 256
 
     def block(params: Any, x: Tensor) -> Tensor:
         return cast(Tensor, _Rest.apply(x, params["w"], milliseconds / 1e3, takes_terms(params["w"])))

@@ -127,7 +127,8 @@ def _timed(run: Callable[[], object]) -> float:
 
 def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
     """Milliseconds of planning by contender: the layout of the model, and the buckets and steps of a block."""
-    model, mesh = decoder(sizes), fs.AbstractMesh(("dp",), (ranks,))
+    model = decoder(sizes)
+    mesh = fs.AbstractMesh(("dp",), (ranks,))
     draws = model.init(fs.random.key(0))
 
     def of_row(leaf: LeafLayout) -> UnitLeaf:

@@ -37,7 +37,9 @@ from fsharding.train.state import TrainState, init_state, state_bytes
 __all__ = ["bench_reshard"]
 
 _NAMES = ("layers", "embed", "heads")
-_LEAVES, _LAYERS, _WIDTH = 4, 8, 1024
+_LEAVES = 4
+_LAYERS = 8
+_WIDTH = 1024
 _CASES = {"dp4 -> tp4": ({"dp": 4}, {"tp": 4}), "dp2·tp2 -> pp2·dp2": ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})}
 
 
@@ -79,7 +81,8 @@ def _draws(config: ReshardBenchConfig, key: torch.Tensor) -> fs.tree.Tree:
 
 
 def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, int]) -> dict[str, Any]:
-    a, b = _layout(config, source), _layout(config, target)
+    a = _layout(config, source)
+    b = _layout(config, target)
     opt = fs.optim.sgd(1e-3)
     state = init_state(lambda key: _draws(config, key), opt, fs.random.key(0), a)
     budget = config.budget_mb << 20
@@ -122,7 +125,8 @@ def _save_and_load(folder: Path, state: TrainState, layout: Layout) -> None:
 
 def _raw(rounds: Any) -> Callable[[], object]:
     """One all-to-all with the sizes of all rounds together."""
-    ranks, me = range(dist.get_world_size()), dist.get_rank()
+    ranks = range(dist.get_world_size())
+    me = dist.get_rank()
     pieces = [piece for one in rounds for piece in one]
     out = [sum(p.bytes for p in pieces if p.source == me and p.target == r) for r in ranks]
     come = [sum(p.bytes for p in pieces if p.target == me and p.source == r) for r in ranks]

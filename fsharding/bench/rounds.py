@@ -139,7 +139,8 @@ def counted_rounds(rounds: int, warm_up: int, title: str) -> Generator[int]:
         for number in range(total):
             began = time.perf_counter()
             yield number
-            seconds, done = time.perf_counter() - began, number + 1 - warm_up
+            seconds = time.perf_counter() - began
+            done = number + 1 - warm_up
             bar.update(task, advance=1, description=title if done >= 0 else f"{title}: warming up")
             if done == 0:
                 line(f"{title}: about {max(1.0, seconds * rounds):,.0f} s")

@@ -122,7 +122,8 @@ def settle() -> None:
         CheckpointError: it failed, and nobody has heard of it yet.
     """
     global _latest
-    before, _latest = _latest, None
+    before = _latest
+    _latest = None
     if before is not None and before.unreported() is not None:
         before.wait()
 

@@ -101,7 +101,8 @@ def read_range(source: Range, box: Box, out: Tensor) -> None:
 
 def _window(handle: int, source: Range, box: Box) -> Tensor:
     """A box, and what of the file lies between its elements, in new memory."""
-    sizes, itemsize = boxes.shape_of(box), source.dtype.itemsize
+    sizes = boxes.shape_of(box)
+    itemsize = source.dtype.itemsize
     first = sum(start * step for (start, _), step in zip(box, source.strides, strict=True))
     flat = torch.empty(span(sizes, source.strides) * itemsize, dtype=torch.uint8)
     _fill(handle, source.offset + first * itemsize, flat.numpy().data)
@@ -113,7 +114,8 @@ def _fill(handle: int, start: int, target: memoryview) -> None:
         got = os.preadv(handle, [target], start)
         if not got:
             raise EOFError(f"the file ends at byte {start:,}, before the tensor does")
-        start, target = start + got, target[got:]
+        start = start + got
+        target = target[got:]
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:

@@ -75,7 +75,10 @@ class Checkpointer:
         self.directory = real_path(directory)
         if data is not None:
             check_stateful(data)
-        self.keep, self.every, self.background, self.data = keep, every, background, data
+        self.keep = keep
+        self.every = every
+        self.background = background
+        self.data = data
         self.timeout = timeout
 
     def __enter__(self) -> Self:
@@ -104,7 +107,8 @@ class Checkpointer:
             DonatedError: the state was donated.
         """
         settle()
-        target, keep = self.directory / str(int(state.step) if number is None else number), self.keep
+        target = self.directory / str(int(state.step) if number is None else number)
+        keep = self.keep
         after = None if keep is None else lambda: retire(self.directory, keep, target)
         group = own_group(self.timeout)
         job = plan_save(target, state, extra, after, self.data, group)

@@ -21,7 +21,8 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 
 __all__ = ["UNLIKE", "UNLIKE_ROW", "agreed", "on_all", "together", "write_together"]
 
-UNLIKE, UNLIKE_ROW = "got different things on different ranks.", "has another path, config, or leaves"
+UNLIKE = "got different things on different ranks."
+UNLIKE_ROW = "has another path, config, or leaves"
 """What `agreed` says of ranks that would write different things."""
 
 Own = TypeVar("Own")

@@ -128,9 +128,11 @@ def value_places(folder: Path) -> dict[str, Place]:
     """
     with open_plain(folder / METADATA) as stream:
         fields = _metadata_fields(unpickled(stream.read(LARGEST), _finder()))
-    sizes, result = _sizes(folder), dict[str, Place]()
+    sizes = _sizes(folder)
+    result = dict[str, Place]()
     for key, value in fields["storage_data"]:
-        index, place = _fields(key, "MetadataIndex"), _place(value)
+        index = _fields(key, "MetadataIndex")
+        place = _place(value)
         if index.get("offset") is None and isinstance(path := index.get("fqn"), str) and place is not None:
             name, start, length = place
             if is_plain_name(name) and 0 <= start <= start + length <= sizes.get(name, -1):
@@ -197,7 +199,8 @@ def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], Place | None]:
     result: dict[tuple[str, tuple[int, ...]], Place | None] = {}
     for key, value in pairs:
         index = _fields(key, "MetadataIndex")
-        path, offset = index.get("fqn"), index.get("offset")
+        path = index.get("fqn")
+        offset = index.get("offset")
         if not isinstance(path, str):
             raise ValueError("a chunk has no path")
         if offset is not None:  # of a tensor
@@ -221,7 +224,8 @@ def _leaf(
     sizes: Mapping[str, int],
 ) -> tuple[Stored, list[str]]:
     """A leaf, and what is wrong with it."""
-    shape, dtype = _size(entry["size"]), dtype_name(_dtype(entry["properties"])) or ""
+    shape = _size(entry["size"])
+    dtype = dtype_name(_dtype(entry["properties"])) or ""
     rows: list[str] = []
     result: list[Entry] = []
     seen: set[tuple[int, ...]] = set()
@@ -230,7 +234,8 @@ def _leaf(
         raise ValueError("it has no list of chunks")
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata")
-        offsets, extent = _size(fields["offsets"]), _size(fields["sizes"])
+        offsets = _size(fields["offsets"])
+        extent = _size(fields["sizes"])
         box: Box = tuple((a, a + n) for a, n in zip(offsets, extent, strict=False))
         if not len(offsets) == len(extent) == len(shape) or any(b > n for (_, b), n in zip(box, shape, strict=True)):
             rows.append(f"chunk {box} is outside {list(shape)}")

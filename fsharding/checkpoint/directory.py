@@ -296,7 +296,8 @@ def clear_stale(root: Path) -> None:
         root: directory of checkpoints.
     """
     for name in os.listdir(root):
-        result, folder = _STALE.fullmatch(name), root / name
+        result = _STALE.fullmatch(name)
+        folder = root / name
         if result is None or folder.is_symlink() or not folder.is_dir():
             continue
         step, kind = result.groups()
@@ -335,7 +336,8 @@ def append(fd: int, data: bytes) -> None:
     Raises:
         OSError: as the system says.
     """
-    size, left = os.fstat(fd).st_size, memoryview(data)
+    size = os.fstat(fd).st_size
+    left = memoryview(data)
     try:
         while left:
             left = left[os.write(fd, left) :]
@@ -464,7 +466,8 @@ def _bytes_beside(folder: Path) -> int:
 
 def _something_else(folder: Path) -> tuple[str, str] | None:
     """Recognizes a directory without a manifest, and says what to do with it; None if it is nothing that is known."""
-    names, foreign = set(os.listdir(folder)), "fs.checkpoint.load_weights(path, layout, names)"
+    names = set(os.listdir(folder))
+    foreign = "fs.checkpoint.load_weights(path, layout, names)"
     if ".metadata" in names:
         what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
         return f"{what}: it has no {MANIFEST}", f"Read the tensors of such a directory with {foreign}."
@@ -555,7 +558,8 @@ def survey(directory: StrPath) -> list[Seen]:
         directory: which holds checkpoints, under any names; what saves of steps have left unfinished counts as well.
     """
     root = Path(os.path.realpath(directory))
-    steps, result = _steps(root), list[Seen]()
+    steps = _steps(root)
+    result = list[Seen]()
     for name in os.listdir(root) if root.is_dir() else ():
         numbered = re.fullmatch(r"\.?(\d+)(\.partial)?", name)
         if name in steps:

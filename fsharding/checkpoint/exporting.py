@@ -208,7 +208,8 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[T
         for path in leaves.leaves
         if what == "all" or path == "params" or path.startswith("params.")
     }
-    named, rows = naming(names), unknown(names, wanted)
+    named = naming(names)
+    rows = unknown(names, wanted)
     result: list[Taken] = []
     for path, saved in wanted.items():
         shape, dtype = leaves.leaves[saved]

@@ -162,7 +162,9 @@ class _Refusal(ValueError):
 
     def __init__(self, *rows: str, mend: str = "", where: Path | None = None) -> None:
         super().__init__(", ".join(rows[:1]))
-        self.rows, self.mend, self.where = rows, mend, where
+        self.rows = rows
+        self.mend = mend
+        self.where = where
 
     def worded(self, where: Path, mend: str = "") -> CheckpointError:
         """The error for the caller of a public function."""
@@ -252,7 +254,8 @@ def table_of(index: Path) -> dict[str, str]:
 
 def _indexed(index: Path) -> Weights:
     """Several files, and a JSON table that says which tensor is in which."""
-    table, folder = table_of(index), index.parent
+    table = table_of(index)
+    folder = index.parent
     names = [*{str(name): name for name in table.values()}.values()]
     if rows := [f"{name}: {why}" for name in names if (why := _leads_out(folder, name))]:
         mend = "Every file has to lie beside the index, or be a link inside one model of a Hub cache; copy other links."
@@ -312,7 +315,8 @@ def _safetensors(file: Path) -> Weights:
 
 def _torch(file: Path) -> Weights:
     with open_plain(file) as stream:
-        handle, size = stream.fileno(), os.fstat(stream.fileno()).st_size
+        handle = stream.fileno()
+        size = os.fstat(stream.fileno()).st_size
         loaded = parse_file(Window(lambda start, stop: os.pread(handle, stop - start, start), size, WHOLE), size)
     if not isinstance(loaded, dict):
         what = "a tensor" if isinstance(loaded, Record) else "something else"

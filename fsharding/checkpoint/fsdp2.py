@@ -55,7 +55,8 @@ def plan_fsdp2(
     """
     paths = [path for path in leaves if path == "params" or path.startswith("params.")]
     params = {path.removeprefix("params").removeprefix("."): path for path in paths}
-    named, rows = naming(names), unknown(names, params)
+    named = naming(names)
+    rows = unknown(names, params)
     slots = _slots(leaves, params, rows)
     result: list[Taken] = []
     trained: list[str] = []
@@ -65,7 +66,8 @@ def plan_fsdp2(
             for part in parts(named(path), shape):
                 every = aliases_of(names, part.name)
                 result += [Taken(saved, part._replace(name=f"model.{name}"), dtype) for name in every]
-                state, own = f"optim.state.{every[0]}", slots.get(path, [])
+                state = f"optim.state.{every[0]}"
+                own = slots.get(path, [])
                 trained += [every[0]] if own else []
                 for slot in own:
                     scalar = leaves[slot.path].shape == () != shape
@@ -88,7 +90,8 @@ def _slots(leaves: Mapping[str, LeafInfo], params: Mapping[str, str], rows: list
         if steps[0] != "opt_state" or (steps[-1] == "count" and leaf.shape == ()):
             continue
         for k in range(2, len(steps) + 1):  # the longest end of it that is a parameter
-            head, param = steps[:k], ".".join(steps[k:])
+            head = steps[:k]
+            param = ".".join(steps[k:])
             if param not in params:
                 continue
             is_torch = len(head) > 2 and head[-2] in ("slots", "scalars")

@@ -117,7 +117,8 @@ def _of_tree(like: Tree) -> dict[str, Want]:
 
 def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool) -> None:
     """Refuses weights that are not those that are wanted; everything is listed."""
-    named, used = naming(names), set[str]()
+    named = naming(names)
+    used = set[str]()
     rows = unknown(names, wants)
     for path, want in wants.items():
         try:
@@ -182,5 +183,6 @@ def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:
     out = x[tuple(index - start for index, (start, _) in zip(part.lead, box, strict=False))]
     inner = box[depth:]
     if part.transposed:
-        out, inner = out.mT, (*inner[:-2], inner[-1], inner[-2])
+        out = out.mT
+        inner = (*inner[:-2], inner[-1], inner[-2])
     weights.read(part.name, inner, out)

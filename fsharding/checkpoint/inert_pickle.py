@@ -45,7 +45,8 @@ class Made:
     __slots__ = ("args", "kind", "state")
 
     def __init__(self, kind: Any, args: tuple[Any, ...]) -> None:
-        self.kind, self.args = kind, args
+        self.kind = kind
+        self.args = args
         self.state: Any = None
 
 
@@ -81,14 +82,17 @@ class _Machine:
     """Runs a pickle. `stack` holds what was built since the last mark, and `marked` the stacks below the marks."""
 
     def __init__(self, data: bytes | bytearray, find: Find, persistent: Callable[[Any], Any] | None) -> None:
-        self.data, self.find, self.persistent = data, find, persistent
+        self.data = data
+        self.find = find
+        self.persistent = persistent
         self.at = self.protocol = self.made = 0
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        data, steps = self.data, _STEPS
+        data = self.data
+        steps = _STEPS
         try:
             while (code := data[self.at]) != _STOP:
                 self.at += 1
@@ -103,7 +107,8 @@ class _Machine:
 
     def take(self, count: int) -> bytes | bytearray:
         """The next bytes, all of them."""
-        start, self.at = self.at, self.at + count
+        start = self.at
+        self.at = self.at + count
         if self.at > len(self.data):
             raise IndexError
         return self.data[start : self.at]
@@ -119,12 +124,14 @@ class _Machine:
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise IndexError
-        start, self.at = self.at, end + 1
+        start = self.at
+        self.at = end + 1
         return self.data[start:end].decode()
 
     def items(self) -> list[Any]:
         """Pops the values built since the last mark, and the mark."""
-        result, self.stack = self.stack, self.marked.pop()
+        result = self.stack
+        self.stack = self.marked.pop()
         return result
 
     def top(self, kind: type[Any]) -> Any:
@@ -135,7 +142,8 @@ class _Machine:
 
 
 _STOP = ord(".")
-_FREE, _BYTES_EACH = 10_000, 5
+_FREE = 10_000
+_BYTES_EACH = 5
 """How many lists, tuples and objects a pickle may have: those of torch have one for every 6 to 11 bytes."""
 _U8, _U16, _I32, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q"))
 _F64 = struct.Struct(">d")
@@ -170,7 +178,8 @@ def _new(make: Callable[[], Any]) -> Callable[[_Machine], None]:
 
 # Numbers and references are most of a pickle, so these two do not call `number`.
 def _number(form: struct.Struct) -> Callable[[_Machine], None]:
-    size, read = form.size, form.unpack_from
+    size = form.size
+    read = form.unpack_from
 
     def number(m: _Machine) -> None:
         m.stack.append(read(m.data, m.at)[0])
@@ -224,7 +233,8 @@ def _extend(m: _Machine) -> None:
 
 
 def _set_item(m: _Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
+    value = m.stack.pop()
+    key = m.stack.pop()
     _filled(m).append((key, value))
 
 
@@ -246,7 +256,8 @@ def _filled(m: _Machine) -> Pairs:
 
 
 def _global(m: _Machine) -> None:
-    module, name = m.line(), m.line()
+    module = m.line()
+    name = m.line()
     if m.protocol < 3:  # which has the names of Python 2
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
@@ -254,14 +265,16 @@ def _global(m: _Machine) -> None:
 
 
 def _stack_global(m: _Machine) -> None:
-    name, module = m.stack.pop(), m.stack.pop()
+    name = m.stack.pop()
+    module = m.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError(f"its pickle is broken at byte {m.at:,}: a name is no text")
     m.stack.append(m.find(module, name))
 
 
 def _call(m: _Machine) -> None:
-    args, kind = m.stack.pop(), m.stack.pop()
+    args = m.stack.pop()
+    kind = m.stack.pop()
     if not isinstance(args, tuple):
         raise ValueError(f"its pickle is broken at byte {m.at:,}: arguments are no tuple")
     m.made += 1
@@ -294,7 +307,8 @@ def _put(form: struct.Struct) -> Callable[[_Machine], None]:
 
 
 def _get(form: struct.Struct) -> Callable[[_Machine], None]:
-    size, read = form.size, form.unpack_from
+    size = form.size
+    read = form.unpack_from
 
     def get(m: _Machine) -> None:
         m.stack.append(m.memo[read(m.data, m.at)[0]])

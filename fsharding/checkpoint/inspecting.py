@@ -88,7 +88,8 @@ class Inspection:
         lines += [f"  damaged: {printable(row)}" for row in self.damaged]
         if self.manifest is None:
             return "\n".join(lines)
-        manifest, layout = self.manifest, self.manifest.layout
+        manifest = self.manifest
+        layout = self.manifest.layout
         mesh = ", ".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items())
         by = f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}"
         lines += [

@@ -179,7 +179,9 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
     return [*result]
 
 
-_SUGGESTED, _LONGEST_GUESS, _DEEPEST = 10, 200, 100
+_SUGGESTED = 10
+_LONGEST_GUESS = 200
+_DEEPEST = 100
 
 
 def _beginnings(leaf: str) -> Iterator[str]:
@@ -265,7 +267,8 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
             raise CheckpointError(message(rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
-    moments, whole = layout.precision.moments, layout.meta_main()
+    moments = layout.precision.moments
+    whole = layout.meta_main()
     state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
     for path, (x, sharding, shape) in leaves_in(state, layout).items():
         wanted[path] = Want(shape, x.dtype, sharding, device_of(layout) if x.is_meta else x.device)
@@ -327,11 +330,14 @@ def _compare(
     if not rows:
         return
     if any(not row.startswith("opt_state") for row in other):
-        what, mend = "another model", "Plan the layout with the model, and the frozen leaves, that were saved."
+        what = "another model"
+        mend = "Plan the layout with the model, and the frozen leaves, that were saved."
     elif other:
-        what, mend = "another optimizer", "Give the optimizer that was saved: opt=..."
+        what = "another optimizer"
+        mend = "Give the optimizer that was saved: opt=..."
     else:
-        what, mend = "another precision", "Load it with the dtypes that were saved, or with cast=True."
+        what = "another precision"
+        mend = "Load it with the dtypes that were saved, or with cast=True."
     rule = f"cannot use {folder}: it is a checkpoint of {what}; {len(rows)} leaves differ."
     raise CheckpointError(message(rule, rows, mend))
 

@@ -40,7 +40,8 @@ VERSION = 1
 BLOCK = 4 << 20
 MANIFEST = "manifest.json"
 
-_MOST_BYTES, _MOST_VALUES = 1 << 29, 10_000_000
+_MOST_BYTES = 1 << 29
+_MOST_VALUES = 10_000_000
 _LARGEST_BLOCK = 64 << 20
 _MOST_DIMS = 64
 
@@ -267,7 +268,8 @@ def _from_data(data: dict[str, Any]) -> Manifest:
     if bad:
         raise ValueError(f"no shape, or spec: {listed(bad)}")
     for name, file in files.items():
-        sizes, digests = (file.bytes, file.block), len(file.sha256)
+        sizes = (file.bytes, file.block)
+        digests = len(file.sha256)
         if not all(type(n) is int for n in sizes) or not all(isinstance(digest, str) for digest in file.sha256):
             raise ValueError(f"{name}: its size and checksums are none")
         if file.bytes < 0 or not 0 < file.block <= _LARGEST_BLOCK or digests != -(-file.bytes // file.block):

@@ -147,7 +147,8 @@ def other_constants(names: object, weights: Any) -> list[str]:
         there = weights.leaves.get(name)
         if there is None:
             continue
-        wanted, result = f"{dtype_name(ours.dtype)}{list(ours.shape)}", ours.new_empty(there.shape, device="cpu")
+        wanted = f"{dtype_name(ours.dtype)}{list(ours.shape)}"
+        result = ours.new_empty(there.shape, device="cpu")
         if there.shape == ours.shape:
             weights.read(name, boxes.full(there.shape), result)
             if torch.equal(result.nan_to_num(), ours.cpu().nan_to_num()):

@@ -73,7 +73,8 @@ def reshard_checkpoint(
             message("got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
         )
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())))
-    folder, where = directory.find(source), directory.real_path(target)
+    folder = directory.find(source)
+    where = directory.real_path(target)
     if folder == where:
         rule = f"cannot write {where} over itself."
         raise CheckpointError(message(rule, mend="Give another directory."))
@@ -83,7 +84,8 @@ def reshard_checkpoint(
     layout = layout_in(manifest, mesh, strategy)
     homes = {path: saved_sharding(path, leaf, layout) for path, leaf in manifest.tree.items()}
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
-    described, versions = describe_layout(layout), {"torch": str(torch.__version__), "fsharding": own_version()}
+    described = describe_layout(layout)
+    versions = {"torch": str(torch.__version__), "fsharding": own_version()}
     with wording_failures(), Partial(where) as partial:
         written = _write(partial.folder, leaves, manifest, homes, mesh)
         return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
@@ -120,7 +122,8 @@ def _by_rank(
         path: Shards(leaf.shape, None, torch.empty(0, dtype=getattr(torch, leaf.dtype)), homes[path])
         for path, leaf in sorted(manifest.tree.items())
     }
-    writers, result = shares(leaves, range(mesh.size)), dict[int, list[tuple[str, Box]]]()
+    writers = shares(leaves, range(mesh.size))
+    result = dict[int, list[tuple[str, Box]]]()
     for rank, coord in enumerate(mesh.coordinates()):
         for path, x in leaves.items():
             held = (boxes.full(x.shape),) if x.sharding is None else x.sharding.boxes(x.shape, coord)

@@ -103,7 +103,8 @@ def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
     """
     digest = hashlib.sha256()
     with open_plain(path) as opened:
-        start, size = block * file.block, min(file.block, file.bytes - block * file.block)
+        start = block * file.block
+        size = min(file.block, file.bytes - block * file.block)
         whole = len(target) >= size
         done = 0
         while done < size:
@@ -122,7 +123,8 @@ class _Blocks:
     """The files of a checkpoint in checked blocks, of which the last few are kept; neighbours share blocks."""
 
     def __init__(self, folder: Path, files: Mapping[str, SavedFile]) -> None:
-        self._folder, self._files = folder, files
+        self._folder = folder
+        self._files = files
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._spare: list[memoryview] = []
 
@@ -132,7 +134,8 @@ class _Blocks:
         stop = start + len(target)
         while target:
             block = start // file.block
-            low, high = block * file.block, min((block + 1) * file.block, file.bytes)
+            low = block * file.block
+            high = min((block + 1) * file.block, file.bytes)
             part = target[: min(high, stop) - start]
             if not part:
                 raise self._damaged(f"{name} has no byte {start:,}")
@@ -140,7 +143,8 @@ class _Blocks:
                 self._check(name, block, part)
             else:
                 part[:] = self._block(name, block)[start - low : start - low + len(part)]
-            start, target = start + len(part), target[len(part) :]
+            start = start + len(part)
+            target = target[len(part) :]
 
     def _block(self, name: str, block: int) -> memoryview:
         if (name, block) in self._kept:
@@ -196,7 +200,8 @@ class Source:
             names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
             files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
         self.leaves = {path: LeafInfo(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
-        self._folder, self._inventory = folder, inventory
+        self._folder = folder
+        self._inventory = inventory
         self._blocks = _Blocks(folder, files)
         self._records: dict[Entry, Record] = {}
         self._staging: Tensor | None = None
@@ -276,7 +281,8 @@ class Source:
 
         try:
             record = parse_record(Window(fetch, chunk.length), chunk.length)
-            result, want = (dtype_name(record.dtype), record.shape), (chunk.dtype, boxes.shape_of(chunk.box))
+            result = (dtype_name(record.dtype), record.shape)
+            want = (chunk.dtype, boxes.shape_of(chunk.box))
             if result != want:
                 raise ValueError(f"it is {result[0]}{list(result[1])}, should be {want[0]}{list(want[1])}")
         except ValueError as error:

@@ -119,7 +119,9 @@ def _tensor(name: str, entry: Any, first: int) -> tuple[Tensor, int]:
     """A tensor, and the byte after its last one."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= {*entry}:
         raise ValueError(f"{name}: is no object with dtype, shape and data_offsets")
-    dtype, shape, ends = SAFETENSORS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    dtype = SAFETENSORS[entry["dtype"]]
+    shape = entry["shape"]
+    ends = entry["data_offsets"]
     if not isinstance(shape, list) or not is_shape(shape):
         raise ValueError(f"{name}: its shape is none")
     if not isinstance(ends, list) or len(ends) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in ends):

@@ -61,7 +61,8 @@ def _bytes(info: LeafInfo) -> int:
 def _file(name: str, tensors: Mapping[str, LeafInfo]) -> TensorFile:
     codes = {dtype: code for code, dtype in SAFETENSORS.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, at = dict[str, int](), 0
+    starts = dict[str, int]()
+    at = 0
     # Wide elements first, so that all are aligned.
     for tensor in sorted(tensors, key=lambda tensor: -tensors[tensor].dtype.itemsize):
         info = tensors[tensor]

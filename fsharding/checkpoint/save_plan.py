@@ -59,7 +59,8 @@ def _whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> dict[Corner, tuple
 @cache_on_its_mesh()
 def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
     """For each box of a leaf by its corner: how many elements it has, and which ranks hold it."""
-    mesh, empty = abstract(sharding.mesh), not math.prod(shape)
+    mesh = abstract(sharding.mesh)
+    empty = not math.prod(shape)
     held: dict[Corner, tuple[int, tuple[int, ...]]] = {}
     for coord in mesh.coordinates():
         for box in sharding.boxes(shape, coord):

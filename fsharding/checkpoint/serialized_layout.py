@@ -89,7 +89,8 @@ def _name_from_plain(plain: Any) -> DimName:
 
 def describe_layout(layout: Layout) -> dict[str, Any]:
     """A layout as plain data."""
-    shape, precision = abstract(layout.mesh), layout.precision
+    shape = abstract(layout.mesh)
+    precision = layout.precision
     return {
         "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
         "ranks": shape.size,
@@ -190,7 +191,8 @@ def layout_in(
 def _precision(plain: dict[str, Any]) -> Precision:
     dtypes: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
     scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
-    gather, keep = _role(plain.get("gather")), tuple(plain.get("keep", KEEP))
+    gather = _role(plain.get("gather"))
+    keep = tuple(plain.get("keep", KEEP))
     return Precision(
         **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
         rounding=plain.get("rounding", "nearest"), activations=_role(plain.get("activations")),

@@ -196,7 +196,8 @@ def main_wants(layout: Layout) -> dict[str, Want]:
     """
     if not isinstance(layout, Layout):
         raise refuse("a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
-    device, dtype = device_of(layout), layout.precision.main_dtype
+    device = device_of(layout)
+    dtype = layout.precision.main_dtype
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 
 
@@ -220,7 +221,8 @@ def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
             continue
         if sharding is None:
             continue
-        want, held = sharding.local_shape(shape), tuple(local_of(x).shape)
+        want = sharding.local_shape(shape)
+        held = tuple(local_of(x).shape)
         if sharding.partial:
             rows.append(f"{path} is {sharding}: reduce it")
         elif want != held:

@@ -21,7 +21,8 @@ from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, unpickled
 
 __all__ = ["WHOLE", "Record", "Window", "parse_file", "parse_plain", "parse_record"]
 
-_PICKLE_LIMIT, _DIRECTORY_LIMIT = 1 << 16, 1 << 17
+_PICKLE_LIMIT = 1 << 16
+_DIRECTORY_LIMIT = 1 << 17
 """Bytes of the pickle and of the zip's directory of one tensor."""
 
 WHOLE = 128 << 20
@@ -57,7 +58,10 @@ class Window(io.RawIOBase):
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes], length: int, most: int = _DIRECTORY_LIMIT) -> None:
-        self._fetch, self._length, self._most, self._at = fetch, length, most, 0
+        self._fetch = fetch
+        self._length = length
+        self._most = most
+        self._at = 0
 
     def seekable(self) -> bool:
         """It is."""

@@ -135,7 +135,8 @@ class _HashedStream:
     def flush(self) -> None:
         """Hands over what was gathered."""
         if self._small:
-            small, self._small = self._small, bytearray()
+            small = self._small
+            self._small = bytearray()
             self._through(memoryview(small))
 
     def _through(self, data: memoryview) -> None:

@@ -205,7 +205,8 @@ def _mesh_shape(config: TrainConfig, text: str, world: int) -> AbstractMesh:
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
     stages(config, shape)
-    cp, tp = shape.axis_size("cp"), shape.axis_size("tp") if config.sequence else 1
+    cp = shape.axis_size("cp")
+    tp = shape.axis_size("tp") if config.sequence else 1
     parts = (2 * cp if cp > 1 else 1) * tp
     if config.seq % parts:
         what = " and ".join(f"{axis}={size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1)

@@ -45,7 +45,9 @@ _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PREFIXES = ("GLOO_", "NCCL_", "MASTER_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCHELASTIC_", "FSHARDING_")
 _NAMES = (*_OF_A_LAUNCHER, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-_FEW_FILES, _LITTLE_MEMORY, _LITTLE_SHM = 4096, 1 << 30, 256 << 20
+_FEW_FILES = 4096
+_LITTLE_MEMORY = 1 << 30
+_LITTLE_SHM = 256 << 20
 _WIDE = 1000
 _TIMEOUT = timedelta(seconds=60)
 
@@ -135,11 +137,13 @@ def _machine() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    total, left = _meminfo("MemTotal"), _meminfo("MemAvailable")
+    total = _meminfo("MemTotal")
+    left = _meminfo("MemAvailable")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
         used = Path("/sys/fs/cgroup/memory.current").read_text()
-        total, left = int(text), min(left, int(text) - int(used))
+        total = int(text)
+        left = min(left, int(text) - int(used))
     value = f"{_size(total)}, {_size(left)} free" if total else "not known: no /proc/meminfo"
     if total and left < _LITTLE_MEMORY:
         return Finding("memory", value, "Two ranks that have torch loaded take about 1 GiB.", "End other programs.")

@@ -115,7 +115,8 @@ def _generate(config: GenerateConfig) -> None:
     """Generates, and leaves the process group to the caller."""
     source = _open(config)
     mesh = make_mesh(timeout=timedelta(seconds=config.timeout), **cast(Any, _axes(config)))
-    model, prompt = decoder(source.config), source.text.encode(config.prompt)
+    model = decoder(source.config)
+    prompt = source.text.encode(config.prompt)
     # What is cut over data axes would be gathered at once.
     params = source.load(plan_layout(model, mesh, strategy=fs.zero(0)))
     shown = _Shown(source.text, prompt, config.eos, quiet=config.json or own_rank() != 0)
@@ -173,7 +174,8 @@ def _newest(path: Path) -> Path:
 
 def _model(config: GenerateConfig, notes: dict[str, Any], path: Path) -> DecoderConfig:
     """The sizes of the model: as the options say, or as the run has noted."""
-    preset, entries = config.preset or notes.get("preset"), notes.get("model")
+    preset = config.preset or notes.get("preset")
+    entries = notes.get("model")
     if config.model is not None:
         return hf.config_of(config.model)
     if isinstance(preset, str):
@@ -252,7 +254,8 @@ class _Shown:
 
     def _continuation(self) -> str:
         """The text of the tokens after the prompt's: some tokenizers decode a word without the space before it."""
-        before, whole = self.codec.decode(self.prompt), self.codec.decode([*self.prompt, *self.ids])
+        before = self.codec.decode(self.prompt)
+        whole = self.codec.decode([*self.prompt, *self.ids])
         return whole[len(before) :] if whole.startswith(before) else self.codec.decode(self.ids)
 
     def _show(self) -> None:

@@ -43,11 +43,14 @@ def _planned(config: PlanConfig) -> dict[str, Any]:
     check_values("fsharding plan", config)
     if config.microbatches is not None and config.microbatches < 1:
         raise ConfigError(message(f"got --microbatches {config.microbatches}: at least 1."))
-    mesh, model = _mesh(config.mesh), recipe(config.preset).model()
-    ranks, stages = mesh.axis_size("pp"), None
+    mesh = _mesh(config.mesh)
+    model = recipe(config.preset).model()
+    ranks = mesh.axis_size("pp")
+    stages = None
     if ranks > 1:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
-    strategy, precision = parse_strategy(config.strategy), PRECISIONS[config.dtype]
+    strategy = parse_strategy(config.strategy)
+    precision = PRECISIONS[config.dtype]
     layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
     return {
         "preset": config.preset,

@@ -102,7 +102,8 @@ def train(config: TrainConfig) -> int:
 def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     """Trains; whether it was told to stop before the last step."""
     chosen = recipe(config.preset)
-    model, schedule = model_of(config), _schedule(config, chosen)
+    model = model_of(config)
+    schedule = _schedule(config, chosen)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     with ExitStack() as held:
@@ -123,8 +124,10 @@ def _run(
     first: int,
 ) -> bool:
     """All steps after `first`, of a state that `checkpoint` was loaded into, or a new one; whether it was stopped."""
-    step, mesh = _step(config, model, opt, state), state.layout.mesh
-    validation, validate = open_validation(config), _evaluate(config, model, state)
+    step = _step(config, model, opt, state)
+    mesh = state.layout.mesh
+    validation = open_validation(config)
+    validate = _evaluate(config, model, state)
     leader = own_rank() == 0
     saved = first if checkpoint is not None and _is_own(config, checkpoint) else -1
     if first < config.steps:
@@ -134,7 +137,8 @@ def _run(
     pace = _Pace(state_bytes(state))
     if watch is not None:
         watch.margin = pace.margin()
-    done, stopped = first, preemption.requested(mesh)
+    done = first
+    stopped = preemption.requested(mesh)
     with _log(config, checkpoint, first, _meter(config, state) if leader else None) as log:
         for number in range(first, config.steps):
             if stopped:
@@ -142,13 +146,17 @@ def _run(
             pace.begin()
             if number in swaps and number > first:
                 state = _swap(config, state, swaps[number])
-                step, validate = _step(config, model, opt, state), _evaluate(config, model, state)
-            began, mesh, rate = time.perf_counter(), state.layout.mesh, schedule(int(state.step))
+                step = _step(config, model, opt, state)
+                validate = _evaluate(config, model, state)
+            began = time.perf_counter()
+            mesh = state.layout.mesh
+            rate = schedule(int(state.step))
             tracing = traced(config.out, number + 1, own_rank()) if number + 1 == config.trace else nullcontext()
             with tracing, recording() as counts:
                 state, metrics = step(state, _batch(data, number, mesh))
                 seconds = time.perf_counter() - began
-            done, stopped = number + 1, preemption.requested()
+            done = number + 1
+            stopped = preemption.requested()
             loss = None
             if validation is not None and not stopped and _is_due(config, done):
                 loss = _validation_loss(config, validate, state, validation)
@@ -240,7 +248,8 @@ def _changes(config: TrainConfig, path: Path) -> list[str]:
     before: Any = extra.get("config") if isinstance(extra, dict) else None
     rows: list[str] = []
     for name in _TOLD_CHANGES if isinstance(before, dict) else ():
-        then, now = str(before.get(name)), str(getattr(config, name))
+        then = str(before.get(name))
+        now = str(getattr(config, name))
         if name in before and then != now:
             words = [text if text not in ("", "None") else "left out" for text in (then, now)]
             rows.append(f"  --{name.replace('_', '-')}: {words[0]} in the checkpoint, {words[1]} now")
@@ -320,10 +329,12 @@ def _is_due(config: TrainConfig, done: int) -> bool:
 
 def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState, data: Tokens | Packed) -> float:
     """The mean loss of the first `val_batches` batches. Collective; forward only."""
-    total, count = 0.0, 0.0
+    total = 0.0
+    count = 0.0
     for number in range(config.val_batches):
         loss = validate(state, _batch(data, number, state.layout.mesh))
-        total, count = total + float(loss.sum), count + float(loss.count)
+        total = total + float(loss.sum)
+        count = count + float(loss.count)
     return total / count if count else math.nan
 
 
@@ -430,11 +441,13 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule)
 
     # Muon takes the rates of AdamW when its updates have about the same size.
     muon = fs.optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
-    labels, groups = fs.optim.label_matrices(), {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
+    labels = fs.optim.label_matrices()
+    groups = {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
     return fs.optim.multi_transform({**groups, "stacked": muon} if config.optimizer == "muon" else groups, group)
 
 
-_WIDTH, _BAR = 80, 10
+_WIDTH = 80
+_BAR = 10
 """Columns of a terminal, and of the bar in it."""
 
 
@@ -460,7 +473,9 @@ class _Log:
     """Metrics and progress of rank 0; the other ranks have one that does nothing."""
 
     def __init__(self, config: TrainConfig, first: int, meter: Meter) -> None:
-        self.config, self.first, self.meter = config, first, meter
+        self.config = config
+        self.first = first
+        self.meter = meter
         self.file = config.metrics.open("ab", buffering=0)
         self.opened = os.fstat(self.file.fileno())
         self.trackers: list[Tracker] = []
@@ -526,9 +541,11 @@ class _Log:
         # Drawing takes longer than what a run that is stopped may have left.
         undrawn = "" if stopped or not self.config.plot else self._draw()
         drawn = self.config.plot and not (stopped or undrawn)
-        steps, loss = 0, None
+        steps = 0
+        loss = None
         for row in metrics_rows(self.config.metrics):
-            steps, loss = steps + 1, row["loss"]
+            steps = steps + 1
+            loss = row["loss"]
         self.progress.stop()
         if self.config.json:
             row = {"steps": steps, "loss": loss, "out": str(self.config.out)}

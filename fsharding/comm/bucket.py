@@ -52,11 +52,13 @@ class PieceGrid(NamedTuple):
     @property
     def follows(self) -> bool:
         """Whether members and their pieces follow each other without gaps."""
-        members, indices = 1, self.length
+        members = 1
+        indices = self.length
         for count, stride, step in reversed([*zip(self.counts, self.strides, self.steps, strict=True)]):
             if count > 1 and (stride, step) != (members, indices):
                 return False
-            members, indices = members * count, indices * count
+            members = members * count
+            indices = indices * count
         return True
 
 
@@ -125,7 +127,8 @@ def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
         return []
     if not axis_sizes:
         return [PieceGrid(0, (), (), 0, (), size)]
-    members, step = math.prod(axis_sizes[1:]), -(-size // axis_sizes[0])
+    members = math.prod(axis_sizes[1:])
+    step = -(-size // axis_sizes[0])
     count = size // step
     result: list[PieceGrid] = []
     for number, first, length in ((count, 0, step), (1, count, size - count * step)):
@@ -270,7 +273,8 @@ def _leaf_view(flat: Tensor, slot: Slot, grid: PieceGrid) -> Tensor:
 
 def _pair(rows: Tensor, leaf: Tensor, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
     """The pieces of a grid in rows and in a whole leaf [before, dim, after], as views of one shape."""
-    row, whole = _row_view(rows, slot, grid, width), _leaf_view(leaf, slot, grid)
+    row = _row_view(rows, slot, grid, width)
+    whole = _leaf_view(leaf, slot, grid)
     _, along, after = leaf.stride()
     if after == 1 and along == slot.after:
         return _widened(row, whole.flatten(-2))
@@ -289,7 +293,8 @@ _FEW = 4096
 
 def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Two views to copy between, with as many elements taken for one as both have side by side in short runs."""
-    run, size = a.shape[-1], a.element_size()
+    run = a.shape[-1]
+    size = a.element_size()
     if a.dtype != b.dtype or not 1 < run <= _SHORT // size or a.numel() < _FEW:
         return a, b
     places = (run, *a.stride()[:-1], *b.stride()[:-1], a.storage_offset(), b.storage_offset())

@@ -42,7 +42,10 @@ class BucketQueue:
     # Buckets have numbers: `_added` have been added, of which the first `_finished` are over.
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._bytes, self._added, self._finished = limit, 0, 0, 0
+        self._limit = limit
+        self._bytes = 0
+        self._added = 0
+        self._finished = 0
         self._waiting: deque[Queued] = deque()
         self._flying: deque[tuple[int, Handle[Any]]] = deque()
 

@@ -87,7 +87,9 @@ class Pool:
                 streams.wait(buffer.done)
             elif buffer.taken:
                 streams.wait_all()
-            buffer.taken, buffer.user, buffer.done = True, user, None
+            buffer.taken = True
+            buffer.user = user
+            buffer.done = None
         result = buffer.base[:need].view(dtype)[:size]
         if owner is not None:
             self._count()

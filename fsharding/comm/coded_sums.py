@@ -111,7 +111,8 @@ class QuantizedTerms:
     @torch.no_grad()
     def _encoded(self, i: int, x: Tensor, noise: Noise | None) -> list[Tensor]:
         """Quantized values and scales of a term, as bytes."""
-        term, format = self.terms[i], self.format
+        term = self.terms[i]
+        format = self.format
         drawn = noise(i) if format.keyed and noise is not None else None
         codes, scales = codec.coded(x, format, block=term.block, noise=drawn)
         blocks = scales.blocks
@@ -174,9 +175,11 @@ class QuantizedTerms:
 
     def _decoded(self, i: int, rows: Rows, members: Sequence[int], piece: int, dtype: torch.dtype) -> Tensor:
         """Terms of a piece of a leaf, one for each of some members: [members, elements]."""
-        term, format = self.terms[i], self.format
+        term = self.terms[i]
+        format = self.format
         parts = [self._part(rows, members, piece, j) for j in term.parts]
-        codes, blocks = parts[0], parts[1].view(format.scale_dtype).squeeze(-1)
+        codes = parts[0]
+        blocks = parts[1].view(format.scale_dtype).squeeze(-1)
         if term.packed:
             codes = codec.unpack(codes, self.sums.slots[i].piece_shape(piece)[-1])
         outer = None
@@ -240,7 +243,9 @@ def _plan(
     parts: list[tuple[tuple[int, ...], int]] = []
     terms: list[TermPlan] = []
     for shape, dim in leaves:
-        first, sent, last = len(parts), [*format.sizes(shape)], len(shape) - 2
+        first = len(parts)
+        sent = [*format.sizes(shape)]
+        last = len(shape) - 2
         if dim >= last:
             sent[dim - last] = _uncut(sent[dim - last], shape[dim], axis_sizes)
         packed = is_packed(format, shape, dim, axis_sizes)
@@ -253,7 +258,8 @@ def _plan(
                 ((*shape[:-2], 4), dim) if dim < last else ((math.prod(axis_sizes), *shape[:-2], 4), 0),
             )
         terms.append(TermPlan(shape, dim, format.sizes(shape), (sent[0], sent[1]), packed, range(first, len(parts))))
-    codes, sums = plan_bucket(tuple(parts), axis_sizes), plan_bucket(leaves, axis_sizes)
+    codes = plan_bucket(tuple(parts), axis_sizes)
+    sums = plan_bucket(leaves, axis_sizes)
     return QuantizedTerms(format, tuple(terms), codes, sums, scatter, at_once)
 
 

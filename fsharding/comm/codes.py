@@ -119,9 +119,12 @@ def plan_codes(
     """
     coord = None if where is None else dict(where)
     assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
-    sizes, last = abstract(mesh), len(shape) - 2
-    block, rows = format.sizes(shape), format.grid(shape)
-    held, kept = sharding.local_shape(shape, coord), whole.local_shape(shape, coord)
+    sizes = abstract(mesh)
+    last = len(shape) - 2
+    block = format.sizes(shape)
+    rows = format.grid(shape)
+    held = sharding.local_shape(shape, coord)
+    kept = whole.local_shape(shape, coord)
     shared: list[str] = []
     for dim in (0, 1):
         axes = sharding.axes(last + dim)
@@ -383,7 +386,8 @@ def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[C
 
 def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
     """As `from_bytes`, with two codes of 4 bits in a byte: views of what was gathered where they travelled so."""
-    parts, result = iter(buckets.whole_views(flat, coded.bucket)), list[Coded]()
+    parts = iter(buckets.whole_views(flat, coded.bucket))
+    result = list[Coded]()
     for plan, (_, known) in zip(coded.plans, own, strict=True):
         codes = next(parts)
         if plan.format.element.bits == 4 and not plan.packed:

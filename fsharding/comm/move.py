@@ -106,10 +106,12 @@ class Move:
         """
         if self.is_empty:
             return done(lambda: list(leaves))
-        first, last = self.steps[0][0], self.rest.is_empty
+        first = self.steps[0][0]
+        last = self.rest.is_empty
         dims = [steps[0].dim for steps in self.steps]
         if first.kind == "slice":
-            sizes, index = axis_sizes(self.mesh, first.axes), axis_group(self.mesh, first.axes).index
+            sizes = axis_sizes(self.mesh, first.axes)
+            index = axis_group(self.mesh, first.axes).index
             return self.rest.start([_slice(x, dim, sizes, index) for x, dim in zip(leaves, dims, strict=True)], into)
         if first.kind == "gather":
             lengths = [lengths[0] for lengths in self.lengths]
@@ -192,7 +194,8 @@ class Filling:
         """By leaf, where the first step is no sum."""
         self._first: Reduction | None = None
         if move.sums_first:
-            axes, scatter = move.steps[0][0].axes, move.steps[0][0].kind == "scatter"
+            axes = move.steps[0][0].axes
+            scatter = move.steps[0][0].kind == "scatter"
             cuts = tuple((shape, steps[0].dim) for shape, steps in zip(shapes, move.steps, strict=True))
             terms = move.wire.terms(cuts, axis_sizes(move.mesh, axes), scatter=scatter)
             group = reduction_group(move.mesh, axes)
@@ -231,7 +234,8 @@ class Filling:
 
     def start(self) -> Handle[Terms]:
         """See `Reduction`; leaves without a term count as zeros."""
-        move, first = self._move, self._first
+        move = self._move
+        first = self._first
         if first is None:
             values = [self._value(i, shape) for i, shape in enumerate(self._shapes)]
             return done(lambda: Terms(lambda into: move.run(values, into)), communicates=True)
@@ -250,7 +254,8 @@ class Filling:
 
     def _value(self, leaf: int, shape: tuple[int, ...]) -> Tensor:
         """The term of a leaf that no collective sums first: rounded as if it was sent."""
-        dtype, term = self._move.dtype, self._terms.get(leaf)
+        dtype = self._move.dtype
+        term = self._terms.get(leaf)
         sent = dtype if self._move.is_empty else self._move.wire.dtype
         return torch.zeros(shape, dtype=dtype, device=self._device) if term is None else term.to(sent).to(dtype)
 

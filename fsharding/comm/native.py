@@ -97,7 +97,8 @@ class Native:
     """Bytes of a piece from which a leaf is gathered to where it is whole: smaller messages cost more than copies."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
 
     # ---------------------------------------------------------------------------------------------------------- leaves
     def all_gather(
@@ -145,7 +146,8 @@ class Native:
             leaves: contiguous, of one dtype: the results.
             memory: for the rows.
         """
-        group, dtype = self.group, leaves[0].dtype
+        group = self.group
+        dtype = leaves[0].dtype
         direct, others, rest = buckets.part(bucket, self.worth // dtype.itemsize)
         rows = self._rows(rest.width, dtype, memory)
         # A shard that needs no cast is sent from where it is; the others are copied, all at once.
@@ -219,7 +221,8 @@ class Native:
         return Exchange(sent, send)
 
     def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
-        memory, size = memory or FreshMemory(self.device), self.group.size
+        memory = memory or FreshMemory(self.device)
+        size = self.group.size
         return memory.empty(size * width, dtype).view(size, width)
 
     def _gather(self, own: Tensor, rows: Tensor) -> Works:
@@ -263,7 +266,8 @@ class Native:
 
     def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
         """See `Transport`."""
-        group, received = self.group, x.new_empty(sum(receive), *x.shape[1:])
+        group = self.group
+        received = x.new_empty(sum(receive), *x.shape[1:])
         if group.process_group is None:
             received.copy_(x)
             return Handle(Works(), lambda _: received)
@@ -273,7 +277,8 @@ class Native:
             works = Works((self._all_to_all_single(received, x, ([*receive], [*send])),), (x,), (group.ranks,))
             return Handle(works, lambda _: received)
         members = group.by_rank
-        pieces, by_rank = x.split([*send]), torch.empty_like(received)
+        pieces = x.split([*send])
+        by_rank = torch.empty_like(received)
         sizes = [[rows[m] for m in members] for rows in (receive, send)]
         work = self._all_to_all_single(by_rank, torch.cat([pieces[m] for m in members]), sizes)
         Works((work,), (), (group.ranks,)).wait()

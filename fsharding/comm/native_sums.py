@@ -50,7 +50,9 @@ class _Native:
         self, bucket: Bucket, group: Group, wire_dtype: torch.dtype, sum_dtype: torch.dtype, memory: Memory
     ) -> None:
         assert group.process_group is not None, "one rank has nothing to sum"
-        self._bucket, self._group, self._process_group = bucket, group, group.process_group
+        self._bucket = bucket
+        self._group = group
+        self._process_group = group.process_group
         self._sum_dtype = sum_dtype
         self._terms = memory.empty(bucket.members * bucket.width, wire_dtype)
 
@@ -75,7 +77,9 @@ class _AllReduce(_Native):
 
     def start(self) -> Handle[Terms]:
         """See `Reduction`."""
-        k, n, works = self._group.size, self._terms.numel(), Works()
+        k = self._group.size
+        n = self._terms.numel()
+        works = Works()
         if n:
             record_sent(2 * (k - 1) * -(-n // k) * self._terms.element_size(), self._group.axes)
             with among(self._group.ranks):
@@ -93,7 +97,9 @@ class _ReduceScatter(_Native):
 
     def start(self) -> Handle[Terms]:
         """See `Reduction`."""
-        group, rows, works = self._group, self._terms.view(self._bucket.members, self._bucket.width), Works()
+        group = self._group
+        rows = self._terms.view(self._bucket.members, self._bucket.width)
+        works = Works()
         sums = _compat.fresh((self._bucket.width,), rows.dtype, rows.device)
         if rows.numel():
             record_sent((group.size - 1) * rows[0].nbytes, group.axes)

@@ -41,7 +41,8 @@ class Pairwise(Native):
         return swap_rows(rows, group)
 
     def _gather_several(self, outs: Sequence[Tensor], own: Sequence[Tensor]) -> Works:
-        group, works = self.group, list[Works]()
+        group = self.group
+        works = list[Works]()
         several = [out.view(group.size, -1) for out in outs]
         _compat.foreach_copy_([rows[group.index] for rows in several], list(own))
         for tag, rows in enumerate(several):
@@ -65,7 +66,8 @@ def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Works:
     works: list[dist.Work] = []
     peers: list[tuple[int, ...]] = []
     for step in range(1, group.size):
-        source, target = (group.index - step) % group.size, (group.index + step) % group.size
+        source = (group.index - step) % group.size
+        target = (group.index + step) % group.size
         works.append(receive(Message(group.ranks[source], tag, rows[source]), group))
         works.append(send(Message(group.ranks[target], tag, rows[group.index]), group))
         peers += [(group.ranks[source],), (group.ranks[target],)]

@@ -59,7 +59,9 @@ def _queued(
 
     def start() -> Handle[None]:
         at_home = [m.home for m in moves if m.home is not None] or None
-        dtype, steps, lengths = moves[0].local.dtype, tuple(m.steps for m in moves), tuple(m.lengths for m in moves)
+        dtype = moves[0].local.dtype
+        steps = tuple(m.steps for m in moves)
+        lengths = tuple(m.lengths for m in moves)
         move = Move(mesh, steps, (), lengths, Plain(dtype), dtype, native)
         return move.start([m.local for m in moves], at_home).then(lambda moved: take(moves, moved))
 
@@ -275,8 +277,11 @@ def start_reduce_grads(
     for i, (leaf, source, target) in enumerate(zip(leaves, *flat, strict=True)):
         if leaf is None:
             continue
-        where, there = source.slice_of_mesh().simplified(), target.slice_of_mesh().simplified()
-        steps, local, shape = plan_steps(where, there), local_of(leaf), tuple(leaf.shape)
+        where = source.slice_of_mesh().simplified()
+        there = target.slice_of_mesh().simplified()
+        steps = plan_steps(where, there)
+        local = local_of(leaf)
+        shape = tuple(leaf.shape)
         move = _Leaf(i, local, steps, full_lengths(where, steps, shape), local.nbytes)
         groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
     shapes = [() if leaf is None else tuple(leaf.shape) for leaf in leaves]
@@ -302,11 +307,13 @@ def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = 
         size: bytes of one.
         limit: bytes of a bucket.
     """
-    bucket, held = list[Item](), 0
+    bucket = list[Item]()
+    held = 0
     for move in moves:
         if bucket and held + size(move) > limit:
             yield bucket
-            bucket, held = [], 0
+            bucket = []
+            held = 0
         bucket.append(move)
         held += size(move)
     if bucket:

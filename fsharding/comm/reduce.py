@@ -80,7 +80,8 @@ def sum_rows(
 def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Tensor, *, donate: bool) -> Tensor:
     """`sum_rows` of a buffer, level by level, a range of columns at a time where partial sums need memory."""
     if terms != range(len(rows)):
-        rows, donate = rows.index_select(0, index_of(terms, rows.device)), True
+        rows = rows.index_select(0, index_of(terms, rows.device))
+        donate = True
     width = rows.shape[1]
     columns = max(1, width if donate and rows.dtype == dtype else _BLOCK // len(rows))
     for start in range(0, width, columns):
@@ -99,10 +100,12 @@ def _last_two(rows: Tensor, dtype: torch.dtype, *, donate: bool) -> tuple[Tensor
     Each turn adds all pairs of neighbours at once. `rest` is the last term where it has no neighbour: it waits for the
     next level that has one for it.
     """
-    count, rest = len(rows), rows[-1] if len(rows) % 2 else None
+    count = len(rows)
+    rest = rows[-1] if len(rows) % 2 else None
     if count == 2:
         return rows[0], rows[1]
-    left, right = rows[: count - count % 2 : 2], rows[1::2]
+    left = rows[: count - count % 2 : 2]
+    right = rows[1::2]
     if donate and rows.dtype == dtype:
         sums = left.add_(right)
     elif rows.dtype == dtype:
@@ -338,7 +341,9 @@ class OrderedSum:
         memory: Memory | None = None,
         noise: Noise | None = None,
     ) -> None:
-        self._layout, self._transport, self._sum_dtype = terms, transport, sum_dtype
+        self._layout = terms
+        self._transport = transport
+        self._sum_dtype = sum_dtype
         if terms.at_once:
             self._exchange = transport.gather_rows(terms.width, terms.dtype)
         else:

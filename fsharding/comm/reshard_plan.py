@@ -110,7 +110,8 @@ class Plan:
     def how(self, leaf: int) -> str:
         """In a word what happens to a leaf: "nothing", "slice" (no bytes sent), "gather" or "all-to-all"."""
         what = self.leaves[leaf]
-        before, after = grids(what.source, what.shape), grids(what.target, what.shape)
+        before = grids(what.source, what.shape)
+        after = grids(what.target, what.shape)
         if not self.sent[leaf]:
             return "nothing" if before == after else "slice"
         grown = all(rank in after and boxes.covers(after[rank], grid) for rank, grid in before.items())
@@ -149,7 +150,8 @@ def route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) 
         # Ranges meet dim by dim, so that the cost is that of the ranges, not of all pairs of ranks.
         met = [_meeting(by_dim[dim], held) for dim, held in enumerate(goal.grid)]
         for several in product(*met):
-            grid, shared = tuple(held for held, _ in several), tuple(common for _, common in several)
+            grid = tuple(held for held, _ in several)
+            shared = tuple(common for _, common in several)
             ranks = having.get(grid, ())
             for rank in goal.ranks if ranks else ():
                 if rank in ranks:
@@ -197,7 +199,8 @@ class _Rounds:
 
     def __init__(self, limit: int, most: int) -> None:
         self.pieces: list[list[Piece]] = []
-        self._limit, self._most = limit, most
+        self._limit = limit
+        self._most = most
         self._filled: list[dict[tuple[str, int], int]] = []
         self._size = 0
         self._open: dict[tuple[str, int], int] = {}

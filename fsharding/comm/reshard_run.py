@@ -65,7 +65,8 @@ class _Run:
         return self.targets[leaf]
 
     def _make(self, leaf: int) -> Tensor:
-        what, source = self.plan.leaves[leaf], self.sources[leaf]
+        what = self.plan.leaves[leaf]
+        source = self.sources[leaf]
         before = grids(what.source, what.shape).get(self.rank)
         after = grids(what.target, what.shape).get(self.rank)
         assert before is None or source is not None, "a source is let go after its target has been made"

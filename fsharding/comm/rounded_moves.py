@@ -64,7 +64,8 @@ class Rounding:
 
     def of_rows(self, start: int, stop: int) -> Rounding:
         """That of some of the rows of a stack."""
-        kept, noise = self.kept, self.noise
+        kept = self.kept
+        noise = self.noise
         some = None if kept is None else tuple(row - start for row in kept if start <= row < stop)
         return Rounding(self.format, some, None if noise is None else lambda a, b: noise(start + a, start + b))
 
@@ -127,20 +128,25 @@ def _plan_parts(
     where: tuple[tuple[str, int], ...] | None,
     limit: int,
 ) -> tuple[Part, ...]:
-    steps, coord = plan_steps(source, target), None if where is None else dict(where)
+    steps = plan_steps(source, target)
+    coord = None if where is None else dict(where)
     if len(shape) == 2 or source.axes(0) != target.axes(0):
         plan = codes.plan_codes(mesh, source, target, shape, format, where)
         return (Part(None, steps, plan, dtype, codes.gathered_bytes(plan)),)
     count = target.local_shape(shape, coord)[0]
-    source, target = _of_rows(source), _of_rows(target)
-    row, parts = math.prod(target.local_shape((1, *shape[1:]), coord)), list[Part]()
+    source = _of_rows(source)
+    target = _of_rows(target)
+    row = math.prod(target.local_shape((1, *shape[1:]), coord))
+    parts = list[Part]()
     of_a_row = codes.gathered_bytes(codes.plan_codes(mesh, source, target, (1, *shape[1:]), format, where))
     longest = max(1, limit // max(1, of_a_row))
     for is_kept, run in itertools.groupby(range(count), lambda i: i in kept):
         rows = [*run]
         for n in range(0, len(rows), len(rows) if is_kept else longest):
             some = rows[n:] if is_kept else rows[n : n + longest]
-            part, plan, size = (len(some), *shape[1:]), None, len(some) * row * dtype.itemsize
+            part = (len(some), *shape[1:])
+            plan = None
+            size = len(some) * row * dtype.itemsize
             if not is_kept:
                 plan = codes.plan_codes(mesh, source, target, part, format, where)
                 size = codes.gathered_bytes(plan)
@@ -186,7 +192,8 @@ class _Piece(NamedTuple):
 
 def _start(pieces: list[_Piece], mesh: Mesh) -> Handle[Any]:
     """Send pieces together; with plans, they are quantized now and decoded once they are gathered."""
-    results, steps = [piece.result for piece in pieces], [piece.part.steps for piece in pieces]
+    results = [piece.result for piece in pieces]
+    steps = [piece.part.steps for piece in pieces]
     if pieces[0].part.plan is None:
         shards = [piece.shard.to(piece.part.dtype) for piece in pieces]
         lengths = tuple((x.shape[step.dim],) for x, (step,) in zip(results, steps, strict=True))
@@ -300,7 +307,9 @@ def start_rounded(
     homes = [None] * len(leaves) if into is None else tree.flatten_up_to(spec, into)
     rounded: list[_Leaf] = []
     for i, rounding in enumerate(roundings):
-        leaf, target, dtype = leaves[i], targets[i], kinds[i]
+        leaf = leaves[i]
+        target = targets[i]
+        dtype = kinds[i]
         route = route_of(leaf, target) if rounding is not None else None
         if rounding is None or route is None:
             continue
@@ -320,7 +329,8 @@ def start_rounded(
 
 def _leaf(leaf: DTensor, route: Route, rounding: Rounding, dtype: torch.dtype, home: Any, *, travels: bool) -> _Leaf:
     """A leaf to where it is whole, or rounded in its place before it travels in another way."""
-    shard, target = local_of(leaf), route.target.slice_of_mesh()
+    shard = local_of(leaf)
+    target = route.target.slice_of_mesh()
     source = replace(sharding_of(leaf), mesh=target.mesh)
     if travels:
         result = memory_for(home, route.shape, dtype, shard.device)

@@ -61,7 +61,9 @@ class StepAgreement:
     def __init__(
         self, mesh: Mesh, bit: Tensor | None = None, *, axes: Sequence[str] | None = None, rows: Tensor | None = None
     ) -> None:
-        self._mesh, self._bit, self._rows = mesh, bit, rows
+        self._mesh = mesh
+        self._bit = bit
+        self._rows = rows
         self.axes = _large(mesh) if axes is None else tuple(axes)
         self._coding = _coding(mesh, self.axes)
         self._count: Tensor | None = None
@@ -79,7 +81,9 @@ class StepAgreement:
         return self._count
 
     def _own(self, device: torch.device) -> Tensor:
-        coding, units, compares = self._coding, 0, not is_fake_world()
+        coding = self._coding
+        units = 0
+        compares = not is_fake_world()
         if self.order is not None and compares:
             self.order.end("units")
             units = (self.order.digest & coding.mask) * coding.units * coding.unit
@@ -190,7 +194,8 @@ class _Coding(NamedTuple):
 
 @cache_on_mesh(256)
 def _coding(mesh: Mesh, axes: tuple[str, ...]) -> _Coding:
-    shape, own = abstract(mesh), coordinate(mesh)
+    shape = abstract(mesh)
+    own = coordinate(mesh)
     sizes = {axis: shape.axis_size(axis) for axis in axes}
     ranks = math.prod(sizes.values())
     # Each rank adds less than 2 (m - 1) hashes to the magnitude of a sum, of each of two hashes.

@@ -44,7 +44,8 @@ def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]
 
 @cache_on_its_mesh()
 def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
-    source, target = source.simplified(), target.simplified()
+    source = source.simplified()
+    target = target.simplified()
     unreduced = [axis for axis in source.partial if axis not in target.partial]
     dims = range(max(len(source.spec), len(target.spec)))
     gained, lost = _changes(source.spec, target.spec, dims)
@@ -82,7 +83,8 @@ def _changes(
     gained: list[tuple[int, tuple[str, ...]]] = []
     lost: list[tuple[int, tuple[str, ...]]] = []
     for dim in dims:
-        old, new = source.axes(dim), target.axes(dim)
+        old = source.axes(dim)
+        new = target.axes(dim)
         same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         if old[same:]:
             lost.append((dim, old[same:]))

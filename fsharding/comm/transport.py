@@ -156,7 +156,8 @@ def choice_for(group: Group, device: torch.device) -> Choice:
     """
     if group.process_group is None:
         return Choice(Native, "a rank alone sends nothing")
-    backend, asked = backend_of(group.process_group, device.type), group.transport
+    backend = backend_of(group.process_group, device.type)
+    asked = group.transport
     why = f'transport="{asked}"'
     if asked == "native":
         return Choice(Native, why)

@@ -97,7 +97,8 @@ class Partner:
     """A thread that runs the second of two calls, as often as it is asked, until `close`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._thread = device, None
+        self._device = device
+        self._thread = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def can_run(self) -> bool:
@@ -117,8 +118,12 @@ class Partner:
             first()
             second()
             return
-        turns, ended, errors = _Turns(), threading.Event(), list[BaseException]()
-        caller, grad, context = threading.get_ident(), torch.is_grad_enabled(), copy_context()
+        turns = _Turns()
+        ended = threading.Event()
+        errors = list[BaseException]()
+        caller = threading.get_ident()
+        grad = torch.is_grad_enabled()
+        context = copy_context()
         stream = _compat.current_stream(self._device)
 
         def beside() -> None:

@@ -373,7 +373,8 @@ class _QuantizedPayload(_CodedPayload):
     def decode(self, flat: Tensor | None, own: list[Coded], memory: Memory) -> Gathered:
         if flat is None:
             flat = _copied(self.parts(own), self.bucket, self.sent_dtype, memory)
-        buffers, leaves = [flat], list[Tensor | Quantised]()
+        buffers = [flat]
+        leaves = list[Tensor | Quantised]()
         for plan, (values, scales) in zip(
             self.coded.plans, codes.packed_from_bytes(self.coded, flat, own), strict=True
         ):

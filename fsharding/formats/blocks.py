@@ -21,7 +21,9 @@ __all__ = [
     "ROWWISE", "TENSORWISE", "Blocks", "Element", "Rounding", "ScaleKind",
 ]  # fmt: skip
 
-E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+E2M1 = torch.float4_e2m1fn_x2
 
 ScaleKind: TypeAlias = Literal["float32", "e8m0", "e4m3"]
 Rounding: TypeAlias = Literal["nearest", "keyed"]

@@ -68,7 +68,8 @@ def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -
     """
     matrix = x.unsqueeze(0) if x.ndim == 1 else x
     r0, r1, c0, c1 = _bounds(matrix.shape, block, start)
-    above, before = start[0] - r0 * block[0], start[1] - c0 * block[1]
+    above = start[0] - r0 * block[0]
+    before = start[1] - c0 * block[1]
     below = (r1 - r0) * block[0] - above - matrix.shape[-2]
     after = (c1 - c0) * block[1] - before - matrix.shape[-1]
     size = matrix.abs().to(torch.float32)
@@ -95,7 +96,8 @@ def scales_of(amax: Tensor, format: Blocks, outer_amax: Tensor | None = None) ->
         format: of the scales.
         outer_amax: of whole matrices, for a format that has an outer scale.
     """
-    finite, element = amax.isfinite(), format.element
+    finite = amax.isfinite()
+    element = format.element
     if format.scale == "e8m0":
         exponent = (amax.view(torch.int32) >> 23) & _EXPONENT
         scale = (exponent - element.exponent).clamp(0, _NAN_E8M0 - 1)

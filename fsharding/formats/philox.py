@@ -37,14 +37,16 @@ def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tupl
     first, second = key
     for _ in range(10):
         # A product of two words can pass 2^63: its low 64 bits are what wraps around, as unsigned ones would.
-        a, b = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        a = words[0] * _MULTIPLIERS[0]
+        b = words[2] * _MULTIPLIERS[1]
         words = [
             ((b >> 32) & _WORD) ^ words[1] ^ first,
             b & _WORD,
             ((a >> 32) & _WORD) ^ words[3] ^ second,
             a & _WORD,
         ]
-        first, second = (first + _WEYL[0]) & _WORD, (second + _WEYL[1]) & _WORD
+        first = (first + _WEYL[0]) & _WORD
+        second = (second + _WEYL[1]) & _WORD
     return tuple(words)  # pyright: ignore[reportReturnType]  # one tensor in the counter is in all words by then
 
 
@@ -72,9 +74,12 @@ def uniform_at(
     for size, runs in zip(shape[:-1], ranges[:-1], strict=True):
         places = torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
         rows = (rows.unsqueeze(-1) * size + places) if rows.ndim else places
-    rows, flat, column = rows.reshape(-1), out.view(-1, held[-1]), 0
+    rows = rows.reshape(-1)
+    flat = out.view(-1, held[-1])
+    column = 0
     for start, stop in ranges[-1]:
-        first, last = start // 4, -(-stop // 4)
+        first = start // 4
+        last = -(-stop // 4)
         counters = torch.arange(first, last, device=device)
         step = max(1, _CHUNK // max(1, last - first))
         for at in range(0, len(rows), step):
@@ -94,8 +99,10 @@ _WIDE_WEYL = (0x9E3779B97F4A7C15 - (1 << 64), 0xBB67AE8584CAA73B - (1 << 64))
 
 def _product(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     """The high and the low 64 bits of a product of two words of 64 bits."""
-    high, low = constant >> 32, constant & _WORD
-    x_high, x_low = (x >> 32) & _WORD, x & _WORD
+    high = constant >> 32
+    low = constant & _WORD
+    x_high = (x >> 32) & _WORD
+    x_low = x & _WORD
     first = x_high * low + (((x_low * low) >> 32) & _WORD)
     second = x_low * high + (first & _WORD)
     return x_high * high + ((first >> 32) & _WORD) + ((second >> 32) & _WORD), x * (constant - (1 << 64))
@@ -121,6 +128,7 @@ def uniform_as_numpy(key: Sequence[Tensor], first: int, blocks: int, count: int)
     for _ in range(10):
         (high0, low0), (high1, low1) = (_product(words[2 * i], m) for i, m in enumerate(_WIDE_MULTIPLIERS))
         words = [high1 ^ words[1] ^ k0, low1, high0 ^ words[3] ^ k1, low0]
-        k0, k1 = k0 + _WIDE_WEYL[0], k1 + _WIDE_WEYL[1]
+        k0 = k0 + _WIDE_WEYL[0]
+        k1 = k1 + _WIDE_WEYL[1]
     halves = torch.stack([half for word in words for half in (word & _WORD, (word >> 32) & _WORD)], -1)
     return (halves >> 8).to(torch.float32).view(blocks, -1)[:, :count].mul(math.ldexp(1.0, -24))

@@ -291,7 +291,8 @@ def quantise(
     block = _block(format, shape)
     matrix = x.detach()
     if x.ndim == 1:
-        matrix, noise = matrix.unsqueeze(0), None if noise is None else noise.unsqueeze(0)
+        matrix = matrix.unsqueeze(0)
+        noise = None if noise is None else noise.unsqueeze(0)
     parts = list(cast("tuple[Tensor, ...]", _Encode.apply(matrix, noise, format, block)))
     if x.ndim == 1:
         parts[:2] = [part.squeeze(-2) for part in parts[:2]]
@@ -330,7 +331,8 @@ def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tenso
         return q.carrier if dtype is None else q.carrier.to(dtype)
     carrier = q.carrier
     if dtype is not None and dtype != q.dtype:
-        q, carrier = replace(q, dtype=dtype), None if carrier is None else carrier.to(dtype)
+        q = replace(q, dtype=dtype)
+        carrier = None if carrier is None else carrier.to(dtype)
     result = cast(Tensor, _Decode.apply(carrier, q.values, q.scales, q.outer, _held(q)))
     if (note := _note.get()) is not None and not _functorch.in_functorch():
         assert q.scales is not None

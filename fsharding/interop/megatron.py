@@ -60,7 +60,9 @@ from fsharding.tree import Tree
 
 __all__ = ["Saved", "load", "load_state", "save"]
 
-_LOAD, _LOAD_STATE, _SAVE = "fs.megatron.load", "fs.megatron.load_state", "fs.megatron.save"
+_LOAD = "fs.megatron.load"
+_LOAD_STATE = "fs.megatron.load_state"
+_SAVE = "fs.megatron.save"
 _CALLS = {
     _LOAD: "fs.megatron.load(path, layout, config)",
     _LOAD_STATE: "fs.megatron.load_state(path, opt, key, layout, config)",
@@ -224,7 +226,8 @@ def _compare(
         rows += _without_main(opened, leaf.path, names) if strict else []
         for kind in (_main_kind(opened, pieces[leaf.path]), *(moments if leaf.trainable else ())):
             for name in names:
-                stored, which = opened.info(kind, name), "" if kind == "model" else f"{kind} of "
+                stored = opened.info(kind, name)
+                which = "" if kind == "model" else f"{kind} of "
                 if stored is None:
                     rows.append(f"{leaf.path}: {which}{name} is missing; wanted is {[*shapes[name]]}")
                 elif stored.shape != shapes[name] or stored.dtype not in DTYPES:
@@ -388,7 +391,8 @@ def save(
 
     group = own_group(timeout, "export")
     target, kinds, pieces = agreed(plan, UNLIKE, UNLIKE_ROW, group)
-    step, partial = int(state.step), partial_of(target)
+    step = int(state.step)
+    partial = partial_of(target)
     common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
 
     def write() -> Written:
@@ -555,7 +559,8 @@ def _common_state(config: DecoderConfig, step: int, choice: _Choice, *, has_mome
     groups = [{**group, "wd_mult": decay} for decay in (1.0, 0.0)]  # matrices, then norms and biases
     result["optimizer"] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
     if choice.samples is not None:
-        rate, decay = choice.settings["lr"], choice.settings["weight_decay"]
+        rate = choice.settings["lr"]
+        decay = choice.settings["weight_decay"]
         schedule = {"max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
         schedule |= {"lr_decay_style": "constant", "start_wd": decay, "end_wd": decay}
         schedule |= {"wd_incr_style": "constant", "wd_incr_steps": 1, "num_steps": choice.samples}

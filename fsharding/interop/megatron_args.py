@@ -101,7 +101,8 @@ def _sizes(c: DecoderConfig) -> dict[str, tuple[Any, ...]]:
 def _parts(c: DecoderConfig) -> dict[str, tuple[Any, ...]]:
     """Accepted values of arguments that choose parts of the model, of which most are not in a decoder."""
     scaling = c.rope_scaling
-    off, none = (False, None), (None,)
+    off = (False, None)
+    none = (None,)
     result: dict[str, tuple[Any, ...]] = {
         # positions
         "position_embedding_type": ("rope",) if scaling is None or _is_fixed(scaling) else (scaling,),
@@ -156,7 +157,8 @@ def _parts(c: DecoderConfig) -> dict[str, tuple[Any, ...]]:
 def _mixture(e: Experts, layers: int) -> dict[str, tuple[Any, ...]]:
     """Accepted values of a mixture of experts."""
     grouped = e.groups > 1
-    off, none = (False, None), (None,)
+    off = (False, None)
+    none = (None,)
     result: dict[str, tuple[Any, ...]] = {
         "moe_layer_freq": (1, [1] * layers),
         "moe_router_score_function": (e.score,),

@@ -88,7 +88,8 @@ _NORMS = (
 
 def extra_states(config: DecoderConfig) -> list[str]:
     """Paths of the extra states, all empty, that the modules of Megatron Core and Transformer Engine ask for."""
-    layers, experts = config.layers, config.experts
+    layers = config.layers
+    experts = config.experts
     modules = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
     modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
     modules += ["mlp.linear_fc1", "mlp.linear_fc2"] if experts is None else ["pre_mlp_layernorm"]
@@ -175,9 +176,12 @@ _TURNED = {
 
 def _heads(config: DecoderConfig, which: str) -> list[_Run]:
     """Where heads are: there the queries of a group, then its key, then its value; here all queries, keys, values."""
-    size, groups = config.head_dim, config.kv_heads
+    size = config.head_dim
+    groups = config.kv_heads
     queries = config.heads // groups * size
-    width, result, first = queries + 2 * size, list[_Run](), 0
+    width = queries + 2 * size
+    result = list[_Run]()
+    first = 0
     for part, length, offset in (("q", queries, 0), ("k", size, queries), ("v", size, queries + size)):
         if part in which:
             for group in range(groups):
@@ -194,9 +198,11 @@ def _gated(name: str, leaf: str, shape: tuple[int, ...], how: Dialect) -> Iterat
     for place, half in enumerate(halves):
         start = place * size
         if how.format == "torch_dist":
-            run, there = _Run(start, start + size, half * size, 2 * size), name
+            run = _Run(start, start + size, half * size, 2 * size)
+            there = name
         else:
-            run, there = _Run(start, start + size, 0, size), f"{name}{('_w', '_v')[half]}"
+            run = _Run(start, start + size, 0, size)
+            there = f"{name}{('_w', '_v')[half]}"
         yield from _runs(there, shape, -2, [run])
 
 

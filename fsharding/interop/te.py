@@ -40,7 +40,9 @@ from fsharding.tree import Tree
 
 __all__ = ["STATE", "TeModule", "functionalize", "scaled_linear", "value_and_grad"]
 
-_FUNCTION, _LINEAR, _GRADS = "fs.te.functionalize", "fs.te.scaled_linear", "fs.te.value_and_grad"
+_FUNCTION = "fs.te.functionalize"
+_LINEAR = "fs.te.scaled_linear"
+_GRADS = "fs.te.value_and_grad"
 STATE = "fp8_state"
 """The key of a `TeModule`'s parameter tree under which its fp8 state is."""
 
@@ -128,7 +130,8 @@ class TeModule(PureModule):
     def begin(self, recipe: Any, layers: tuple[_Layer, ...], package: ModuleType) -> None:
         """Says what it runs under; `functionalize` does."""
         vars(self).update(recipe=recipe, layers=layers)
-        self._te, self._looked = package, False
+        self._te = package
+        self._looked = False
         if layers:
             names = {**self.names, STATE: tree.map(lambda x: (None,) * x.ndim, self._first("meta"))}
             vars(self).update(names=names)
@@ -138,7 +141,8 @@ class TeModule(PureModule):
         values: dict[str, Tensor] = {}
         for layer in self.layers:
             for side, tensors in _SIDES.items():
-                path, count = ".".join(filter(None, (layer.path, side))), tensors * layer.gemms
+                path = ".".join(filter(None, (layer.path, side)))
+                count = tensors * layer.gemms
                 values[f"{path}.scale"] = _bits(torch.ones(count, device=device))
                 values[f"{path}.amax_history"] = _bits(torch.zeros(self.recipe.amax_history_len, count, device=device))
         return nested(values)
@@ -191,7 +195,8 @@ class TeModule(PureModule):
             raise TreeError(message(f"finds no {STATE!r} in the parameters.", mend=mend))
         self._note()
         weights = {key: value for key, value in params.items() if key != STATE}
-        values, mesh = gather_unit(params[STATE]), _mesh_of(params)
+        values = gather_unit(params[STATE])
+        mesh = _mesh_of(params)
         with _autocast(self._te, self.recipe, _group(mesh)):
             self._write(values)
             return super().__call__(weights, *args, random_key=random_key, **kwargs)
@@ -209,7 +214,8 @@ class TeModule(PureModule):
 
     def _note(self) -> None:
         """Tells the `value_and_grad` around that it has to read the state; refuses to lose it."""
-        call, rows = _calls.get(), [f"recipe {type(self.recipe).__name__} changes {len(self.layers)} layers' amaxes"]
+        call = _calls.get()
+        rows = [f"recipe {type(self.recipe).__name__} changes {len(self.layers)} layers' amaxes"]
         if call is None:
             if torch.is_grad_enabled():
                 rule = "has fp8 state that a call changes, which would be lost."
@@ -278,7 +284,8 @@ def _placed(old: Any, new: Tensor) -> Any:
     """A whole value as its leaf is at rest."""
     if not isinstance(old, DTensor):
         return new
-    sharding, shape = sharding_of(old), tuple(old.shape)
+    sharding = sharding_of(old)
+    shape = tuple(old.shape)
     grid = sharding.grid(shape)
     if grid is None:
         return old
@@ -344,11 +351,13 @@ def functionalize(
     """
     package = _package()
     _refuse_recipe(recipe)
-    layers, rows = list[_Layer](), list[str]()
+    layers = list[_Layer]()
+    rows = list[str]()
     for path, layer in module.named_modules() if isinstance(module, nn.Module) else ():
         if not hasattr(layer, "fp8_meta"):
             continue
-        kind, name = type(layer).__name__, path or "the module"
+        kind = type(layer).__name__
+        name = path or "the module"
         gemms = next((_GEMMS[c.__name__] for c in type(layer).__mro__ if c.__name__ in _GEMMS), None)
         rows += _objections(name, layer)
         if gemms is not None:

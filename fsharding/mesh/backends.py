@@ -69,7 +69,8 @@ def open_store(url: str, rank: int, size: int, timeout: timedelta) -> Any:
         store, _, _ = next(iter(dist.rendezvous(url, rank, size, timeout=timeout)))
     else:
         # The rank that serves torch's own store waits for the others in its constructor, and cannot say for which.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
     store.set_timeout(timeout)
     return store

@@ -39,7 +39,8 @@ LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 _PYTHON = str(Path(os.__file__).parent) + os.sep
-_USERS, _ALL = 6, 10
+_USERS = 6
+_ALL = 10
 
 _REGIONS = (
     ("transforms/grad_reducer", "gradient reduction"),
@@ -121,7 +122,8 @@ def lines(frame: FrameType | None) -> list[Line]:
 
 def lines_of(error: BaseException) -> list[Line]:
     """The lines from where an error was raised to where it has come up to, and on to the outermost, innermost first."""
-    trace, inside = error.__traceback__, list[Line]()
+    trace = error.__traceback__
+    inside = list[Line]()
     while trace is not None:
         inside.insert(0, Line(trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
@@ -158,7 +160,8 @@ def collective(stack: Sequence[Line]) -> str:
         stack: the lines of a stack, innermost first.
     """
     for line in reversed(stack):
-        file, code = _in_library(line.frame), line.frame.f_code
+        file = _in_library(line.frame)
+        code = line.frame.f_code
         if file.startswith(("ops/", "comm/")):
             return f"{file.replace('/', '.')}.{code.co_qualname.replace('<locals>.', '')}"
         if code.co_filename.startswith(DISTRIBUTED) and code.co_name != "wrapper":

@@ -446,10 +446,14 @@ def data_position(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
         >>> fs.ops.psum(rows.sum(), "dp", mesh=mesh)
         tensor(28)
     """
-    shape, coord, index, count = abstract(mesh), coordinate(mesh), 0, 1
+    shape = abstract(mesh)
+    coord = coordinate(mesh)
+    index = 0
+    count = 1
     for axis in ("replica", "dp", "ep", *(("cp",) if cp else ())):
         size = shape.axis_size(axis)
-        index, count = index * size + coord.get(axis, 0), count * size
+        index = index * size + coord.get(axis, 0)
+        count = count * size
     return index, count
 
 
@@ -520,7 +524,8 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     Raises:
         MeshError: the mesh has no devices and the group more than one rank.
     """
-    shape, own = abstract(mesh), coordinate(mesh)
+    shape = abstract(mesh)
+    own = coordinate(mesh)
     axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
     strides = _strides(shape.names, shape)
     first = sum(own[name] * stride for name, stride in strides.items() if name not in axes)

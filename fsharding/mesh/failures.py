@@ -78,7 +78,8 @@ _QUESTION = "fsharding_question"
 _OVER = "the store ends"
 _SILENT = "is gone, or does not answer"
 _PEERS, _TOLD = "_fsharding_peers", "_fsharding_told"  # marks on exceptions
-_LEAST_S, _MOST_S = 1.5, 4.0
+_LEAST_S = 1.5
+_MOST_S = 4.0
 _LINGER_S = 2.0
 """How long the rank that has the store stays for the questions of the others."""
 _LOOK_S = 0.1
@@ -125,7 +126,8 @@ class among:
     __slots__ = ("_before", "_begin", "_thread", "doing", "ranks")
 
     def __init__(self, ranks: Sequence[int], doing: str = "") -> None:
-        self.ranks, self.doing = ranks, doing
+        self.ranks = ranks
+        self.doing = doing
 
     def __enter__(self) -> None:
         self._thread, self._begin = threading.get_ident(), time.monotonic()
@@ -173,7 +175,9 @@ class naming_lost:
     def __init__(
         self, function: str, mesh: DeviceMesh | AbstractMesh | Sequence[int] | None, *, step: Tensor | None = None
     ) -> None:
-        self.function, self.mesh, self.step = function, mesh, step
+        self.function = function
+        self.mesh = mesh
+        self.step = step
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -229,7 +233,8 @@ class naming_lost:
 
     def call(self) -> _Call:
         """Where this rank is."""
-        text, step = self.function, self.step
+        text = self.function
+        step = self.step
         # An error may be about the step itself, which is then anything that a user has put there.
         if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
             text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
@@ -243,7 +248,8 @@ def entered_as(thread: int) -> Generator[None]:
     Args:
         thread: the other one.
     """
-    here, entry = threading.get_ident(), _entered.get(thread)
+    here = threading.get_ident()
+    entry = _entered.get(thread)
     if entry is None or here in _entered:
         yield
         return
@@ -322,7 +328,8 @@ def _places() -> list[dict[str, Any]]:
 
 
 def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
-    entry, wait = _entered.get(thread), _waiting.get(thread)
+    entry = _entered.get(thread)
+    wait = _waiting.get(thread)
     call = entry.call() if entry is not None else _loose_call(frame, waits=wait is not None)
     waits = {} if wait is None else {"waits": [*wait.ranks]}
     doing = _doing(call_stacks.lines(frame), "" if wait is None else wait.doing)
@@ -361,7 +368,8 @@ class _Listener(threading.Thread):
         super().__init__(name="fsharding-listener", daemon=True)
         self.world, self._store, self._rank = world, store, own_rank()
         self._look = max(_LOOK_S, world_size() / 2000)
-        self._end, self._asked = threading.Event(), b""
+        self._end = threading.Event()
+        self._asked = b""
 
     def run(self) -> None:
         # The process that has the store may end first; then there is nobody left to answer.
@@ -534,7 +542,8 @@ def follow(
         function: where this rank is.
     """
     result = Followed()
-    seen, front = {me}, list(peers)
+    seen = {me}
+    front = list(peers)
     while front:
         rank = front.pop(0)
         if rank in seen:
@@ -578,7 +587,8 @@ def _lost(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[st
 
 
 def _asked(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[str, Any]) -> Followed:
-    me, until = own_rank(), time.monotonic() + patience
+    me = own_rank()
+    until = time.monotonic() + patience
     note = {"peers": peers, "function": call.function, "call": str(call), **here}
     _post(note)
     _ask(f"{time.time_ns()} {me}", again=True)
@@ -610,7 +620,8 @@ def _reports(
     asked: str, known: Mapping[int, Sequence[Mapping[str, Any]]], silent: Sequence[int]
 ) -> dict[int, Sequence[Mapping[str, Any]]]:
     """The reports of all ranks, once each has looked whether it is asked; of very many ranks, the first ones."""
-    result, store = dict(known), default_store()
+    result = dict(known)
+    store = default_store()
     assert store is not None
     until = time.monotonic() + 2 * max(_LOOK_S, world_size() / 2000)
     left = [rank for rank in range(min(world_size(), _MOST_STACKS)) if rank not in {*result, *silent}]
@@ -700,7 +711,8 @@ def _explained(
     who = functools.partial(_who, names=names)
     unlike = call_as(call.function, differences, followed.orders, coordinates, who)
     if unlike is not None:
-        text, causes = unlike.text, dict.fromkeys(unlike.ranks, Cause("elsewhere", noticed, call.function))
+        text = unlike.text
+        causes = dict.fromkeys(unlike.ranks, Cause("elsewhere", noticed, call.function))
     elif isinstance(error, UnlikeSizes) and kinds <= {"gone", "sizes"}:
         text = _unlike(call, me, peers or (), names, str(error))
     elif kinds == {"sizes"}:
@@ -732,7 +744,8 @@ def unlike_ranks(
         ranks: global ranks, each of which calls this.
         order: what this rank did, with the facts that it shares with others.
     """
-    own, me = order.report(), own_rank()
+    own = order.report()
+    me = own_rank()
     key = f"fsharding_unlike_{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
     key += f"_{_unlike_before[tuple(ranks)]}_{{}}"
     _unlike_before[tuple(ranks)] += 1
@@ -753,7 +766,8 @@ def unlike_ranks(
 
 def _exchanged(key: str, own: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
     """The reports of ranks that all write theirs into the store, as far as they come in time."""
-    store, until = default_store(), time.monotonic() + _REPORT_S
+    store = default_store()
+    until = time.monotonic() + _REPORT_S
     assert store is not None
     store.set(key.format(own_rank()), json.dumps(own))
     result = dict[int, Mapping[str, Any]]()
@@ -790,7 +804,8 @@ def _given_up(call: _Call, me: int, names: Mapping[int, str], noticed: str) -> s
 
 def _scattered(call: _Call, followed: Followed, names: Mapping[int, str]) -> str:
     """Ranks that live, and are in several calls."""
-    here, causes = _here(call, followed), followed.causes
+    here = _here(call, followed)
+    causes = followed.causes
     by_function: dict[str, list[int]] = {}
     for rank in sorted({*here, *causes}):
         by_function.setdefault(causes[rank].function if rank in causes else call.function, []).append(rank)
@@ -877,7 +892,8 @@ def write_stacks(error: RankError, folder: Path) -> None:
     """
     if not error.stacks:
         return
-    record, file = _compat.flight_record(), folder / f"stacks-{own_rank()}.txt"
+    record = _compat.flight_record()
+    file = folder / f"stacks-{own_rank()}.txt"
     parts = [str(error), *error.stacks.values(), *(["flight recorder of torch:", record] if record else [])]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,8 @@ class _Groups:
         if kept is None:
             kept = self.by_key[key] = self._make(*key[:2], apart=bool(key[2]))
             # Here, where no local name of a caller holds it.
-            kept.idle, kept.last = kept.holders(), self.meshes
+            kept.idle = kept.holders()
+            kept.last = self.meshes
         return kept
 
     def _make(self, ranks: tuple[int, ...], timeout: timedelta, *, apart: bool) -> _Kept:
@@ -130,7 +131,9 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str 
         timeout: of the groups.
         use: that they are kept apart for, if they are.
     """
-    known, here, own = _known(), own_rank(), None
+    known = _known()
+    here = own_rank()
+    own = None
     for family in families:
         group = known.get((tuple(sorted(family)), timeout, use)).group
         if here in family:

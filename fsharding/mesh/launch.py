@@ -79,7 +79,8 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
 
 def _place(rank: int, ranks: int, folder: str) -> dict[str, str]:
     """The variables that differ between ranks, and where they meet."""
-    own, all_ranks = str(rank), str(ranks)
+    own = str(rank)
+    all_ranks = str(ranks)
     names = {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_ranks, "LOCAL_WORLD_SIZE": all_ranks}
     return {**names, INIT_METHOD: Path(folder, "ranks").as_uri()}
 

@@ -52,7 +52,8 @@ class Watch:
 
     def __init__(self, deadline: float | None, margin: timedelta) -> None:
         self.received: signal.Signals | None = None
-        self.deadline, self.margin = deadline, margin
+        self.deadline = deadline
+        self.margin = margin
         self._near = False
 
     def pending(self) -> bool:
@@ -144,7 +145,8 @@ def watch(
         raise refuse("signals that can be handled", wrong[0], mend)
     when = datetime.now() + deadline if isinstance(deadline, timedelta) else deadline
     opened = Watch(None if when is None else when.timestamp(), margin)
-    _active, _agreed = opened, False
+    _active = opened
+    _agreed = False
     before = {number: signal.signal(number, opened.note) for number in signals}
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:

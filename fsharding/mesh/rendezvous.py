@@ -85,7 +85,8 @@ def init_arguments() -> dict[str, Any]:
     Raises:
         ConfigError: a start after the first, on several machines, in the store of the first.
     """
-    method, start = os.environ.get(INIT_METHOD), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    method = os.environ.get(INIT_METHOD)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if start != "0" and not method and shares_launchers_store():
         rule = f"cannot start the ranks of {os.environ['GROUP_WORLD_SIZE']} machines again in the store of torchrun."
         rows = ["It has the addresses of ranks that are gone, and new ranks would wait for those."]
@@ -114,7 +115,8 @@ def meet_all(timeout: timedelta) -> dict[str, Any]:
     if missing := [f"{name} is not set" for name in needed if name not in os.environ]:
         mend = "Start the program with torchrun, or unset RANK for one process."
         raise ConfigError(message("finds RANK, but not all that a launcher sets.", missing, mend))
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if url == "env://" else url
     until = time.monotonic() + timeout.total_seconds()
     timer = threading.Timer(_REMIND_S, _remind, (rank, size, place, [0]))  # rank 0 serves the store

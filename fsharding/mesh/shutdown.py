@@ -34,7 +34,9 @@ def let_others_finish(busy: Callable[[], bool] | None = None) -> None:
     Args:
         busy: whether some are not asleep; by default what Linux says. Elsewhere they have the time of the two looks.
     """
-    look, until, quiet = busy or _others_run, time.monotonic() + _LIMIT_S, 0
+    look = busy or _others_run
+    until = time.monotonic() + _LIMIT_S
+    quiet = 0
     while quiet < 2 and time.monotonic() < until:
         time.sleep(_LOOK_S)
         quiet = 0 if look() else quiet + 1

@@ -32,7 +32,8 @@ __all__ = [
 _T = TypeVar("_T", bound=Hashable)
 
 DIGEST_BITS = 64
-_MASK, _MULTIPLIER = (1 << DIGEST_BITS) - 1, 0x9E3779B97F4A7C15
+_MASK = (1 << DIGEST_BITS) - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15
 _KEPT = 1024
 """Notes that are kept for the text of an error; the hash is of all of them."""
 _END = "ends"
@@ -112,7 +113,9 @@ class UnitOrder:
 
     def restart(self) -> None:
         """Begin a sequence."""
-        self.digest, self._count, self._comparison = 0, 0, self._always
+        self.digest = 0
+        self._count = 0
+        self._comparison = self._always
         self._notes.clear()
 
     def compare(self, comparison: Comparison) -> None:
@@ -207,7 +210,8 @@ def differences(
     """
     for ranks in _sharing(reports, coordinates, apart=("pp",)):
         if rows := _at_first_difference({rank: reports[rank] for rank in ranks}):
-            odd, others = rows[0][0], [rank for ranks, _ in rows[1:] for rank in ranks]
+            odd = rows[0][0]
+            others = [rank for ranks, _ in rows[1:] for rank in ranks]
             rule = f"does different things on {who(odd)} than on {who(sorted(others))}."
             mends = {SAME_CONSTANTS: SAME_BUFFERS, SAME_RATES: _RATES}
             kinds = (kind for kind in mends if all(text.startswith(kind) for _, text in rows))

@@ -155,9 +155,11 @@ class DecoderConfig:
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
             attention = Grouped(*numbers, qk_norm=self.qk_norm, fused=self.fused)
-        experts, hidden = self.experts, self.hidden
+        experts = self.experts
+        hidden = self.hidden
         if stack is not None and (stack.hidden is not None or stack.experts is not None):
-            experts, hidden = stack.experts, stack.hidden or hidden
+            experts = stack.experts
+            hidden = stack.hidden or hidden
         return attention, Dense(hidden, self.fused) if experts is None else Mixture(experts)
 
     def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
@@ -198,14 +200,16 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     )
 
     def embed(params: Tree, batch: Tree) -> Stream:
-        documents, positions = batch.get("documents"), batch.get("positions")
+        documents = batch.get("documents")
+        positions = batch.get("positions")
         if documents is not None and positions is None:
             positions = ops.document_positions(documents)
         x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=settings.sequence)
         return Stream(x_BTD, positions, documents)
 
     def head(params: Tree, x: Stream | Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
-        stream, targets = x if isinstance(x, Stream) else Stream(x), batch["targets"]
+        stream = x if isinstance(x, Stream) else Stream(x)
+        targets = batch["targets"]
         total = ops.cross_entropy(_logits(config, params, stream.x, settings), targets, vocab=config.vocab).sum()
         return total if stream.extra is None else total + stream.extra, (targets != -100).sum()
 
@@ -301,14 +305,16 @@ def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: Axis
 def _init(c: DecoderConfig, key: Tensor) -> Tree:
     """Normal weights of std 0.02; those that write to the residual stream over sqrt(2 layers) (Radford et al. 2019)."""
     ends, *keys = random.split(key, 1 + max(1, len(c.stacks))).unbind(0)
-    narrow, draws = 0.02 / (2 * c.layers) ** 0.5, Draws(ends)
+    narrow = 0.02 / (2 * c.layers) ** 0.5
+    draws = Draws(ends)
 
     def blocks(layers: int, parts: tuple[AttentionPart, FeedPart], key: Tensor) -> Tree:
         draws = Draws(key, (layers,), narrow)
         norms = {name: draws.ones(c.dim) for name in ("norm1", "norm2")}
         return {**norms, **parts[0].init(c.dim, draws), **parts[1].init(c.dim, draws)}
 
-    embed, head = {"table": draws.normal(c.vocab, c.dim)}, {"norm": draws.ones(c.dim)}
+    embed = {"table": draws.normal(c.vocab, c.dim)}
+    head = {"norm": draws.ones(c.dim)}
     if not c.tied:
         head["unembed"] = draws.normal(c.vocab, c.dim)
     if not c.stacks:

@@ -363,7 +363,8 @@ def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: S
         for name, value in least.items()
         if (value is not None or name == "max_new_tokens") and (type(value) is not int or value < 1)
     ]
-    temperature, top_p = sampling.temperature, sampling.top_p
+    temperature = sampling.temperature
+    top_p = sampling.top_p
     wrong += [] if 0 <= temperature < math.inf else [f"temperature={temperature}: at least 0, and finite"]
     wrong += [] if top_p is None or 0 < top_p <= 1 else [f"top_p={top_p}: above 0, at most 1"]
     wrong += [f"eos={end!r}: a token" for end in ends if not isinstance(end, int) or end < 0]

@@ -154,7 +154,8 @@ class Grouped:
 
     def _kv_rows(self, weight: Tensor, heads: int) -> Tensor:
         """The rows of the key heads that this rank's query heads need; query heads of several ranks may share one."""
-        size, count = self.heads // heads, self.kv_heads * self.head_dim
+        size = self.heads // heads
+        count = self.kv_heads * self.head_dim
         if size == 1 or (self.kv_heads % size == 0 and weight.shape[0] < count):
             return weight
         first, last = self._key_heads(heads)

@@ -108,7 +108,8 @@ class Latent:
             return ops.rotary(y_BHTE, at, base=self.rope_base, scaling=self.rope_scaling)
 
         q_plain, q_turning = q_BHTE.split((self.plain_dim, self.rotary_dim), -1)
-        q_turned, k_turned = turned(q_turning), turned(turning_BTE[:, None])
+        q_turned = turned(q_turning)
+        k_turned = turned(turning_BTE[:, None])
         scale = scale_of(self.head_dim, self.rope_scaling)
         if stream.cache is not None:
             store(stream.cache["latents"], torch.cat((kv_BTR, k_turned[:, 0]), -1), at)
@@ -152,7 +153,8 @@ class Latent:
 
     def _narrow(self, params: Tree, x_BTD: Tensor, whole: bool, settings: BlockSettings) -> tuple[Tensor, ...]:
         """The narrow vectors, normalized, and the part of keys that turns, in the region of heads."""
-        q_down, kv_down = params["q_down"], params["kv_down"]
+        q_down = params["q_down"]
+        kv_down = params["kv_down"]
         if settings.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
             q_down, kv_down = (ops.vary(dequantise(w), "tp") for w in (q_down, kv_down))
         sizes = (self.q_rank, self.kv_rank, self.rotary_dim)

@@ -120,9 +120,11 @@ def expert_names(c: Experts) -> Tree:
 
 def uncut(c: Experts, mesh: Mesh, rules: AxisRules) -> list[str]:
     """Leaves that the axes of a mesh cannot cut in the way that the rules ask, for an error."""
-    sizes, wrong = abstract(mesh), list[str]()
+    sizes = abstract(mesh)
+    wrong = list[str]()
     along = [axis for axis in rules.get("expert", ()) if sizes.axis_size(axis) > 1]
-    ep, tp = sizes.axis_size("ep"), sizes.axis_size("tp")
+    ep = sizes.axis_size("ep")
+    tp = sizes.axis_size("tp")
     if set(along) - {"ep"}:
         wrong.append(f"rule expert={', '.join(along)}: tokens go to their experts along ep alone")
     elif along and c.count % ep:

@@ -95,7 +95,8 @@ def scan_stacks(
         >>> int(count)
         8
     """
-    stacks, ahead = _parts(model, blocks), UnitsAhead.of(prefetch)
+    stacks = _parts(model, blocks)
+    ahead = UnitsAhead.of(prefetch)
     for i, (_, block) in enumerate(stacks_of(model)):
         carry = scan_units(block, stacks[i], carry, policy=policy, prefetch=_first(stacks[i + 1 :], ahead))
     return carry

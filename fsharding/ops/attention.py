@@ -112,7 +112,8 @@ def attention(
     """
     size = axis_size(axis, mesh)
     _check(q_BHTE, k_BKTE, v_BKTE, documents, kind, axis, size)
-    wide_E, value_E = q_BHTE.shape[-1], v_BKTE.shape[-1]
+    wide_E = q_BHTE.shape[-1]
+    value_E = v_BKTE.shape[-1]
     if wide_E != value_E:
         # The fast kernels, and messages with keys and values in one, know one head dim; zeros change no score.
         q, k, v = (F.pad(x, (0, max(wide_E, value_E) - x.shape[-1])) for x in (q_BHTE, k_BKTE, v_BKTE))
@@ -160,7 +161,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str,
 def _whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
     """Attention by torch's own function. With `causal` queries and keys are the same tokens, in ascending order."""
     if mask is not None and causal:
-        mask, causal = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(), False
+        mask = mask & torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+        causal = False
     # The fast kernels have no forward derivative, and no second one.
     with sdpa_kernel(SDPBackend.MATH) if _functorch.in_functorch() else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
@@ -188,7 +190,8 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, setting
 # ----------------------------------------------------------------------------------------------------- heads for tokens
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
     """Attention of some heads over the whole sequence, between two exchanges; q, k and v travel together."""
-    size, exchange = settings.group.size, functools.partial(all_to_all, axis=settings.axis, mesh=settings.mesh)
+    size = settings.group.size
+    exchange = functools.partial(all_to_all, axis=settings.axis, mesh=settings.mesh)
     # Each rank needs the key heads of its query heads: as few copies as make their number a multiple of the axis.
     copies = size // math.gcd(k.shape[1], size)
     k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
@@ -245,9 +248,11 @@ def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
     steps: list[RingStep] = []
     for number in range(size):
         source = (index - number) % size
-        queries, keys = (0, 2), (0, 2)
+        queries = (0, 2)
+        keys = (0, 2)
         if causal and source != index:
-            mine, theirs = zigzag(size)[index], zigzag(size)[source]
+            mine = zigzag(size)[index]
+            theirs = zigzag(size)[source]
             queries = (0 if mine[0] > theirs[0] else 1, 2)
             keys = (0, 2 if mine[1] > theirs[1] else 1)
         steps.append(RingStep(source, queries, keys, causal and source == index))
@@ -265,7 +270,8 @@ class _Tile(NamedTuple):
 
 def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, theirs: Tensor | None) -> Iterator[_Tile]:
     """The tiles of a step of which anything is seen; one tile where there are no documents."""
-    half, every = q.shape[2] // 2, slice(None)
+    half = q.shape[2] // 2
+    every = slice(None)
     # One member has the whole sequence, of any length.
     queries, keys = (range(a * half, q.shape[2] if b == 2 else b * half) for a, b in (step.queries, step.keys))
     if mine is None or theirs is None:
@@ -274,7 +280,8 @@ def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, theirs: Tensor | None
         return
     for i in range(queries.start, queries.stop, _TILE):
         for j in range(keys.start, keys.stop, _TILE):
-            at, of = slice(i, min(i + _TILE, queries.stop)), slice(j, min(j + _TILE, keys.stop))
+            at = slice(i, min(i + _TILE, queries.stop))
+            of = slice(j, min(j + _TILE, keys.stop))
             seen = mine[:, None, at, None] == theirs[:, None, None, of]
             if step.diagonal:
                 seen &= torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril(i - j)
@@ -289,7 +296,8 @@ def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Ten
     if group.size == 1:
         return list(xs), done(lambda: None)
     received = [torch.empty_like(x) for x in xs]
-    after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
+    after = group.ranks[(group.index + 1) % group.size]
+    before = group.ranks[group.index - 1]
     sends = [Message(after, tag + i, x) for i, x in enumerate(xs)]
     receives = [Message(before, tag + i, x) for i, x in enumerate(received)]
     return received, send_recv(sends, receives, group, xs[0].device)
@@ -306,7 +314,8 @@ class _Ring(Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        q, held = q.contiguous(), [x.contiguous() for x in (k, v, documents) if x is not None]
+        q = q.contiguous()
+        held = [x.contiguous() for x in (k, v, documents) if x is not None]
         out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
         steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
@@ -371,7 +380,8 @@ def _ring_backward(
     settings: _Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. Those of a block of keys and values follow it one step behind, and come home last."""
-    grad, q = grad.contiguous(), q.contiguous()
+    grad = grad.contiguous()
+    q = q.contiguous()
     held = [x.contiguous() for x in (k, v, documents) if x is not None]
     dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
     sums_pending = done(lambda: None)

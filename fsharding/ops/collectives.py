@@ -238,7 +238,8 @@ class _Ppermute:
     pairs: tuple[tuple[int, int], ...]
 
     def run(self, x: Tensor) -> Tensor:
-        group, x = self.group, x.contiguous()
+        group = self.group
+        x = x.contiguous()
         target = dict(self.pairs).get(group.index)
         source = {to: sender for sender, to in self.pairs}.get(group.index)
         out = torch.zeros_like(x)
@@ -442,7 +443,8 @@ def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Me
         tensor([0, 1, 2])
     """
     group = _group(axis, mesh)
-    sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+    sources = [a for a, _ in pairs]
+    targets = [b for _, b in pairs]
     inside = all(0 <= c < group.size for c in sources + targets)
     if not inside or len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
         text = f"got the pairs {list(pairs)} on axis {axis} of size {group.size}."

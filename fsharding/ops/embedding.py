@@ -96,7 +96,8 @@ class _LookUp(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,) = ctx.saved_tensors
-        ids, vectors = tokens.flatten(), grads[0].reshape(tokens.numel(), grads[0].shape[-1])
+        ids = tokens.flatten()
+        vectors = grads[0].reshape(tokens.numel(), grads[0].shape[-1])
         if put_term(ctx.next_functions[1][0], vectors.dtype, lambda home: home.zero_().index_add_(0, ids, vectors)):
             return None, None
         return None, torch.ops.aten.embedding_dense_backward(vectors, ids, ctx.rows, -1, False)
@@ -124,7 +125,8 @@ def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None 
     if _functorch.innermost(ids) is not ids:
         return ids
     values = ids.detach().numpy()  # the ids of a batch on the CPU are the host's own, so nothing is read of a device
-    low, high = int(values.min()), int(values.max())
+    low = int(values.min())
+    high = int(values.max())
     if low >= 0 and high < vocab:
         return ids
     outside = (values < 0) | (values >= vocab)

@@ -99,7 +99,8 @@ def _has_kernel(device: str, dtype: torch.dtype) -> bool:
         return dtype == torch.bfloat16
     # A selective checkpoint would take this product for the first one of the function that it is to recompute.
     with _compat.outside_of_modes():
-        a, b = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(1, 8, 8, dtype=dtype, device=device)
+        a = torch.ones(8, 8, dtype=dtype, device=device)
+        b = torch.ones(1, 8, 8, dtype=dtype, device=device)
         try:
             return bool((F.grouped_mm(a, b, offs=torch.tensor([8], dtype=torch.int32, device=device)) == 8).all())
         except RuntimeError:

@@ -134,7 +134,8 @@ def split_parts(
         (tensor([0., 1., 2., 3.]), tensor([4., 5.]), tensor([6., 7.]))
     """
     pieces = [chunk(size, axis_size(axis, mesh), axis_index(axis, mesh)) for size in sizes]
-    here, has = [stop - start for start, stop in pieces], x.shape[dim]
+    here = [stop - start for start, stop in pieces]
+    has = x.shape[dim]
     if has not in (sum(here), sum(sizes)):
         text = f"cannot split dim {dim} of size {has} into parts of {tuple(sizes)}: this rank has {tuple(here)}."
         raise SpecError(message(text, mend="Give the sizes of the leaf's Fused name."))

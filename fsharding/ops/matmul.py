@@ -135,7 +135,8 @@ class _QuantisedProduct(Function):
         kernel: ScaledKernel | None,
         dim: int,
     ) -> Tensor:
-        ctx.kernel, ctx.dim = kernel, dim
+        ctx.kernel = kernel
+        ctx.dim = dim
         ctx.static = (weight.format, weight.columns, weight.dtype, weight.block)
         ctx.columnwise = weight.columnwise if _takes_columns(x, weight, dim) else None
         if ctx.columnwise is None:
@@ -154,7 +155,8 @@ class _QuantisedProduct(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *held = ctx.saved_tensors
-        grad, nothing = grads[0].flatten(0, -2), (None,) * 6
+        grad = grads[0].flatten(0, -2)
+        nothing = (None,) * 6
         towards_x = _towards_x(ctx, grad, *held).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return towards_x, None, *nothing

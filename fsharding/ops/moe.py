@@ -311,7 +311,8 @@ def experts_swiglu(
         text = f"needs weights of the {counts_E.numel()} experts of this rank, of {experts} in all."
         mend = 'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
         raise SpecError(message(text, rows, mend))
-    gate_EFD, up_EFD = dequantise(gate_EFD), dequantise(up_EFD)
+    gate_EFD = dequantise(gate_EFD)
+    up_EFD = dequantise(up_EFD)
     hidden_MF = F.silu(grouped_matmul(x_MD, gate_EFD.mT, counts_E)) * grouped_matmul(x_MD, up_EFD.mT, counts_E)
     y_ND = combine(grouped_matmul(hidden_MF, down_EFD, counts_E), plan)
     return psum(y_ND, tp, mesh=mesh) if cut and tp is not None else y_ND

@@ -115,7 +115,8 @@ class YarnScaling:
         first, last = (
             pairs * math.log(self.length / (2 * math.pi * n)) / math.log(base) for n in (self.fast, self.slow)
         )
-        start, end = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
+        start = max(math.floor(first), 0)
+        end = min(math.ceil(last), 2 * pairs - 1)
         numbers = torch.arange(pairs, dtype=torch.float32, device=plain.device)
         share = ((numbers - start) / max(end - start, 1e-3)).clamp(0, 1)
         return plain * (1 - share + share / self.factor)
@@ -189,7 +190,8 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
     frequencies = rotary_frequencies(E, base=base, scaling=scaling, device=x_BHTE.device)
     angles = positions_T.to(x_BHTE.device).float()[..., None] * frequencies
     angles = angles.unsqueeze(-3)  # one for all heads: [1, T, E/2] or [B, 1, T, E/2]
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     first, second = x_BHTE.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BHTE.dtype)
 

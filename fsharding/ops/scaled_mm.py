@@ -76,7 +76,9 @@ class _Recipe(NamedTuple):
 
 def _recipe(format: Blocks) -> _Recipe | None:
     """How torch names a format, and what goes with it; None for one that no kernel of torch takes."""
-    nearest, bits, key = format.with_rounding("nearest"), format.element.bits, (format.block, format.scale)
+    nearest = format.with_rounding("nearest")
+    bits = format.element.bits
+    key = (format.block, format.scale)
     if bits == 8 and key in (("tensor", "float32"), ("row", "float32")):
         return _Recipe("RowWise", Blocks(E4M3, "row"), format.block == "tensor")
     if bits == 8 and key == ((128, 128), "float32"):

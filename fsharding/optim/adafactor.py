@@ -169,13 +169,16 @@ def adafactor(
         leaves: list[_Leaf] = []
         shardings = assigned_shardings(updates, context.shardings, known=_STAGES)
         for path, g, sharding, p in zip(tree.paths(updates), grads, shardings, main, strict=True):
-            lead, dtype = stacked_dims(path, stacks), wide(g.dtype)
+            lead = stacked_dims(path, stacks)
+            dtype = wide(g.dtype)
             unit = tuple(range(lead, g.ndim))
-            shape, factored = whole_shape(g, sharding), len(unit) >= 2
+            shape = whole_shape(g, sharding)
+            factored = len(unit) >= 2
             leaves.append(_Leaf(g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
         olds = [tree.flatten_up_to(spec, x, ("gradients", "moments")) for x in (state.row, state.col, state.full)]
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
-        lr, scaled = rate(t - 1), _normalized(leaves, moments, eps[0])
+        lr = rate(t - 1)
+        scaled = _normalized(leaves, moments, eps[0])
         norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])
         deltas: list[Tensor] = []
         for x, u, p2, u2 in zip(leaves, scaled, sizes, norms, strict=True):

@@ -184,7 +184,8 @@ def adamw(
         *,
         scale: float | Tensor = 1.0,
     ) -> tuple[Tree, AdamState]:
-        donate, finite = context.donate, context.finite
+        donate = context.donate
+        finite = context.finite
         check_update(AdamState, updates, state, params, decay=weight_decay)
         if any(map(is_coded, moment_leaves(state.mu))) or rounds_by_key(params, context):
             after: list[AdamState] = []
@@ -254,11 +255,13 @@ def _change_in_chunks(
     device = values[0].device if values else state.count.device
     count = state.count.to(device, non_blocking=True)
     settings = rule.settings(count, decay=decay, scale=scale, finite=context.finite)
-    step, key = (count + 1).float(), functools.cache(lambda: step_key(context, state.count))
+    step = (count + 1).float()
+    key = functools.cache(lambda: step_key(context, state.count))
     leaves = leaves_of(state.mu, context.shardings)
 
     def change(i: int, chunk: Chunk, parts: list[Tensor], trial: bool) -> None:
-        value, grad = values[i][chunk.place], grads[i][chunk.place]
+        value = values[i][chunk.place]
+        grad = grads[i][chunk.place]
         dtype = _computed_in((value.dtype, grad.dtype, *(x.dtype for x in parts)))
         wide_parts = [x.to(dtype) for x in parts]
         columns = [x.to(dtype, copy=True).contiguous() for x in (value, grad)] + wide_parts
@@ -307,7 +310,8 @@ def _fused(columns: _Columns, moments: Tree, count: Tensor, settings: dict[str, 
         count: of updates, this one included: float32, 0-d.
         settings: of the kernel.
     """
-    dtypes, devices = {x.dtype for column in columns for x in column}, {x.device for x in columns[0]}
+    dtypes = {x.dtype for column in columns for x in column}
+    devices = {x.device for x in columns[0]}
     alike = len(dtypes) == len(devices) == 1 and dtypes <= _WIDE
     try:
         if alike and all(all(map(Tensor.is_contiguous, column)) for column in columns):
@@ -321,7 +325,8 @@ def _fused(columns: _Columns, moments: Tree, count: Tensor, settings: dict[str, 
     kinds = [*zip(*([x.dtype for x in column] for column in columns), [x.device for x in columns[0]], strict=True)]
     for kind in dict.fromkeys(kinds):
         *dtypes_of_leaf, device = kind
-        step, dtype = count.to(device, non_blocking=True), _computed_in(tuple(dtypes_of_leaf))
+        step = count.to(device, non_blocking=True)
+        dtype = _computed_in(tuple(dtypes_of_leaf))
         leaves = [leaf for leaf, other in zip(zip(*columns, strict=True), kinds, strict=True) if other == kind]
         ready = [{*dtypes_of_leaf} == {dtype} and all(x.is_contiguous() for x in leaf) for leaf in leaves]
         direct = [*itertools.compress(leaves, ready)]

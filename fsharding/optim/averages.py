@@ -178,7 +178,8 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
         check_moments(slow=state.slow)
         params = require_params(params)
         updates, inner_state = fast.update(updates, state.inner, params, context)
-        count, slow = state.count + 1, state.slow
+        count = state.count + 1
+        slow = state.slow
         # Fake counts have no values: every fake update then has the memory and operations of one that returns.
         if _compat.is_fake(count) or int(count) % every == 0:
             old = local_leaves(slow)
@@ -199,5 +200,6 @@ def _wide_copy(params: Tree) -> Tree:
 def _updated(updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
     """The parameters after the update as local tensors in the shardings and dtypes of an average; in new memory."""
     local_updates = local_grads(updates, average)
-    current, targets = local_params(params, average), local_leaves(average)
+    current = local_params(params, average)
+    targets = local_leaves(average)
     return [(p.to(x.dtype) + u).to(x.dtype) for p, u, x in zip(current, local_updates, targets, strict=True)]

@@ -270,7 +270,8 @@ def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
     def choose(x: Any, before: Any) -> Any:
         if x is before or not isinstance(x, Tensor):
             return x
-        local, local_before = local_of(x), local_of(before)
+        local = local_of(x)
+        local_before = local_of(before)
         # A number that the host has counted so far is counted on the device from here on, which nobody waits for. State
         # that is kept on the host does wait for it.
         device = finite.device if local.ndim == 0 else local.device

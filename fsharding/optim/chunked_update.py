@@ -159,8 +159,10 @@ def leaves_of(moments: Tree, shardings: Tree = None) -> list[Leaf]:
     Raises:
         LayoutError: leaves with assignments that nobody tells; all of them are listed.
     """
-    flat, held = moment_leaves(moments), carriers(moments)
-    tensors, paths = tree.leaves(held), tree.paths(held)
+    flat = moment_leaves(moments)
+    held = carriers(moments)
+    tensors = tree.leaves(held)
+    paths = tree.paths(held)
     known = assigned_shardings(held, shardings)
     return [
         _leaf(path, whole_shape(x, sharding), sharding, m.format if is_coded(m) else None)
@@ -205,7 +207,8 @@ def init_moments(
     whole = tree.prune(context.whole, params) if context.whole is not None else params
 
     def zeros(x: Tensor, of_whole: Tensor) -> Any:
-        sharding, local = next(known), local_of(x)
+        sharding = next(known)
+        local = local_of(x)
         shape = whole_shape(x, sharding) if of_whole is x else tuple(of_whole.shape)
         if not has_codes(shape):
             return like_leaf(x, new_zeros(local, wide(x.dtype)))
@@ -276,7 +279,8 @@ class _Held:
         assert leaf.block is not None
         format: Blocks = self.moment.format
         if self.moment.root:
-            x, format = x.sqrt(), format.with_rounding("keyed")
+            x = x.sqrt()
+            format = format.with_rounding("keyed")
         scales = codec.scales_of(codec.amaxes(x, leaf.block, chunk.start) if amax is None else amax, format)
         codes = codec.encode(x, scales, format, block=leaf.block, start=chunk.start, noise=noise)
         if self.moment.root:
@@ -293,7 +297,8 @@ class _Held:
         """The moment as the state has it."""
         if not self.coded:
             return like_leaf(self.moment, self.codes)
-        codes, scales = like_leaf(self.moment.codes, self.codes), like_leaf(self.moment.scales, self.scales)
+        codes = like_leaf(self.moment.codes, self.codes)
+        scales = like_leaf(self.moment.scales, self.scales)
         return replace(self.moment, codes=codes, scales=scales)
 
 

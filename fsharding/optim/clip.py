@@ -154,7 +154,8 @@ def _copies(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
     """The data axes whose ranks have equal copies of a leaf, if it is so large that each squares a part of it."""
     if numel < _LARGE:
         return ()
-    used, shape = sharding.spec.all_axes, abstract(sharding.mesh)
+    used = sharding.spec.all_axes
+    shape = abstract(sharding.mesh)
     return tuple(a for a in sharding.data_axes if a not in used and shape.axis_size(a) > 1)
 
 

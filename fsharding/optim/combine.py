@@ -29,7 +29,8 @@ from fsharding.tree import Tree
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
 
-_CHAIN, _MULTI = "fs.optim.chain", "fs.optim.multi_transform"
+_CHAIN = "fs.optim.chain"
+_MULTI = "fs.optim.multi_transform"
 _LABELS = ("parameters", "gradients")
 
 
@@ -95,7 +96,8 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
 
     if not members or members[-1].apply is None:
         return ContextTransformation(init, update)
-    first_members, apply_last = members[:-1], members[-1].apply
+    first_members = members[:-1]
+    apply_last = members[-1].apply
 
     @public("fs.optim.chain(...).apply")
     def apply(
@@ -118,7 +120,8 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
             else:
                 updates = multiply(updates, scale, donate=context.donate)
                 updates, new = t.update(updates, inner, params, replace(context, donate=first_donate))
-                inner, scale = where_finite(context.finite, new, inner), 1.0
+                inner = where_finite(context.finite, new, inner)
+                scale = 1.0
             states.append(inner)
             context = replace(context, norm=None)
         params, last_state = apply_last(updates, last_state, params, context, scale=scale)
@@ -187,7 +190,8 @@ def multi_transform(
         _check_groups(updates, state, groups)
         params = _pruned(params, updates)
         labelled = label_tree(params if params is not None else updates)
-        updates_of, params_of = _split(updates, labelled, groups), _split(params, labelled, groups)
+        updates_of = _split(updates, labelled, groups)
+        params_of = _split(params, labelled, groups)
         contexts = _contexts(context, updates, labelled, groups)
         results = {g: t.update(updates_of[g], state.groups[g], params_of[g], contexts[g]) for g, t in members.items()}
         return _merge(updates, labelled, results)
@@ -208,7 +212,8 @@ def multi_transform(
         _check_groups(updates, state, groups)
         pruned = tree.prune(params, updates, _LABELS)
         labelled = label_tree(pruned)
-        updates_of, params_of = _split(updates, labelled, groups), _split(pruned, labelled, groups)
+        updates_of = _split(updates, labelled, groups)
+        params_of = _split(pruned, labelled, groups)
         contexts = _contexts(context, updates, labelled, groups)
         results = {
             g: apply_group(updates_of[g], state.groups[g], params_of[g], contexts[g], scale=scale)

@@ -145,7 +145,8 @@ def from_torch(
         shardings = shardings_of(next(iter(state.slots.values()), params))
         resharded = redistribute(updates, shardings)
         main = local_leaves(redistribute(params, shardings))
-        grads, spec = local_leaves(resharded), tree.flatten(resharded)[1]
+        grads = local_leaves(resharded)
+        spec = tree.flatten(resharded)[1]
         slots = {n: tree.flatten_up_to(spec, t, ("gradients", "state")) for n, t in state.slots.items()}
         scalars = {n: tree.flatten_up_to(spec, t, ("gradients", "state")) for n, t in state.scalars.items()}
         main = [p.to(wide(p.dtype)) for p in main]
@@ -156,7 +157,8 @@ def from_torch(
         made = make(params_of_torch, **current)
         if int(state.count):
             for i, p in enumerate(params_of_torch):
-                kinds, device = kinds_of(p.dtype), p.device if on_device else None
+                kinds = kinds_of(p.dtype)
+                device = p.device if on_device else None
                 entries: dict[str, Any] = {
                     n: _torch_slot(local_of(x[i]), kinds.slots[n], context.donate) for n, x in slots.items()
                 }
@@ -204,7 +206,9 @@ def _torch_scalar(x: Tensor, kind: Any, device: torch.device | None) -> Any:
 
 # ------------------------------------------------------------------------------------------------------- its state
 
-_ROWS, _COLUMNS, _TRIES = 3, 4, 3
+_ROWS = 3
+_COLUMNS = 4
+_TRIES = 3
 
 
 def _state_kinds(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> _StateKinds:

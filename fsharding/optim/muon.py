@@ -146,7 +146,8 @@ def muon(
         check_update(MuonState, updates, state, params, decay=weight_decay)
         check_moments(mu=state.mu)
         held = carriers(state.mu)
-        lr, local = rate_at(rate, state.count), local_grads(updates, held)
+        lr = rate_at(rate, state.count)
+        local = local_grads(updates, held)
         shardings = assigned_shardings(held, context.shardings, known=_STAGES)
         wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(held), shardings, strict=True)]
 
@@ -189,7 +190,8 @@ def _refuse_vectors(params: Tree) -> None:
 
 
 def _ratio(adjust: str, shape: tuple[int, ...]) -> float:
-    rows, columns = max(shape[-2], 1), max(shape[-1], 1)
+    rows = max(shape[-2], 1)
+    columns = max(shape[-1], 1)
     return math.sqrt(max(1.0, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
 
 
@@ -299,7 +301,8 @@ def _reshard(
         Leaf(whole.shape, x.dtype.itemsize, source, target)
         for whole, x, source, target in zip(wholes, local, sources, targets, strict=True)
     )
-    mesh, device = abstract(sources[0].mesh), local[0].device
+    mesh = abstract(sources[0].mesh)
+    device = local[0].device
     assert wholes[0].mesh is not None
     group = axis_group(wholes[0].mesh, mesh.names)
     dtypes = [x.dtype for x in local]

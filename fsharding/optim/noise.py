@@ -99,7 +99,8 @@ def _noisy(x: Tensor, sharding: NamedSharding | None, key: Tensor, std: float) -
     draw = random.normal(key, shape, std=std, dtype=x.dtype)
     if sharding is None:
         return x + draw.tensor(device=x.device)
-    local, grid = local_of(x), sharding.grid(shape)
+    local = local_of(x)
+    grid = sharding.grid(shape)
     noisy = local.clone() if grid is None else torch.empty_like(local)
     for box, place in boxes.grid_boxes(grid) if grid is not None else ():
         noisy[place] = local[place] + draw.slice(box, device=local.device)

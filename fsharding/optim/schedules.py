@@ -71,7 +71,8 @@ def rate_at(schedule: Schedule, count: Tensor) -> float | Tensor:
     if getattr(schedule, _TAKES_TENSORS, False):
         of_tensor: Callable[[Tensor], Any] = schedule  # pyright: ignore[reportAssignmentType]
         return of_tensor(count.double())
-    rate, noted = schedule(int(count)), _noted.get()
+    rate = schedule(int(count))
+    noted = _noted.get()
     if noted is not None and not isinstance(rate, Tensor):  # Comparing a tensor would read the device.
         noted.append(rate)
     return rate

@@ -91,7 +91,8 @@ def assigned_shardings(
         hidden = [a for a in abstract(mesh.whole).names if a not in abstract(mesh.mesh).names]
         if sharding is not None and {a.axis for a in sharding.assigned} == {*hidden}:
             of_leaf = replace(of_leaf, mesh=mesh.whole, assigned=sharding.assigned)
-            shape, local_shape = whole_shape(x, of_leaf), tuple(local_of(x).shape)
+            shape = whole_shape(x, of_leaf)
+            local_shape = tuple(local_of(x).shape)
             want = of_leaf.local_shape(shape)
             if want != local_shape:
                 text = f"{of_leaf} of {list(shape)} is not what this rank holds"

@@ -155,7 +155,8 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
     """
     if not rounds_by_key(params, context):
         return apply_updates(params, updates, donate=donate)
-    deltas, leaves = local_leaves(updates), leaves_of(updates, context.shardings)
+    deltas = local_leaves(updates)
+    leaves = leaves_of(updates, context.shardings)
     zero = torch.zeros((), dtype=torch.int64)
     key = functools.cache(lambda: step_key(context, zero))
 

@@ -114,7 +114,8 @@ def pipeline_grads(
         >>> int(count)
         16
     """
-    run, known = None, {} if known is None else known
+    run = None
+    known = {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
             run = _Run(
@@ -159,7 +160,8 @@ def pipeline_loss(
         TransformError: of activations.
         RankError: of lost ranks.
     """
-    run, known = None, {} if known is None else known
+    run = None
+    known = {} if known is None else known
     try:
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
@@ -196,14 +198,18 @@ class _Closing:
     """
 
     def __init__(self, scatter: Action, tape: Tape, before: _Closing | None) -> None:
-        self._scatter, self._tape, self._before = scatter, tape, before
+        self._scatter = scatter
+        self._tape = tape
+        self._before = before
 
     def finish(self) -> None:
         """Waits for its reductions, and for those before them, the first time."""
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is not None:
             before.finish()
-        tape, self._tape = self._tape, None
+        tape = self._tape
+        self._tape = None
         if tape is not None:
             tape.finish()
             note("wait", self._scatter)
@@ -277,7 +283,8 @@ class _Run:
         return tape
 
     def _forward(self, stage: int, params: Tree, x: Any, batch: Tree) -> Any:
-        head, blocks = _head(params), params["blocks"]
+        head = _head(params)
+        blocks = params["blocks"]
         if stage == 0:
             x = self.model.embed(gather_unit(params["embed"], prefetch=first_units(self.model, blocks, head)), batch)
         x = scan_stacks(self.model, blocks, x, policy=self.policy, prefetch=head)
@@ -300,7 +307,8 @@ class _Run:
         Activations of microbatches that look like none before are described by their sender, who may itself wait for
         what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
         """
-        row, seen = self.schedule.table[self.rank], {shapes for _, shapes in self.known}
+        row = self.schedule.table[self.rank]
+        seen = {shapes for _, shapes in self.known}
         return row if all(self._looks(m) in seen for m in range(len(self.pieces))) else late(row, self.schedule.owner)
 
     def _looks(self, m: int) -> _Shapes:
@@ -483,7 +491,8 @@ class _Run:
             spec, types = self.known[key]
         else:
             flight = self.flights[action.stage, action.microbatch]
-            spec, types = None, flight.types
+            spec = None
+            types = flight.types
         leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in types]
         messages = [Message(peer, self._tag(action, i), as_bytes(x)) for i, x in enumerate(leaves)]
         return spec, leaves, send_recv([], messages, self.group, self.device)

@@ -83,7 +83,8 @@ def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(text) from error
 
 
-_LONGEST_ROW, _MOST_ENTRIES = 1 << 16, 1000
+_LONGEST_ROW = 1 << 16
+_MOST_ENTRIES = 1000
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -109,8 +110,11 @@ def plot_loss(metrics: Path, out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above
 
-    steps, losses, norms = array("q"), array("d"), array("d")
-    validated, validations = array("q"), array("d")
+    steps = array("q")
+    losses = array("d")
+    norms = array("d")
+    validated = array("q")
+    validations = array("d")
     for row in metrics_rows(metrics):
         steps.append(row["step"])
         if "val_loss" in row:
@@ -191,7 +195,8 @@ def draw_schedule(
             some = [(computes_in(a)[which], begin, end) for a, begin, end in row if len(computes_in(a)) == share]
             if some:
                 colours = [(_COLOURS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in some]
-                bars, top = [(begin, end - begin) for _, begin, end in some], rank - 0.45 + 0.9 * which / share
+                bars = [(begin, end - begin) for _, begin, end in some]
+                top = rank - 0.45 + 0.9 * which / share
                 axes.broken_barh(bars, (top, 0.9 / share), facecolors=colours, edgecolors="white", linewidths=0.5)
                 labels += [((begin + end) / 2, rank + (which - (share - 1) / 2) * 0.45, a) for a, begin, end in some]
         note = f" idle {times.idle_share(rank):.1%}, {times.in_flight[rank]} in flight"

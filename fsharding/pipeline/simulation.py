@@ -110,7 +110,8 @@ class Timeline:
 
 def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[str]:
     """The action of a rank in the middle of each slot."""
-    spans, shown = iter(row), None
+    spans = iter(row)
+    shown = None
     span = next(spans, None)
     for i in range(slots):
         middle = (i + 0.5) * slot
@@ -129,7 +130,8 @@ def in_flight(table: Table) -> tuple[int, ...]:
     """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not; no times enter it."""
     most: list[int] = []
     for row in table:
-        now, top = 0, 0
+        now = 0
+        top = 0
         for action in flat(row):
             now += (action.kind == "F") - (action.kind in ("B", "W"))
             top = max(top, now)
@@ -173,7 +175,8 @@ class _Run:
     """The ranks of a simulation: a clock each, and what has arrived when."""
 
     def __init__(self, owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]]):
-        self.owner, self.durations = owner, durations
+        self.owner = owner
+        self.durations = durations
         together = {a for row in table for entry in row if isinstance(entry, Pair) for a in entry}
         apart = {} if durations.pair is None else dict(pairs)
         self.backward_of = {f: b for f, b in apart.items() if f not in together}
@@ -195,7 +198,8 @@ class _Run:
 
     def step(self, rank: int, entry: Entry) -> bool:
         """Does an action or a pair, unless it has to wait for another rank."""
-        begin, computes = self.clocks[rank], computes_in(entry)
+        begin = self.clocks[rank]
+        computes = computes_in(entry)
         if computes:
             ready = self._ready(computes)
             if ready is None:

@@ -79,12 +79,14 @@ class StageState:
         """Makes sums that are zero, and rounds parameters that are not gathered by the stage, which is collective."""
         self.model, self.schedule, self.layout, self.precision = model, schedule, layout, precision.of_rounded()
         self.rank = axis_index("pp", layout.mesh)
-        row, own = schedule.actions_on(self.rank), schedule.stages_on(self.rank)
+        row = schedule.actions_on(self.rank)
+        own = schedule.stages_on(self.rank)
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         self.params = params if self.once else round_params(params, layout, precision, key)
         self._roundings = roundings_in_flight(params, layout, precision, key) if self.once else []
-        counts, starts = layers_by_stage(model, schedule, layout), [0] * len(stacks_of(model))
+        counts = layers_by_stage(model, schedule, layout)
+        starts = [0] * len(stacks_of(model))
         self._layers = counts
         self._rows: dict[int, list[tuple[int, int]]] = {}
         for stage in own:
@@ -224,7 +226,8 @@ class StageState:
             self._reduce(stage, {i: x for i, x in parts.items() if self._reduced_with.get(i, stage) == stage})
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
-        homes, mains = [self._homes[i] for i in parts], [self.layout.leaves[i].main for i in parts]
+        homes = [self._homes[i] for i in parts]
+        mains = [self.layout.leaves[i].main for i in parts]
         native = self.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
         moving = start_reduce_grads([*parts.values()], homes, mains, self._reductions, native=native)
         self._reducing[stage] = [*parts], moving

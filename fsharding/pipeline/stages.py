@@ -50,7 +50,8 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
     with _compat.with_values():
         shapes = model.init(torch.zeros(2, dtype=torch.int64))
     sizes = {path: tree.leaves(tree.at(shapes, path))[0].shape[0] for path, _ in stacks_of(model)}
-    first, last = schedule.owner[0], schedule.owner[-1]
+    first = schedule.owner[0]
+    last = schedule.owner[-1]
     owners = _owned(schedule, sizes, layers_of(schedule, sum(sizes.values()), counts=counts))
     return {**owners, "embed": first, "head": last, **{path: sorted({first, last}) for _, path in model.tied}}
 
@@ -118,7 +119,8 @@ def _in_order(
 ) -> Sequence[Sequence[int]]:
     """The layers of each stage, each on the first stage of its owner that is not before the layer before; or none."""
     by_stage: list[list[int]] = [[] for _ in range(schedule.stages)]
-    stage, start = 0, 0
+    stage = 0
+    start = 0
     for path, size in sizes.items():
         owners = enumerate(held[path] or ())
         rank_of = {i: rank for rank, local in owners for i in (local if isinstance(local, tuple) else ())}

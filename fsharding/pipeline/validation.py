@@ -157,8 +157,10 @@ def _disordered(owner: Owner, table: Table) -> Iterator[str]:
 
 def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
     """Uses of a stage's parameters before they are gathered, and gathers that nothing uses."""
-    whole, waiting = False, dict[int | None, int]()
-    used, apart = False, list[Action]()
+    whole = False
+    waiting = dict[int | None, int]()
+    used = False
+    apart = list[Action]()
     for action in own:
         kind, _, m = action
         if kind == "GATHER":
@@ -211,7 +213,8 @@ def _unscattered(stage: int, own: list[Action]) -> Iterator[str]:
 
 def _crossed(owner: Owner, table: Table) -> list[str]:
     """Channels on which the receives are not in the order of the sends; one row each."""
-    sends, receives = defaultdict[tuple[int, int], list[Action]](list), defaultdict[tuple[int, int], list[Action]](list)
+    sends = defaultdict[tuple[int, int], list[Action]](list)
+    receives = defaultdict[tuple[int, int], list[Action]](list)
     for rank, row in enumerate(table):
         for action in flat(row):
             if action.kind.startswith("SEND"):
@@ -235,7 +238,9 @@ def _endless(owner: Owner, table: Table) -> list[str]:
     at = [0] * len(table)
 
     def settle(rank: int, other: int) -> None:
-        mine, theirs, pair = posted[rank][other], posted[other][rank], (min(rank, other), max(rank, other))
+        mine = posted[rank][other]
+        theirs = posted[other][rank]
+        pair = (min(rank, other), max(rank, other))
         while (n := done[pair]) < min(len(mine), len(theirs)) and partner(mine[n]) == theirs[n]:
             over.update((mine[n], theirs[n]))
             done[pair] += 1
@@ -260,7 +265,8 @@ def _endless(owner: Owner, table: Table) -> list[str]:
     rows = [f"rank {rank} waits for ever at {row[at[rank]]}" for rank, row in enumerate(table) if at[rank] < len(row)]
     for rank, others in enumerate(posted):
         for other, mine in others.items():
-            n, theirs = done[min(rank, other), max(rank, other)], posted[other][rank]
+            n = done[min(rank, other), max(rank, other)]
+            theirs = posted[other][rank]
             if rank < other and n < min(len(mine), len(theirs)):
                 rows.append(f"ranks {rank} and {other} are at {mine[n]} and {theirs[n]}, which are not one message")
     return rows

@@ -76,7 +76,8 @@ def coded_part(path: str) -> tuple[str, Blocks | None] | None:
         return None
     if taken[3]:
         return moment, Blocks(E4M3, taken[3])  # pyright: ignore[reportArgumentType]  # one of the two words
-    rows, columns = int(taken[1]), int(taken[2])
+    rows = int(taken[1])
+    columns = int(taken[2])
     return (moment, Blocks(E4M3, (rows, columns))) if rows and columns else None
 
 
@@ -93,9 +94,12 @@ def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -
 
 @cache_on_mesh(1024)
 def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: Blocks) -> BlockScales:
-    grid, block, last = format.grid(shape), format.sizes(shape), len(shape) - 2
+    grid = format.grid(shape)
+    block = format.sizes(shape)
+    last = len(shape) - 2
     spec = [sharding.axes(dim) for dim in range(len(shape))]
-    assigned, shared = list(sharding.assigned), list[str]()
+    assigned = list(sharding.assigned)
+    shared = list[str]()
     for dim, factor in ((last, block[0]), (last + 1, block[1])):
         owners = next((a for a in assigned if a.dim == dim), None)
         held = ((((0, shape[dim]),),) if owners is None else owners.ranges) if factor > 1 else ()

@@ -71,7 +71,8 @@ def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
 
 def nested_chunk(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cuts `range(size)` by several (pieces, index) in turn, major first: each cuts what the one before left."""
-    start, stop = 0, size
+    start = 0
+    stop = size
     for pieces, index in cuts:
         low, high = chunk(stop - start, pieces, index)
         start, stop = start + low, start + high
@@ -110,7 +111,8 @@ def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool
         return False
     if not pieces or size == 0:
         return True
-    step, of_parts = -(-size // pieces[0]), -(-parts // pieces[0])
+    step = -(-size // pieces[0])
+    of_parts = -(-parts // pieces[0])
     if step < size and step != factor * of_parts:
         return False
     count = size // step
@@ -188,7 +190,8 @@ def cut_runs(runs: Runs, start: int, stop: int) -> Runs:
     result: list[tuple[int, int]] = []
     place = 0
     for low, high in runs:
-        first, last = max(start - place, 0), min(stop - place, high - low)
+        first = max(start - place, 0)
+        last = min(stop - place, high - low)
         result += [(low + first, low + last)] if first < last else []
         place += high - low
     return tuple(result)
@@ -220,7 +223,8 @@ def meet(a: Runs, b: Runs) -> tuple[tuple[int, int, int], ...]:
     for low_b, high_b in b:
         at_a = 0
         for low_a, high_a in a:
-            start, stop = max(low_a, low_b), min(high_a, high_b)
+            start = max(low_a, low_b)
+            stop = min(high_a, high_b)
             if start < stop:
                 result.append((at_a + start - low_a, at_b + start - low_b, stop - start))
             at_a += high_a - low_a
@@ -255,7 +259,8 @@ def overlap_slices(shared: Overlap) -> tuple[tuple[tuple[slice, ...], tuple[slic
     """The boxes of an overlap as slices: of the one local tensor, of the other, and of a dense tensor of both."""
     dims: list[list[tuple[slice, slice, slice]]] = []
     for shared_dim in shared:
-        start, dim = 0, list[tuple[slice, slice, slice]]()
+        start = 0
+        dim = list[tuple[slice, slice, slice]]()
         for a, b, n in shared_dim:
             dim.append((slice(a, a + n), slice(b, b + n), slice(start, start + n)))
             start += n
@@ -296,7 +301,8 @@ def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int
     result: list[tuple[int, int, int]] = []
     place = 0
     for a, b, n in ranges:
-        first, last = max(start - place, 0), min(stop - place, n)
+        first = max(start - place, 0)
+        last = min(stop - place, n)
         result += [(a + first, b + first, last - first)] if first < last else []
         place += n
     return tuple(result)
@@ -310,7 +316,8 @@ def is_tiling(boxes: Iterable[Box], shape: Sequence[int]) -> bool:
     return all(intersect(box, full(shape)) == box for box in kept) and are_disjoint(kept)
 
 
-_TURNS, _PAIRS = 100, 1000
+_TURNS = 100
+_PAIRS = 1000
 
 
 def are_disjoint(boxes: Sequence[Box]) -> bool:
@@ -319,7 +326,8 @@ def are_disjoint(boxes: Sequence[Box]) -> bool:
     Boxes that cuts through all of a tensor make, one cut after the other, are told apart by these cuts; of others each
     is compared with each. More than a thousand such others count as not disjoint, so that nothing takes for ever.
     """
-    groups, left = [[*boxes]], _TURNS * (len(boxes) + 1)
+    groups = [[*boxes]]
+    left = _TURNS * (len(boxes) + 1)
     while groups:
         group = groups.pop()
         left -= len(group)

@@ -150,7 +150,8 @@ class Layout:
 
     def param_dtype(self, leaf: LeafLayout) -> torch.dtype:
         """The dtype of a parameter at rest: of the main copy where it is that, else the compute dtype."""
-        main, compute = self.precision.main_dtype(leaf.init), self.precision.compute_dtype(leaf.init)
+        main = self.precision.main_dtype(leaf.init)
+        compute = self.precision.compute_dtype(leaf.init)
         if not leaf.trainable:
             return main
         return main if self._is_main(leaf) else compute
@@ -225,7 +226,8 @@ class Layout:
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
         """Bytes of one rank's part of a moment in the precision of the layout."""
-        elements, format = math.prod(leaf.main.local_shape(leaf.shape, coord)), self.precision.moment_format
+        elements = math.prod(leaf.main.local_shape(leaf.shape, coord))
+        format = self.precision.moment_format
         if format is None or not has_codes(leaf.shape):
             return elements * self.precision.moment_dtype(self.precision.main_dtype(leaf.init)).itemsize
         scales = plan_scales(leaf.main, leaf.shape, format)
@@ -505,7 +507,8 @@ def check_fit(
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             rows.append(f"{leaf.path}: {type(x).__name__} given, {type_text(shape, dtype or leaf.init)} in the layout")
         elif tuple(x.shape) != shape or x.dtype != (dtype or x.dtype):
-            given, want = type_text(tuple(x.shape), x.dtype), type_text(shape, dtype or x.dtype)
+            given = type_text(tuple(x.shape), x.dtype)
+            want = type_text(shape, dtype or x.dtype)
             rows.append(f"{leaf.path}: {given} given, {want} in the layout")
     if rows:
         mend = "Plan the layout for what is given, with fs.plan_layout, or give what it was planned for."

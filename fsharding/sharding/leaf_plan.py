@@ -352,7 +352,8 @@ def _ends_on_blocks(
         return True
     if names and isinstance(names[dim], Fused):
         return False
-    sizes, block = abstract(mesh), blocks.sizes(shape)[place]
+    sizes = abstract(mesh)
+    block = blocks.sizes(shape)[place]
     cuts = ([*axes.model[dim], *(a for a in data if strategy.cut(part, a))] for part in ("params", "opt_state"))
     return all(boxes.ends_on(shape[dim], [sizes.axis_size(a) for a in cut], block) for cut in cuts)
 
@@ -361,7 +362,8 @@ def objections_to_cuts(leaf: LeafLayout, blocks: Blocks) -> list[str]:
     """Says of each dim of a leaf that axes cut inside of blocks how long it is, and in how many pieces it is cut."""
     result: list[str] = []
     for dim in range(max(0, len(leaf.shape) - 2), len(leaf.shape)):
-        size, block = leaf.shape[dim], blocks.sizes(leaf.shape)[dim - (len(leaf.shape) - 2)]
+        size = leaf.shape[dim]
+        block = blocks.sizes(leaf.shape)[dim - (len(leaf.shape) - 2)]
         for sharding in (leaf.params, leaf.main):
             pieces = [abstract(sharding.mesh).axis_size(a) for a in sharding.axes(dim)]
             parts = next((a.ranges for a in sharding.assigned if a.dim == dim), ())
@@ -381,8 +383,10 @@ def _assign(
 ) -> tuple[list[tuple[str, ...]], tuple[Assigned, ...]]:
     """Takes out of the axes by dim those that own explicitly: `pp` by stages, the axis of a fused dim by parts."""
     path, _, _, names = leaf
-    spec, assigned = list(fixed), list[Assigned]()
-    size, owners = abstract(mesh).axis_size("pp"), stage_of(stages, path)
+    spec = list(fixed)
+    assigned = list[Assigned]()
+    size = abstract(mesh).axis_size("pp")
+    owners = stage_of(stages, path)
     if size > 1 and owners is not None:
         stack = names.index(LAYERS) if names and LAYERS in names else None
         assigned.append(assignment(owners, size, stack))
@@ -456,7 +460,8 @@ def owner_of(
     field, _, rest = path.partition(".")
     if field in ("params", "main"):
         return next((leaf for leaf in leaves if leaf.path == rest), None)
-    held, result = tuple(shape), list[tuple[int, LeafLayout]]()
+    held = tuple(shape)
+    result = list[tuple[int, LeafLayout]]()
     for leaf in leaves:
         ending = f".{leaf.path}" if leaf.path else ""
         if not f".{path}".endswith(ending):

@@ -304,7 +304,8 @@ def home_of(x: DTensor) -> NamedSharding:
     Raises:
         SpecError: a placement that no spec expresses.
     """
-    base, sharding = mesh_view.base(x.device_mesh), sharding_of(x)
+    base = mesh_view.base(x.device_mesh)
+    sharding = sharding_of(x)
     return sharding if base.whole is None else replace(sharding, mesh=base.whole, assigned=base.assigned)
 
 
@@ -455,7 +456,8 @@ def _elementwise(
     """A function of nodes, where a rank's part of the result depends on its parts alone: what is cut stays cut."""
     every = tree.leaves([*args, *kwargs.values()])
     nodes = [x for x in every if isinstance(x, Local)]
-    first, sign = nodes[0], _OPERATORS.get(func)
+    first = nodes[0]
+    sign = _OPERATORS.get(func)
     use = f"is an operand of {sign}" if sign else f"goes into {overrides.resolve_name(func) or func.__name__}"
     if not (sign or _compat.is_elementwise(func)) or first.sharding.partial:
         raise _not_gathered(first, use)
@@ -512,7 +514,8 @@ def to_local(x: DTensor) -> Local:
 @cache_on_mesh()
 def _in_flight(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[NamedSharding, tuple[str, ...]]:
     """The sharding of a `Local`, on the whole mesh, and the axes of its slices, for a DTensor so placed."""
-    base, sharding = mesh_view.base(mesh), _from_placements(mesh, placements)
+    base = mesh_view.base(mesh)
+    sharding = _from_placements(mesh, placements)
     if base.whole is None:
         return sharding, ()
     here = () if base.axes == ("dp",) and abstract(base.mesh).size == 1 else base.axes

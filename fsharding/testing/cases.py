@@ -50,7 +50,8 @@ class _Short:
     """Prints as the call that makes it, without what is as by default."""
 
     def __repr__(self) -> str:
-        default, shown = type(self)(), cast("Any", self).__dataclass_fields__
+        default = type(self)()
+        shown = cast("Any", self).__dataclass_fields__
         given = [f"{name}={getattr(self, name)!r}" for name in shown if getattr(self, name) != getattr(default, name)]
         return f"{type(self).__name__}({', '.join(given)})"
 
@@ -286,11 +287,13 @@ class TrainCase(_Short):
         Returns:
             `{"x": float32[R], "weight": float32[R]}`.
         """
-        index, count = 0, 1
+        index = 0
+        count = 1
         for axis in data_axes(mesh) if mesh is not None else ():
             assert mesh is not None
             size = abstract(mesh).axis_size(axis)
-            index, count = index * size + coordinate(mesh)[axis], count * size
+            index = index * size + coordinate(mesh)[axis]
+            count = count * size
         own = Leaf((self.rows,)).numbers(1000 + step)[index::count]
         each = -(-self.rows // (count * self.microbatches)) * self.microbatches
         short = each - len(own)
@@ -299,7 +302,8 @@ class TrainCase(_Short):
 
     def loss(self, params: Tree, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss function, for params at rest or whole plain tensors: sum over this rank's rows, and their weight."""
-        x, weight = batch["x"], batch["weight"]
+        x = batch["x"]
+        weight = batch["weight"]
         total = torch.zeros(())
         nodes = tree.leaves(params)
         rows: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {(): (x, weight)}

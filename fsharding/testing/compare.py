@@ -92,7 +92,8 @@ def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, 
     def differ(x: torch.Tensor, y: torch.Tensor) -> str:
         return _bits_differ(x, y) if tolerance is None else _values_differ(x, y, *tolerance)
 
-    first, second = tree.named_leaves(a), tree.named_leaves(b)
+    first = tree.named_leaves(a)
+    second = tree.named_leaves(b)
     rows = [f"{path or 'the leaf'} is only in the first" for path in first if path not in second]
     rows += [f"{path or 'the leaf'} is only in the second" for path in second if path not in first]
     for path in first:
@@ -108,8 +109,10 @@ def _leaf_differs(a: Any, b: Any, differ: Callable[[torch.Tensor, torch.Tensor],
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         if a.device_mesh != b.device_mesh or a.placements != b.placements or a.shape != b.shape:
             return f"is {_kind(a)} against {_kind(b)}"
-        a, b = a.to_local(), b.to_local()
-    x, y = _tensor(a), _tensor(b)
+        a = a.to_local()
+        b = b.to_local()
+    x = _tensor(a)
+    y = _tensor(b)
     if x is None or y is None or type(a) is not type(b):
         return "" if type(a) is type(b) and a == b else f"is {_kind(a)} against {_kind(b)}"
     return f"is {_kind(a)} against {_kind(b)}" if x.shape != y.shape else differ(x, y)
@@ -144,7 +147,8 @@ def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> str:
 
 def _values_differ(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> str:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-    x, y = a.to(wide).reshape(-1), b.to(wide).reshape(-1)
+    x = a.to(wide).reshape(-1)
+    y = b.to(wide).reshape(-1)
     off = torch.where(x == y, 0.0, (x - y).abs())
     excess = (off - (atol + rtol * y.abs())).nan_to_num(nan=torch.inf)
     bad = (excess > 0) & (x != y)

@@ -43,7 +43,9 @@ __all__ = ["DecoderCase", "decoder_kinds", "expert_sizes", "fitting_schedules"]
 
 _SMALL = DecoderConfig()
 _ONE = AbstractMesh(("dp",), (1,))
-_RATE, _CLIP, _IGNORED = 3e-3, 0.5, 0.2
+_RATE = 3e-3
+_CLIP = 0.5
+_IGNORED = 0.2
 _EPS = 1e-3
 """With the usual 1e-8 a gradient of almost nothing moves its weight as much as any other, and rounding with it."""
 
@@ -136,7 +138,8 @@ class DecoderCase:
         Args:
             mesh: by default the abstract one; on a rank, `device_mesh(case.mesh)`.
         """
-        rules, schedule = DEFAULT_RULES.replace(**dict.fromkeys(self.whole)), self.planned()
+        rules = DEFAULT_RULES.replace(**dict.fromkeys(self.whole))
+        schedule = self.planned()
         stages = None if schedule is None else stages_of(self.model, schedule, counts=self.counts)
         where = self.mesh if mesh is None else mesh
         return plan_layout(self.model, where, rules, self.strategy, precision=self.precision, stages=stages)
@@ -168,7 +171,8 @@ class DecoderCase:
         Returns:
             float32[steps, 2]: loss and gradient norm of each step.
         """
-        model, mesh = self.model, device_mesh(self.mesh)
+        model = self.model
+        mesh = device_mesh(self.mesh)
         rate = optim.schedules.warmup_cosine(_RATE, 1, 10)
         opt = optim.chain(optim.clip_by_global_norm(_CLIP), optim.adamw(rate, eps=_EPS, weight_decay=0.1))
         state = init_state(model, opt, random.key(0), self.layout(mesh))
@@ -176,7 +180,8 @@ class DecoderCase:
             model, opt, microbatches=self.microbatches, schedule=self.planned() or self.schedule,
             policy=policies.POLICIES[self.policy], donate=self.donate,
         )  # fmt: skip
-        result, expected = list[Tensor](), self.traffic(state.layout)
+        result = list[Tensor]()
+        expected = self.traffic(state.layout)
         for number in range(self.steps):
             with counting_bytes() as traffic:
                 state, metrics = step(state, self.batch(number, mesh))
@@ -207,7 +212,8 @@ def expert_sizes(ep: int, tp: int) -> tuple[Experts | None, ...]:
 
     None has a balance loss, which depends on how a batch is cut into microbatches.
     """
-    one, every = Experts(ep, 1, tp), Experts(ep, ep, tp)
+    one = Experts(ep, 1, tp)
+    every = Experts(ep, ep, tp)
     some = Experts(2 * ep, 1, 3 * tp, normalize=False, z=1e-2)
     biased = Experts(
         4 * ep, 2, 2 * tp, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=1, z=1e-2, bias_rate=1e-2

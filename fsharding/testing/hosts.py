@@ -138,7 +138,8 @@ class Host:
             os.kill(self._pid or self._first.pid, signal.SIGKILL)
         # The kernel lets the first process end when all others have.
         self._first.communicate()
-        self._first, self._pid = None, 0
+        self._first = None
+        self._pid = 0
         for command in self._commands:
             command.wait()
         self._commands.clear()

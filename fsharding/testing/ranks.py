@@ -46,7 +46,9 @@ __all__ = ["RankPool", "run_ranks"]
 Result = TypeVar("Result")
 Pipe = multiprocessing.connection.Connection
 
-_IN_TESTS, _GROUP_IN_TESTS, _GROUP_TIMEOUT = 60.0, datetime.timedelta(seconds=20), datetime.timedelta(minutes=10)
+_IN_TESTS = 60.0
+_GROUP_IN_TESTS = datetime.timedelta(seconds=20)
+_GROUP_TIMEOUT = datetime.timedelta(minutes=10)
 """A hang is a failure of a test; elsewhere a call may well train for a day."""
 _UNGUARDED = 97
 """The exit status of a rank whose script starts ranks as soon as it is imported."""

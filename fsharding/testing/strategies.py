@@ -60,7 +60,8 @@ Draw = Callable[[SearchStrategy[Any]], Any]
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
 _DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
-_MODEL_NAMES, _ATTENTIONS = ("heads", "mlp", "vocab"), ("ring", "gather", "ulysses")
+_MODEL_NAMES = ("heads", "mlp", "vocab")
+_ATTENTIONS = ("ring", "gather", "ulysses")
 
 # Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
 _pick = functools.cache(st.sampled_from)
@@ -84,7 +85,9 @@ def meshes(
     """
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
     # A draw for each axis, whatever the others are: so each shrinks by itself, and no mesh is simpler than one rank.
-    order, chosen, left = draw(_shuffled(tuple(axes))), {axis: draw(_upto(len(_AXIS_SIZES) - 1)) for axis in axes}, most
+    order = draw(_shuffled(tuple(axes)))
+    chosen = {axis: draw(_upto(len(_AXIS_SIZES) - 1)) for axis in axes}
+    left = most
     result: dict[str, int] = {}
     for axis in order:
         size = _AXIS_SIZES[chosen[axis]]
@@ -92,7 +95,8 @@ def meshes(
             result[axis], left = size, left // size
     if not result:
         result = {"dp" if "dp" in axes else axes[0]: 1}
-    names, sizes = tuple(result), tuple(result.values())
+    names = tuple(result)
+    sizes = tuple(result.values())
     if not orders:
         names = tuple(sorted(names, key=AXES.index))
         sizes = tuple(result[axis] for axis in names)
@@ -130,12 +134,14 @@ def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned:
         mesh: where it lives.
         assigned: whether the coordinates of one axis may own the leaf, or indices of a dim in any order, explicitly.
     """
-    explicit, spec = draw(_flag), draw(specs(shape, mesh))
+    explicit = draw(_flag)
+    spec = draw(specs(shape, mesh))
     free = tuple(axis for axis in mesh.names if axis not in spec.all_axes)
     if not (assigned and explicit and free):
         return NamedSharding(mesh, spec)
     axis = draw(_pick(free))
-    size, dim = mesh.axis_size(axis), draw(_upto(len(shape))) - 1
+    size = mesh.axis_size(axis)
+    dim = draw(_upto(len(shape))) - 1
     if dim < 0:
         return NamedSharding(mesh, spec, (), (Assigned.whole(axis, [draw(_upto(size - 1))], size),))
     owned = _owned(draw, shape[dim], size)
@@ -188,7 +194,8 @@ def leaves(
     if fused and draw(_flag):
         names = [_in_parts(draw, name, size) for name, size in zip(names, shape, strict=False)]
     if layers is not None:
-        shape, names = [layers, *shape], [LAYERS, *names]
+        shape = [layers, *shape]
+        names = [LAYERS, *names]
     return Leaf(tuple(shape), dtype, tuple(names), frozen=draw(_flag) and draw(_flag))
 
 
@@ -251,7 +258,9 @@ def rules(draw: Draw) -> AxisRules:
     )
 
 
-_RULES, _STRATEGIES, _meshes = rules(), strategies(), functools.cache(meshes)
+_RULES = rules()
+_STRATEGIES = strategies()
+_meshes = functools.cache(meshes)
 
 
 @st.composite
@@ -367,7 +376,9 @@ def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase
     stages, ep, cp, tp = map(mesh.axis_size, ("pp", "ep", "cp", "tp"))
     data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
     schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
-    layers, sequence, attention = schedule.stages + draw(_upto(2)), draw(_flag), draw(_pick(_ATTENTIONS))
+    layers = schedule.stages + draw(_upto(2))
+    sequence = draw(_flag)
+    attention = draw(_pick(_ATTENTIONS))
     heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
     config = replace(
         draw(_pick(decoder_kinds(layers, heads, tp))),

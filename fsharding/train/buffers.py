@@ -44,7 +44,8 @@ def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
     """
     if not buffers:
         return {}
-    names, group = sorted(buffers), everyone(mesh)
+    names = sorted(buffers)
+    group = everyone(mesh)
     rows = [_bytes_of(buffers[name]) for name in names]
     size = sum(len(row) for row in rows)
     flat = torch.zeros(math.ceil(size / _WORD) * _WORD, dtype=torch.uint8, device=rows[0].device)

@@ -124,7 +124,10 @@ class CapturedStep:
     # `_last` the state that it returned: donated by the next call, whether that gets it or another one.
 
     def __init__(self, plan: StepPlan, state: TrainState, batch: Tree, stop: Tensor) -> None:
-        self._plan, self._state, self._batch, self._stop = plan, state, batch, stop
+        self._plan = plan
+        self._state = state
+        self._batch = batch
+        self._stop = stop
         self._graph: StepGraph | None = None
         self._recorded: _Recorded | None = None
         self._unchecked: PendingVerdict | None = None
@@ -173,7 +176,8 @@ class CapturedStep:
             mend = f"Call it as the step itself: state, metrics = step(state, batch); it got {kind_of(state)}."
             raise ArgumentError(message("takes a TrainState.", mend=mend))
         if self._unchecked is not None:
-            unchecked, self._unchecked = self._unchecked, None
+            unchecked = self._unchecked
+            self._unchecked = None
             unchecked.raise_refused()
         with naming_lost("captured step", state.layout.mesh):
             refuse_changed(state)
@@ -359,7 +363,8 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         assert isinstance(metrics, UncheckedMetrics)
         if metrics.verdict is not None:
             metrics.verdict.raise_refused()
-        plan, own = replace(plan, buffers=Pool()), tree.map(torch.clone, batch)
+        plan = replace(plan, buffers=Pool())
+        own = tree.map(torch.clone, batch)
         bit = torch.zeros((), dtype=torch.float64, device=metrics.loss.device)
         check_operations(lambda: _run(step, plan, static, own, bit))
     return CapturedStep(plan, static, own, bit)

@@ -49,7 +49,8 @@ Stream: TypeAlias = npt.NDArray[np.integer[Any]]
 _ITEM = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 _CHUNK = 1 << 22
 _SIDECAR = 1 << 20
-_SAMPLES, _SAMPLE = 64, 4096
+_SAMPLES = 64
+_SAMPLE = 4096
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -99,12 +100,14 @@ class Tokens:
         if rows:
             mend = "Give positive sizes and a seed >= 0."
             raise DataError(message("got arguments out of range.", rows, mend))
-        kind, dims = self.stream.dtype, self.stream.ndim
+        kind = self.stream.dtype
+        dims = self.stream.ndim
         if kind.kind not in "iu" or dims != 1:
             rule = f"cannot read a stream of {kind} with {dims} dimensions from {self.source}."
             raise DataError(message(rule, mend="Give a flat array of integer token ids."))
         if self.stream.size <= self.seq_len:
-            size, need = self.stream.size, self.seq_len + 1
+            size = self.stream.size
+            need = self.seq_len + 1
             rule = f"cannot cut a row of seq_len {self.seq_len} and its targets out of {self.source}."
             row = f"It holds {size} tokens; one row takes {need}."
             mend = "Give more data" + (f", or seq_len {size - 1} or less." if size > 1 else ".")
@@ -334,7 +337,8 @@ def _sidecar(path: Path) -> tuple[str, int | None, int | None]:
         said = error
     if isinstance(said, dict):
         table = cast("dict[str, Any]", said)
-        dtype, numbers = table.get("dtype", "uint16"), [table.get(name) for name in ("vocab_size", "separator")]
+        dtype = table.get("dtype", "uint16")
+        numbers = [table.get(name) for name in ("vocab_size", "separator")]
         least = (1, 0)
         fits = (n is None or (type(n) is int and n >= low) for n, low in zip(numbers, least, strict=True))
         if isinstance(dtype, str) and all(fits):

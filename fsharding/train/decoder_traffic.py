@@ -204,7 +204,8 @@ def _messages(step: _Step) -> None:
     """Activations to the stage after, their gradients to the stage before, where these are on other ranks."""
     if step.sender.schedule is None:
         return
-    schedule, last = step.sender.schedule, step.sender.schedule.stages - 1
+    schedule = step.sender.schedule
+    last = step.sender.schedule.stages - 1
     x = step.tokens // (step.sender.size("tp") if step.sequence else 1) * step.config.dim * step.width
     mixed = [isinstance(feed, Mixture) for _, feed in step.config.kinds()]
     for stage in schedule.stages_on(step.sender.where["pp"]):
@@ -222,7 +223,8 @@ def _tp(*sent: Sent) -> _Sends:
 
 def _enter(step: _Step, width: int, b: int) -> _Calls:
     """Into a region of tensor parallelism, from activations [tokens, width] of which an element has b bytes."""
-    k, n = step.sender.size("tp"), step.tokens * width
+    k = step.sender.size("tp")
+    n = step.tokens * width
     if step.sequence:
         part = _tp(Sent(1, (k - 1) * n // k * b))
         return _Calls(forward=part, backward=part)
@@ -262,7 +264,8 @@ def _embed(step: _Step) -> _Calls:
 def _head(step: _Step) -> _Calls:
     if not step.is_cut("embed.table" if step.config.tied else "head.unembed"):
         return _Calls()
-    calls, k = _enter(step, step.config.dim, step.width), step.sender.size("tp")
+    calls = _enter(step, step.config.dim, step.width)
+    k = step.sender.size("tp")
     loss = _tp(Sent(1, (k - 1) * step.tokens * 4), *[sum_over(step.tokens, k, 4)] * 2)
     return calls._replace(last=loss, weights=_norms(step, step.config.dim))
 
@@ -275,8 +278,10 @@ def _dense(step: _Step, path: str) -> _Calls:
 
 def _mixture(step: _Step, path: str, c: Experts) -> _Calls:
     """Experts that each have an equal share of the tokens."""
-    sender, norms = step.sender, _norms(step, step.config.dim, c.count * step.config.dim)
-    cut, sums = step.is_cut(f"{path}.experts.gate"), ()
+    sender = step.sender
+    norms = _norms(step, step.config.dim, c.count * step.config.dim)
+    cut = step.is_cut(f"{path}.experts.gate")
+    sums = ()
     if cut and (c.balance or c.z):
         sums = _tp(sum_over(1, sender.size("tp"), step.high))
     if c.balance:
@@ -301,14 +306,16 @@ def _attention(step: _Step, path: str, c: AttentionPart) -> _Calls:
 
 
 def _grouped(step: _Step, path: str, c: Grouped) -> _Calls:
-    cut, norms = step.is_cut(f"{path}.wo"), _norms(step, step.config.dim)
+    cut = step.is_cut(f"{path}.wo")
+    norms = _norms(step, step.config.dim)
     k = step.sender.size("tp") if cut else 1
     needed, gathers, sums = _key_heads(step, path, c, k)
     over_cp = _over_cp(step, c.heads // k, needed, c.head_dim)
     if not cut:
         return over_cp._replace(weights=norms)
     scales = _sums(step, c.head_dim, c.head_dim) if c.qk_norm else ()
-    forward, weights = (*gathers, *over_cp.forward), (*gathers, *sums, *scales, *norms)
+    forward = (*gathers, *over_cp.forward)
+    weights = (*gathers, *sums, *scales, *norms)
     inside = over_cp._replace(forward=forward, weights=weights)
     return _region(step, inside, _enter(step, step.config.dim, step.width))
 
@@ -317,7 +324,8 @@ def _key_heads(step: _Step, path: str, c: Grouped, k: int) -> tuple[int, _Sends,
     """The key heads of a rank; gathers of rows where its own are not those, and sums where all are there."""
     if _has_its_keys(step, path, c, k):
         return c.kv_heads // k, (), ()
-    needed, rows = max(c.heads // k // (c.heads // c.kv_heads), 1), c.kv_heads * c.head_dim
+    needed = max(c.heads // k // (c.heads // c.kv_heads), 1)
+    rows = c.kv_heads * c.head_dim
     widths = [step.config.dim, step.config.dim, *[1, 1] * c.bias]
     if step.is_cut(f"{path}.wk"):
         return needed, _tp(*(Sent(1, (k - 1) * -(-rows // k) * n * step.width) for n in widths)), ()
@@ -331,8 +339,10 @@ def _has_its_keys(step: _Step, path: str, c: Grouped, k: int) -> bool:
 
 def _latent(step: _Step, path: str, c: Latent) -> _Calls:
     """Latent attention: its narrow vectors enter the region."""
-    cut, dim = step.is_cut(f"{path}.wo"), step.config.dim
-    heads, narrow = c.heads // (step.sender.size("tp") if cut else 1), c.kv_rank + c.rotary_dim
+    cut = step.is_cut(f"{path}.wo")
+    dim = step.config.dim
+    heads = c.heads // (step.sender.size("tp") if cut else 1)
+    narrow = c.kv_rank + c.rotary_dim
     weights = _norms(step, dim, c.q_rank, c.kv_rank, c.q_rank * dim, narrow * dim)
     # Values that are narrower than keys, or wider, travel with zeros up to the same size.
     inside = _over_cp(step, heads, heads, max(c.head_dim, c.value_dim))._replace(weights=weights)
@@ -341,7 +351,8 @@ def _latent(step: _Step, path: str, c: Latent) -> _Calls:
 
 def _over_cp(step: _Step, heads: int, keys: int, head_dim: int) -> _Calls:
     """Attention over a cut sequence; of a rank's query heads and key heads."""
-    k, each = step.sender.size("cp"), step.tokens * head_dim
+    k = step.sender.size("cp")
+    each = step.tokens * head_dim
     if k == 1:
         return _Calls()
     block = 2 * keys * each * step.width

@@ -206,7 +206,8 @@ class _Indexed:
     first = 0
 
     def __init__(self, documents: Any, seed: int | None) -> None:
-        self._documents, self._seed = documents, seed
+        self._documents = documents
+        self._seed = seed
         self._ordered: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:

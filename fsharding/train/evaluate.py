@@ -147,7 +147,9 @@ class _Pipeline:
     """
 
     def __init__(self, model: Any, schedule: str | Schedule, microbatches: int) -> None:
-        self._model, self._schedule, self._microbatches = model, schedule, microbatches
+        self._model = model
+        self._schedule = schedule
+        self._microbatches = microbatches
         self._layout: Layout | None = None
         self._messages: Messages = {}
 
@@ -156,7 +158,8 @@ class _Pipeline:
         """The global loss of parameters in a layout with stages."""
         if layout is not self._layout:
             refuse_model(self._model, layout)
-            self._layout, self._messages = layout, {}
+            self._layout = layout
+            self._messages = {}
         planned = planned_schedule(self._schedule, layout, self._microbatches)
         known = self._messages
         return Loss(

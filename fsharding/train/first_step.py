@@ -32,7 +32,8 @@ from fsharding.tree import Tree
 
 __all__ = ["FirstStep", "agree_on_setup", "words_of_rows"]
 
-_CLOSE, _CLOSE_NORM = 1e-5, 1e-4
+_CLOSE = 1e-5
+_CLOSE_NORM = 1e-4
 """How far, relatively, losses and norms of ranks may be apart that compute the same with other kernels."""
 
 
@@ -60,7 +61,8 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
     facts = {"mesh": repr(abstract(layout.mesh)), **inputs, **facts_of("layout.precision", layout.precision)}
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
-    ranks, device = everyone(layout.mesh), getattr(layout.mesh, "device_type", "cpu")
+    ranks = everyone(layout.mesh)
+    device = getattr(layout.mesh, "device_type", "cpu")
     facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
     if not _compat.is_fake(state.step):
@@ -138,7 +140,8 @@ class FirstStep:
 
     def _coordinates(self, number: int) -> dict[str, int]:
         """The coordinates of a member of the mesh, by its number in order."""
-        shape, result = abstract(self._mesh), dict[str, int]()
+        shape = abstract(self._mesh)
+        result = dict[str, int]()
         for name, size in reversed([*zip(shape.names, shape.sizes, strict=True)]):
             number, result[name] = divmod(number, size)
         return {name: result[name] for name in shape.names}

@@ -73,7 +73,10 @@ class _Documents:
     """
 
     def __init__(self, source: Source, encoder: Encoder, column: str) -> None:
-        self.function, self.source, self.encoder, self.column = public_name(), source, encoder, column
+        self.function = public_name()
+        self.source = source
+        self.encoder = encoder
+        self.column = column
 
     def of_epoch(self, epoch: int, mark: Any, skipped: int) -> Iterator[_Tokenised]:
         """The documents of an epoch from the chunk of a mark on, without the first `skipped` of that chunk."""
@@ -150,8 +153,12 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         epochs: int | None,
         boundaries: bool,
     ) -> None:
-        self.batch_size, self.seq_len = batch_size, seq_len
-        self._documents, self._seed, self._epochs, self._boundaries = documents, seed, epochs, boundaries
+        self.batch_size = batch_size
+        self.seq_len = seq_len
+        self._documents = documents
+        self._seed = seed
+        self._epochs = epochs
+        self._boundaries = boundaries
         self._digest: str | None = None
         self._start = self._next = _Place(0, 0, documents.source.first, 0, 0)
         self._places = [self._start]
@@ -253,7 +260,8 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
             DataError: it is no position, or one of other data; what differs is listed.
         """
         table = dict(state) if isinstance(state, Mapping) else {}
-        before, place = table.pop("data", None), None
+        before = table.pop("data", None)
+        place = None
         with suppress(TypeError):  # names that are missing, or others
             place = _Place(**table)
         if not isinstance(before, Mapping) or place is None or not self._is_place(place):
@@ -314,10 +322,13 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
             self._forget()
             raise
         # Of a long document only what the batch takes is copied.
-        pieces, at, left = list[npt.NDArray[np.int64]](), place.offset, size + 1
+        pieces = list[npt.NDArray[np.int64]]()
+        at = place.offset
+        left = size + 1
         for part in self._ahead:
             pieces.append(part.ids[at : at + left])
-            at, left = 0, left - len(pieces[-1])
+            at = 0
+            left = left - len(pieces[-1])
         window = np.concatenate(pieces)
         owners = np.repeat(np.arange(len(pieces)), [*map(len, pieces)])
         first = int(owners[size])  # the document of the token that the next batch begins with
@@ -344,7 +355,10 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
 
     def _from_place(self, place: _Place) -> Iterator[_Tokenised]:
         """All documents from a place on, epoch after epoch."""
-        epoch, mark, skipped, whole = place.epoch, place.mark, place.document, place is self._start
+        epoch = place.epoch
+        mark = place.mark
+        skipped = place.document
+        whole = place is self._start
         while self._epochs is None or epoch < self._epochs:
             count = 0
             for part in self._documents.of_epoch(epoch, mark, skipped):
@@ -352,7 +366,10 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
                 yield part
             if whole and count <= self.seq_len:
                 raise self._too_short(count, self.seq_len + 1, "a row")
-            epoch, mark, skipped, whole = epoch + 1, self._documents.source.first, 0, True
+            epoch = epoch + 1
+            mark = self._documents.source.first
+            skipped = 0
+            whole = True
 
     @named(_NAME)
     def _too_short(self, count: int, need: int, unit: str) -> DataError:

@@ -108,7 +108,8 @@ def _move(
     device = torch.device(meshes[0].device_type)  # pyright: ignore[reportAttributeAccessIssue]
     _agree(plan, group, device)
     donate = given is not None
-    dtypes, homes = [m.dtype for m in moved], [torch.device("cpu") if m.plain else device for m in moved]
+    dtypes = [m.dtype for m in moved]
+    homes = [torch.device("cpu") if m.plain else device for m in moved]
     sources = [m.value for m in moved]
     if donate:
         reshard_leaves.let_go(moved)
@@ -275,7 +276,8 @@ class Explanation:
         """By leaf: path, type, from, to, how ("nothing", "slice", "gather", "all-to-all"), bytes sent here, in all."""
         result: list[tuple[str, str, str, str, str, int, int]] = []
         for i, (path, kind) in enumerate(zip(self.paths, self.types, strict=True)):
-            leaf, sent = self.plan.leaves[i], self.plan.sent[i]
+            leaf = self.plan.leaves[i]
+            sent = self.plan.sent[i]
             here, there = (f"{s} on {abstract(s.mesh)}" for s in (leaf.source, leaf.target))
             result.append((path, str(kind), here, there, self.plan.how(i), sent.get(self.rank, 0), sum(sent.values())))
         return result

@@ -103,7 +103,8 @@ def check_same_model(a: Layout, b: Layout) -> None:
         new = theirs.get(path)
         if new is None:
             continue
-        was, now = type_text(old.shape, old.init), type_text(new.shape, new.init)
+        was = type_text(old.shape, old.init)
+        now = type_text(new.shape, new.init)
         if was != now:
             rows.append(f"params.{path}: {was} in the state, {now} in the layout")
         elif old.trainable != new.trainable:
@@ -134,7 +135,8 @@ def _parameter(
 ) -> _Parameter:
     kept = a.param_dtype(old), old.params, params
     full = (a.precision.main_dtype(old.init), old.main, main) if a.has_main and old.trainable else kept
-    wanted, format = b.param_dtype(new), b.rounds(new)
+    wanted = b.param_dtype(new)
+    format = b.rounds(new)
     same = a.rounds(old) == format and (format is None or a.precision.keep == b.precision.keep)
     source = kept if kept[0] == wanted and same else full
     if format is not None and not same:
@@ -217,7 +219,8 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
 def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) -> Moving:
     """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
     if not isinstance(x, DTensor):
-        here, there = reshard_plan.everywhere(abstract(old.mesh).members), reshard_plan.everywhere(ranks)
+        here = reshard_plan.everywhere(abstract(old.mesh).members)
+        there = reshard_plan.everywhere(ranks)
         return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
     owner = owner_of(path, x.shape, old.leaves)
     if owner is None:
@@ -321,11 +324,13 @@ _SCALAR = 1 << 62
 
 
 def _size_of_staged(x: DTensor) -> tuple[int, ...]:
-    sharding, shape = home_of(x), whole_shape(x, home_of(x))
+    sharding = home_of(x)
+    shape = whole_shape(x, home_of(x))
     if not is_member(sharding.mesh):
         return shape
     axis = next(a.axis for a in sharding.assigned if a.dim is None)
-    group, owns = axis_group(sharding.mesh, (axis,)), sharding.grid(x.shape) is not None
+    group = axis_group(sharding.mesh, (axis,))
+    owns = sharding.grid(x.shape) is not None
     own = (1 + shape[0] if shape else _SCALAR) if owns else 0
     if group.process_group is None:
         return shape
@@ -358,7 +363,8 @@ def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list
 
 def _origins_in(state: TrainState, field: str) -> list[tuple[NamedSharding | None, tuple[int, ...] | None]]:
     """By leaf of one field of a state, its sharding and global shape; None for one that is on no mesh of the layout."""
-    leaves, values = state.layout.leaves, getattr(state, field)
+    leaves = state.layout.leaves
+    values = getattr(state, field)
     if field == "params":
         return [(leaf.params, leaf.shape) for leaf in leaves]
     if field == "main":

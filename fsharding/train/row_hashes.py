@@ -51,7 +51,8 @@ def _hash_of(x: Tensor) -> Tensor:
         weights = _weights(_WIDTH, bits.device)
         if bits.device.type == "cpu":
             # In one buffer, which stays in the last cache.
-            buffer, parts = torch.empty(_WIDTH, dtype=torch.int64), bits.split(_WIDTH)
+            buffer = torch.empty(_WIDTH, dtype=torch.int64)
+            parts = bits.split(_WIDTH)
             bits = torch.stack([buffer[: len(p)].copy_(p).mul_(weights[: len(p)]).sum() for p in parts])
         else:
             full, rest = bits.split([bits.numel() // _WIDTH * _WIDTH, bits.numel() % _WIDTH])

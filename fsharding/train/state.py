@@ -146,7 +146,8 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         """Says which state it is and how much of it is here, without its numbers."""
         if "layout" not in vars(self):
             return "TrainState(donated)"
-        layout, parts = self.layout, {"params": self.params, "main": self.main, "opt_state": self.opt_state}
+        layout = self.layout
+        parts = {"params": self.params, "main": self.main, "opt_state": self.opt_state}
         parts |= {"buffers": self.buffers or None}
         parameters = sum(math.prod(leaf.shape) for leaf in layout.leaves)
         sizes = [f"{name} {state_bytes(part):,}" for name, part in parts.items() if part is not None]
@@ -420,7 +421,8 @@ def _placed(buffers: Buffers, layout: Layout) -> Buffers:
 
 def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
     """The first state of an optimizer in a layout."""
-    moments, whole = layout.precision.moments, layout.meta_main()
+    moments = layout.precision.moments
+    whole = layout.meta_main()
     return opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
 
 
@@ -456,7 +458,8 @@ def _refuse_other_draws(named: Mapping[str, Any], key: Tensor, layout: Layout) -
         return
     known = {path: x for path, x in named.items() if not isinstance(x, Tensor) or not (x.is_meta or _compat.is_fake(x))}
     facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in known.items()}
-    ranks, device = everyone(layout.mesh), layout.mesh.device_type
+    ranks = everyone(layout.mesh)
+    device = layout.mesh.device_type
     ask = meet if ranks.size == world_size() else None
     with naming_lost(public_name(), layout.mesh):
         answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
@@ -507,7 +510,8 @@ def state_from(
         layout.structure, [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
     )
     check_main(main, params, layout)
-    step, run_key = torch.zeros((), dtype=torch.int64), random.split(key)[1].clone()
+    step = torch.zeros((), dtype=torch.int64)
+    run_key = random.split(key)[1].clone()
     first = _first_buffers({} if buffers is None else buffers)
     if buffers is not None:
         named = {f"buffers.{name}": x for name, x in first.items()}

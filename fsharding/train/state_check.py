@@ -229,7 +229,8 @@ def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
     at_rest = sharding.shape_at_rest(shape), sharding.placements(), sharding.device_mesh()
     if (tuple(x.shape), tuple(x.placements), x.device_mesh) != at_rest or x.dtype != dtype:
         return [f"{path} is {typeof(x)}; the layout says {wanted}" + _also(x, sharding)]
-    here, local = sharding.local_shape(shape), _compat.local_tensor(x)
+    here = sharding.local_shape(shape)
+    local = _compat.local_tensor(x)
     if tuple(local.shape) != here or local.dtype != dtype:
         return [f"{path} is {wanted}, which is {list(here)} here, but holds {local.dtype} {list(local.shape)}"]
     return []

@@ -379,7 +379,8 @@ class TrainStep:
         settings: StepSettings,
     ) -> None:
         self._model, self._opt = model, opt.with_context()
-        self._precision, self._settings = precision, settings
+        self._precision = precision
+        self._settings = settings
         self._unchecked: PendingVerdict | None = None
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=settings.policy) if self._is_model else model
@@ -407,7 +408,8 @@ class TrainStep:
             raise _other_state(state, batch)
         if self._unchecked is not None:
             # Before anything is sent: a rank that has raised at `metrics.loss` sends nothing either.
-            unchecked, self._unchecked = self._unchecked, None
+            unchecked = self._unchecked
+            self._unchecked = None
             unchecked.raise_refused()
         with naming_lost("train step", state.layout.mesh, step=state.step):
             refuse_changed(state)
@@ -415,7 +417,9 @@ class TrainStep:
 
     @public("train step")
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        plan, number, mesh = self.plan_of(state, batch), state.step, state.layout.mesh
+        plan = self.plan_of(state, batch)
+        number = state.step
+        mesh = state.layout.mesh
         agreement = self.agreement(plan, state, batch)
         first = None if plan.first is None else FirstStep(agreement, mesh, batch)
         verdict = self.judge(plan, state, batch, agreement)
@@ -449,7 +453,8 @@ class TrainStep:
             batch: this rank's part.
             bit: as in `StepAgreement`.
         """
-        mesh, key = state.layout.mesh, state.key
+        mesh = state.layout.mesh
+        key = state.key
         shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
         hashes = hash_rows(batch) if shared and not _compat.makes_fakes() else {}
         result = StepAgreement(mesh, bit, rows=hash_of_all(hashes))
@@ -473,7 +478,8 @@ class TrainStep:
             batch: this rank's part.
             agreement: of the step.
         """
-        layout, scale = state.layout, _loss_scale(state, plan.precision)
+        layout = state.layout
+        scale = _loss_scale(state, plan.precision)
         sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
@@ -483,7 +489,8 @@ class TrainStep:
             squares = square_sums(agreement, grads, layout.main)
             norm = (squares.norm().double() * to_mean).float()
         loss = refuse_backward((sums.loss.double() / weight).float())
-        finite, weighted = torch.isfinite(loss) & torch.isfinite(norm), is_divisor(sums.weight)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        weighted = is_divisor(sums.weight)
         alike = agreement.alike(loss.device)
         code = verdict_of(finite, weighted, alike, scale, plan.precision.loss_scale)
         counts = finite & weighted & alike
@@ -498,7 +505,8 @@ class TrainStep:
             verdict: of `judge`.
             counts: whether the step counts (bool, 0-d); where it is false the state stays as it was. None counts.
         """
-        layout, loss_scale = state.layout, state.loss_scale
+        layout = state.layout
+        loss_scale = state.loss_scale
         with _compat.region("optimizer"), noting_rates() as plan.rates:
             main, opt_state = self._optimize(state, verdict, counts)
         if self._settings.donate:
@@ -616,8 +624,10 @@ class TrainStep:
         agreement: StepAgreement,
     ) -> Sums:
         """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
-        layout, loss_fn = state.layout, self._loss_fn
-        key, buffers = loss_fn.key(state), loss_fn.buffers(state)
+        layout = state.layout
+        loss_fn = self._loss_fn
+        key = loss_fn.key(state)
+        buffers = loss_fn.buffers(state)
         rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
@@ -656,8 +666,12 @@ class TrainStep:
             return self._optimized(state, verdict, finite)
 
     def _optimized(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
-        grads, to_mean, norm = verdict.grads, verdict.to_mean, verdict.norm
-        main, shardings, donate = main_of(state), state.layout.main, self._settings.donate
+        grads = verdict.grads
+        to_mean = verdict.to_mean
+        norm = verdict.norm
+        main = main_of(state)
+        shardings = state.layout.main
+        donate = self._settings.donate
         rounding = state.layout.precision.rounding
         if not self._bias_rates:
             return apply_gradients(
@@ -698,7 +712,8 @@ def _refuse_other_formats(precision: Precision, layout: Layout) -> None:
     Raises:
         ConfigError: it would.
     """
-    ours, theirs = (precision.gather, precision.keep), (layout.precision.gather, layout.precision.keep)
+    ours = (precision.gather, precision.keep)
+    theirs = (layout.precision.gather, layout.precision.keep)
     if ours != theirs and (ours[0] or theirs[0]) is not None:
         rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
         mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."
@@ -883,7 +898,8 @@ def planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int
         ScheduleError: it cannot have so many ranks or microbatches.
     """
     mesh = abstract(layout.mesh)
-    ranks, planned = mesh.axis_size("pp"), schedule
+    ranks = mesh.axis_size("pp")
+    planned = schedule
     if isinstance(planned, str):
         # Experts are what a stage communicates for: there pairs are worth the idle time that they cost.
         overlap = planned in PAIRED and mesh.axis_size("ep") > 1

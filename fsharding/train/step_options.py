@@ -97,7 +97,8 @@ class StepSettings:
 
 def takes_step_options(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Show each of the `**options: Unpack[StepOptions]` of a function in its signature, with type and default."""
-    signature, hints = inspect.signature(function), get_type_hints(StepOptions)
+    signature = inspect.signature(function)
+    hints = get_type_hints(StepOptions)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
         inspect.Parameter(

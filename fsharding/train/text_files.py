@@ -46,7 +46,9 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
         files.update((file.resolve(), file) for file in result)
     more = f" and {len(given) - 3} more" if len(given) > 3 else ""
     source = ", ".join(map(str, given[:3])) + more if given else "an empty list of paths"
-    buffer, begins, rows = bytearray(), list[int](), list[str]()
+    buffer = bytearray()
+    begins = list[int]()
+    rows = list[str]()
     for file in files.values():
         try:
             content = read_plain(file.resolve(), _LARGEST)

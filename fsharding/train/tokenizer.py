@@ -168,7 +168,8 @@ def _eos(vocab: dict[str, int], special: list[str], eos: int | str | None, own: 
     else:
         if eos in vocab:
             return vocab[eos]
-        names, rule = [], f"got eos {eos!r}, which is no token of the tokenizer."
+        names = []
+        rule = f"got eos {eos!r}, which is no token of the tokenizer."
     rows = [f"{name!r} has the id {vocab[name]}" for name in names or special]
     example = (names or special or ["<eos>"])[0]
     mend = f"Give one of its tokens, such as eos={example!r}, or its id." if rows else "Give the id, such as eos=0."

@@ -145,11 +145,13 @@ class Sender:
             zeros = (0,) * len(self.stacks)
             return [Stage(self.layers[0], True, True, self.microbatches, zeros, zeros)]
         row = self.schedule.actions_on(self.where["pp"])
-        result, starts = list[Stage](), (0,) * len(self.stacks)
+        result = list[Stage]()
+        starts = (0,) * len(self.stacks)
         for stage in self.schedule.stages_on(self.where["pp"]):
             walks = sum(a.stage == stage and a.kind in ("B", "I") for a in row)
             firsts = tuple(sum(counts[:stage]) for counts in zip(*self.layers, strict=True))
-            ends, layers = (stage == 0, stage == self.schedule.stages - 1), self.layers[stage]
+            ends = (stage == 0, stage == self.schedule.stages - 1)
+            layers = self.layers[stage]
             result.append(Stage(layers, *ends, walks, firsts, starts))
             starts = tuple(map(sum, zip(starts, layers, strict=True)))
         return result
@@ -190,7 +192,8 @@ class _Leaf(NamedTuple):
 
     def shape(self, where: dict[str, int]) -> tuple[int, ...]:
         """Its shape on the slice of the mesh that holds it: of a fused dim there is what the rank's `tp` has."""
-        stacked, sizes = begins(self.plan.path, "blocks"), list(self.plan.shape)
+        stacked = begins(self.plan.path, "blocks")
+        sizes = list(self.plan.shape)
         for a in self.plan.params.assigned:
             if a.dim is not None and a.axis != "pp":
                 sizes[a.dim] = boxes.length(a.ranges[where[a.axis]])
@@ -272,7 +275,8 @@ def _alike(
 
 def _stage(sender: Sender, stage: Stage, tied: Sequence[str]) -> None:
     """The gather of a whole stage: of codes, where weights have a format."""
-    part, precision = _rows(sender, stage), sender.layout.precision
+    part = _rows(sender, stage)
+    precision = sender.layout.precision
     part += _leaves(sender, "embed") * stage.first + _leaves(sender, "head", *tied) * stage.last
     rounded: list[_Rounded] = []
     for leaf in part if sender.rounds == "in stages" else ():
@@ -285,7 +289,8 @@ def _stage(sender: Sender, stage: Stage, tied: Sequence[str]) -> None:
     moves: list[_Move] = []
     for leaf in part:
         if leaf.plan.path not in coded:
-            home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
+            home = leaf.cut("params")
+            dtype = precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
             moves.append(_Move(leaf, home, whole(home), dtype.itemsize))
     _together(sender, moves)
 
@@ -306,10 +311,12 @@ def _gather(
     Weights that backward may gather in blocks along their other dim are apart, too: it does for products, and gathers
     them again as they were for all other uses.
     """
-    precision, moves = sender.layout.precision, dict[object, list[_Move]]()
+    precision = sender.layout.precision
+    moves = dict[object, list[_Move]]()
     coded: dict[tuple[object, object, bool], list[tuple[_Leaf, NamedSharding]]] = {}
     for leaf in unit:
-        home, dtype = leaf.cut("params"), precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
+        home = leaf.cut("params")
+        dtype = precision.compute_dtype(sender.layout.param_dtype(leaf.plan))
         steps = plan_steps(home, whole(home))
         columnwise = precision.takes_columns(leaf.plan.path, len(leaf.shape(sender.where)))
         key = kinds_of(steps), home.data_axes, columnwise
@@ -333,7 +340,8 @@ def _take_codes(
     """A gather of codes and scales, and before it of largest magnitudes; `across`, in blocks along the other dim."""
     plans: list[CodePlan] = []
     for leaf, home in bucket if times else ():
-        format, shape = sender.layout.format_of(leaf.plan), leaf.shape(sender.where)
+        format = sender.layout.format_of(leaf.plan)
+        shape = leaf.shape(sender.where)
         assert format is not None
         format = format.across(shape) if across else format
         plans.append(plan_codes(home.mesh, home, whole(home), shape, format, sender.place))
@@ -407,7 +415,8 @@ class _Rounded(NamedTuple):
         """See `plan_parts`."""
         home = self.leaf.cut(self.kind)
         there = self.there(self.leaf) if self.travels(sender) else home
-        shape, dtype = self.leaf.shape(sender.where), sender.layout.precision.compute_dtype(self.leaf.plan.init)
+        shape = self.leaf.shape(sender.where)
+        dtype = sender.layout.precision.compute_dtype(self.leaf.plan.init)
         return plan_parts(home, there, shape, self.format, self.kept(sender) or (), dtype, sender.place)
 
 
@@ -431,17 +440,23 @@ def _round(sender: Sender, leaves: Sequence[_Rounded]) -> None:
 
 def _reduce(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str], count: int) -> None:
     """Gradients of a unit: of each microbatch to where they are held, of all of them to where they belong."""
-    precision, m = sender.layout.precision, sender.microbatches
-    apart, first, second = dict[object, list[_Move]](), dict[object, list[_Move]](), dict[object, list[_Move]]()
+    precision = sender.layout.precision
+    m = sender.microbatches
+    apart = dict[object, list[_Move]]()
+    first = dict[object, list[_Move]]()
+    second = dict[object, list[_Move]]()
     for leaf in unit:
         rest = sender.layout.param_dtype(leaf.plan)
-        source, held, main = unreduced(leaf.cut("params")), leaf.cut("grads"), leaf.cut("main")
+        source = unreduced(leaf.cut("params"))
+        held = leaf.cut("grads")
+        main = leaf.cut("main")
         held = main if m == 1 and sender.schedule is None else held
         main = held if sender.schedule is not None else main
         kinds = tuple(kinds_of(plan_steps(*pair)) for pair in ((source, held), (held, main)))
         format = precision.reduce_format(leaf.plan.path, len(leaf.shape(sender.where)))
         format = None if leaf.plan.path in without_format else format
-        kept, native = precision.grad_dtype(rest), sender.native and format is None
+        kept = precision.grad_dtype(rest)
+        native = sender.native and format is None
         term = precision.reduce_dtype or (kept if native else precision.compute_dtype(rest))
         move = _Move(leaf, source, held, term.itemsize, kept.itemsize, native, format)
         late = _Move(
@@ -460,7 +475,9 @@ def _reduce(sender: Sender, unit: Sequence[_Leaf], without_format: frozenset[str
 # -------------------------------------------------------------------------------------------------------- once a step
 def update(sender: Sender) -> None:
     """Adds what a step sends after all microbatches: last reductions of a pipeline, the norm, and new parameters."""
-    layout, precision, shape = sender.layout, sender.layout.precision, abstract(sender.layout.mesh)
+    layout = sender.layout
+    precision = sender.layout.precision
+    shape = abstract(sender.layout.mesh)
 
     def size(leaf: _Leaf) -> int:
         return precision.grad_dtype(layout.param_dtype(leaf.plan)).itemsize
@@ -577,7 +594,8 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
     now = [move.source for move in bucket]
     steps = [plan_steps(move.source, move.target) for move in bucket]
     for place, (kind, axes) in enumerate(kinds_of(steps[0])):
-        k, n = sender.size(*axes), 0
+        k = sender.size(*axes)
+        n = 0
         if place == 0 and bucket[0].format is not None:
             _take_terms(sender, bucket, [taken[0] for taken in steps], times)
             now = [sharding_after(move.source, taken[0]) for move, taken in zip(bucket, steps, strict=True)]
@@ -596,9 +614,11 @@ def _take(sender: Sender, bucket: Sequence[_Move], times: int = 1) -> None:
 
 def _take_terms(sender: Sender, bucket: Sequence[_Move], taken: Sequence[Step], times: int) -> None:
     """A sum of terms that travel as codes: one exchange, and where all get a large sum a gather of its pieces."""
-    format, axes = bucket[0].format, taken[0].axes
+    format = bucket[0].format
+    axes = taken[0].axes
     assert format is not None
-    k, shapes = sender.size(*axes), [m.source.local_shape(m.leaf.shape(sender.where), sender.where) for m in bucket]
+    k = sender.size(*axes)
+    shapes = [m.source.local_shape(m.leaf.shape(sender.where), sender.where) for m in bucket]
     if taken[0].kind == "scatter":
         cuts = tuple((shape, step.dim) for shape, step in zip(shapes, taken, strict=True))
         plan = plan_cut_sums(cuts, tuple(map(sender.size, axes)), format)

@@ -24,7 +24,10 @@ from fsharding.precision import LossScale
 
 __all__ = ["GOOD", "REFUSED", "SKIPPED", "UNLIKE", "PendingVerdict", "verdict_of"]
 
-GOOD, SKIPPED, REFUSED, UNLIKE = 0, 1, 2, 3
+GOOD = 0
+SKIPPED = 1
+REFUSED = 2
+UNLIKE = 3
 
 
 def verdict_of(
@@ -39,7 +42,8 @@ def verdict_of(
         scale: the loss scale (float32, 0-d).
         loss_scale: its rules. Without them a step that is not finite is refused, as it is at the least scale.
     """
-    wrong, unlike = (finite & weighted).logical_not(), alike.logical_not() * UNLIKE
+    wrong = (finite & weighted).logical_not()
+    unlike = alike.logical_not() * UNLIKE
     if scale is None or loss_scale is None:
         return torch.maximum(wrong * REFUSED, unlike)
     # A smaller scale does not mend a weight, so such a step is refused at any scale.

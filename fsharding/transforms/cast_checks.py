@@ -67,7 +67,9 @@ def refuse_bare_casts(
 
 
 def _casts(roots: Sequence[Node | None]) -> list[Node]:
-    todo, seen, found = [node for node in roots if node is not None], set[Node](), list[Node]()
+    todo = [node for node in roots if node is not None]
+    seen = set[Node]()
+    found = list[Node]()
     while todo:
         node = todo.pop()
         if node in seen:
@@ -89,7 +91,8 @@ _BITS_8 = {
 def _describe(cast: Node) -> str:
     """A cast, with the gathered weight that is near it in the graph."""
     dtype, shape = _compat.result_of(cast)
-    what, todo = f"a tensor {list(shape)}", [*cast.next_functions]
+    what = f"a tensor {list(shape)}"
+    todo = [*cast.next_functions]
     for _ in range(_NEAR):
         if not todo:
             break

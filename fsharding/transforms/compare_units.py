@@ -48,7 +48,8 @@ def compare_units(mesh: Mesh) -> Generator[None]:
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
     with naming_lost("fs.compare_units", mesh):
-        order, comparison = order_here(), comparison_of(mesh)
+        order = order_here()
+        comparison = comparison_of(mesh)
         if order is not None and comparison is not None:
             order.compare_always(comparison)
         yield

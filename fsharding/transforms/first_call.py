@@ -50,7 +50,8 @@ class FirstCall:
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
-        self._name, self._mesh = public_name(), mesh
+        self._name = public_name()
+        self._mesh = mesh
         self._lines: dict[tuple[int, int], str] = {}  # of the user, where a key was first drawn with
         self._warned: set[str] = set()
 
@@ -217,7 +218,8 @@ def _generators() -> dict[str, bytes]:
 def _reaches(root: Node | None, context: GatherContext, leaves: Iterable[Tensor]) -> bool:
     """Whether a graph leads to a unit that a context gathered, or to a leaf that was used otherwise."""
     ours = {id(x) for x in leaves}
-    todo, seen = [root], set[Node | None]((None,))
+    todo = [root]
+    seen = set[Node | None]((None,))
     while todo:
         node: Any = todo.pop()
         if node in seen:

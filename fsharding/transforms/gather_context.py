@@ -154,15 +154,21 @@ class GatherContext:
         evaluates: bool = False,
     ) -> None:
         self.evaluates = evaluates
-        self.paths, self._targets, self._compute, self._formats = paths, targets, compute, formats
-        self.depth, self.cast = depth, cast
+        self.paths = paths
+        self._targets = targets
+        self._compute = compute
+        self._formats = formats
+        self.depth = depth
+        self.cast = cast
         self._row_targets = [
             target.row() if target is not None and leaf is not None and leaf.shape else None
             for target, leaf in zip(targets, leaves, strict=True)
         ]
-        self.counts, self._defers = Counts(), defers
+        self.counts = Counts()
+        self._defers = defers
         self.anchor = torch.zeros((), requires_grad=True)
-        self._pool, self._owns_pool = pool or Pool(), pool is None
+        self._pool = pool or Pool()
+        self._owns_pool = pool is None
         self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
         self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool, self._term_noise_of)
@@ -273,7 +279,8 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            formats, place = self._formats, LeafIndex(number, row)
+            formats = self._formats
+            place = LeafIndex(number, row)
             wire: Wire = Plain(compute)
             if formats is not None:
                 wire = formats.wire(place, len(leaf.shape), compute)
@@ -286,7 +293,8 @@ class GatherContext:
         site = None if order_here() is None else call_stacks.site_here()
 
         def gathered(chosen: Sequence[int], plan: UnitPlan, columns: GatheredUnit | None) -> GatheredUnit:
-            shards, places = [leaves[i] for i in chosen], tuple(index[i] for i in chosen)
+            shards = [leaves[i] for i in chosen]
+            places = tuple(index[i] for i in chosen)
             return GatheredUnit(
                 plan, shards, places, self._pool, name=name, columns=columns, site=site,
                 on_start=lambda unit: self._note("gathers", unit), on_gather=lambda: self.counts.gathers.append(name()),
@@ -304,16 +312,19 @@ class GatherContext:
             order.note(kind, unit.index, functools.partial(_leaves_of, self.paths, unit.index), unit.site)
 
     def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise | None:
-        formats, device = self._formats, self._device
+        formats = self._formats
+        device = self._device
         if formats is None:
             return None
         return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
     def _term_noise_of(self, unit: GatheredUnit) -> Noise | None:
-        formats, device = self._formats, self._device
+        formats = self._formats
+        device = self._device
         if formats is None:
             return None
-        index, leaves = unit.index, unit.leaves
+        index = unit.index
+        leaves = unit.leaves
         return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
     @torch.no_grad()
@@ -538,7 +549,8 @@ class _GatherUnit(Function):
     def forward(
         ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, full: list[Tensor | Quantised]
     ) -> tuple[Tensor, ...]:
-        ctx.context, ctx.unit = context, unit
+        ctx.context = context
+        ctx.unit = unit
         ctx.set_materialize_grads(False)
         nodes = [x if isinstance(x, Tensor) else x.stand_in() for x in full]
         reduced = {i for b in unit.plan.reductions for i in b.leaves}
@@ -564,7 +576,9 @@ class _LargeLeafGrad(Function):
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
-        reducer, plan, put = context.reducer, unit.plan, None
+        reducer = context.reducer
+        plan = unit.plan
+        put = None
         ctx.take = functools.partial(reducer.take, unit, plan, large)
         bucket = plan.reductions[large.bucket]
         if bucket.early.has_slots(whole):

@@ -148,7 +148,8 @@ def local_nodes(unit: Tree) -> tuple[list[Any], Any]:
 
 def _described(node: Local) -> Local | None:
     """A node that says what it holds, where vmaps have taken its first dims away; None where that cannot be."""
-    gone, sharding = len(node.shape) - node.value.ndim, node.sharding
+    gone = len(node.shape) - node.value.ndim
+    sharding = node.sharding
     if gone < 0 or (gone and any(_functorch.batch_dims(node.value))):
         return None
     for _ in range(gone):
@@ -234,7 +235,8 @@ def _joined(rows: Tensor, slot: Slot) -> Tensor:
     if slot.grids and all(grid.follows for grid in slot.grids):
         parts: list[Tensor] = []
         for grid in slot.grids:
-            members, piece = math.prod(grid.counts), slot.piece_shape(grid.first)
+            members = math.prod(grid.counts)
+            piece = slot.piece_shape(grid.first)
             part = rows[grid.first : grid.first + members, slot.offset : slot.offset + math.prod(piece)]
             joined = part.reshape(members, slot.before, grid.length, slot.after).movedim(0, 1)
             parts.append(joined.reshape(*piece[: slot.dim], members * grid.length, *piece[slot.dim + 1 :]))
@@ -300,7 +302,8 @@ def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None
     if context is not None and index is not None and index.row is None:
         for row, value in enumerate(values, first):
             context.register(value, LeafIndex(index.leaf, row))
-    sharding, shape = node.sharding.drop(0), node.shape[1:]
+    sharding = node.sharding.drop(0)
+    shape = node.shape[1:]
     return [Local(value, sharding, shape, node.slices) for value in values]
 
 
@@ -363,7 +366,8 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
 
 def _whole_shape(node: Local) -> tuple[int, ...]:
     """The shape of a leaf that is whole over its data axes, and cut over others as it is."""
-    sharding, data = node.sharding, node.sharding.data_axes
+    sharding = node.sharding
+    data = node.sharding.data_axes
     spec = P(*(tuple(axis for axis in sharding.axes(dim) if axis not in data) for dim in range(len(sharding.spec))))
     owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
     return replace(sharding, spec=spec, owned=owned).local_shape(node.shape)

@@ -81,16 +81,24 @@ class GatheredUnit:
         noise: Noise | None = None,
         columns: GatheredUnit | None = None,
     ) -> None:
-        self.plan, self.leaves, self.index = plan, leaves, index
-        self._name, self._on_gather, self._noise = name, on_gather, noise
-        self._on_start, self.site = on_start, site
+        self.plan = plan
+        self.leaves = leaves
+        self.index = index
+        self._name = name
+        self._on_gather = on_gather
+        self._noise = noise
+        self._on_start = on_start
+        self.site = site
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
         device = leaves[0].value.device
         self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
         if self._streams.several:
             self._memory = self._memory.of_one_user()
         self.state = UnitState.PLANNED
-        self.order, self.saved_views, self.kept, self.in_backward = -1, 0, False, False
+        self.order = -1
+        self.saved_views = 0
+        self.kept = False
+        self.in_backward = False
         self.columns = columns
         self.full: dict[int, Tensor | Quantised] = {}
         self.buffers: list[list[Tensor]] = []
@@ -131,7 +139,8 @@ class GatheredUnit:
             return None
         if b.axes:
             self._on_gather()
-        noise, shards = self._noise, [self.leaves[i].value for i in b.leaves]
+        noise = self._noise
+        shards = [self.leaves[i].value for i in b.leaves]
         drawn = None if noise is None else lambda i: noise(b.leaves[i])
         return start_gather(b.payload, shards, self.plan.mesh, b.axes, self._memory, drawn)
 
@@ -161,7 +170,8 @@ class GatheredUnit:
         buffers = [x for several in self.buffers for x in several]
         shown = [*buffers, *(self.leaves[i].value for i, _ in self.plan.aliases)]
         self._guarded = [(x, _compat.version_of(x)) for x in shown]
-        self.state, self._was_alive = UnitState.ALIVE, True
+        self.state = UnitState.ALIVE
+        self._was_alive = True
         return full
 
     def _take(self, number: int) -> Gathered:
@@ -190,7 +200,9 @@ class GatheredUnit:
             TransformError: the weights were written in place.
         """
         changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
-        self._handles, self.buffers, self._guarded = [], [], []
+        self._handles = []
+        self.buffers = []
+        self._guarded = []
         self.full = {}
         if self.columns is not None:
             self.columns.release(failed=failed)

@@ -108,8 +108,12 @@ class GradReducer:
         grad_pool: Pool | None = None,
         noise_of: Callable[[Any], Noise | None] = _no_noise,
     ) -> None:
-        self._leaves, self._targets, self._accumulated = leaves, targets, accumulated
-        self._wire_memory, self._device, self._grad_pool = memory, device, grad_pool
+        self._leaves = leaves
+        self._targets = targets
+        self._accumulated = accumulated
+        self._wire_memory = memory
+        self._device = device
+        self._grad_pool = grad_pool
         self._noise_of = noise_of
         self._result: list[Tensor | None] = [
             x if x is not None and target is not None and target.accumulated == target.sharding else None
@@ -281,7 +285,8 @@ class GradReducer:
         bucket: Filling,
     ) -> _Pending:
         """Starts a bucket; the steps that follow its first collective come when that is done."""
-        first, several = self._start(bucket), self._streams.several
+        first = self._start(bucket)
+        several = self._streams.several
         in_use = [(bucket, first)] if several else []
 
         def accumulate(terms: Terms) -> None:
@@ -311,7 +316,8 @@ class GradReducer:
         result = list(terms)
         sums: list[int] = []
         for i, (leaf, row) in enumerate(index):
-            accumulated, taken = self._accumulated[leaf], self._taken.setdefault(leaf, set())
+            accumulated = self._accumulated[leaf]
+            taken = self._taken.setdefault(leaf, set())
             if accumulated is None or None in taken or row in taken:
                 continue
             if row is None and taken:
@@ -347,7 +353,8 @@ class GradReducer:
     # ----------------------------------------------------------------------------------------------- the gradient tree
     def _fill_with_zeros(self, leaf: int) -> Tensor:
         """The gradient of a leaf, zero where nothing was written."""
-        result, written = self._view_of(LeafIndex(leaf, None)), self._written.setdefault(leaf, set())
+        result = self._view_of(LeafIndex(leaf, None))
+        written = self._written.setdefault(leaf, set())
         if leaf not in self._accumulating and None not in written:
             blank = [result[row] for row in range(result.shape[0]) if row not in written] if written else [result]
             _compat.foreach_zero_(blank)
@@ -373,7 +380,8 @@ class GradReducer:
     def _memory_of(self, i: int) -> _Memory:
         memory = self._memory.get(i)
         if memory is None:
-            leaf, target = self._leaves[i], self._targets[i]
+            leaf = self._leaves[i]
+            target = self._targets[i]
             assert leaf is not None and target is not None
             shape = target.sharding.local_shape(leaf.shape)
             large = math.prod(shape) >= self._pooled_from
@@ -390,7 +398,8 @@ class GradReducer:
     # ---------------------------------------------------------------------------------------------------------- the end
     def add_reduced(self, i: int, grad: Tensor) -> None:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
-        leaf, target = self._leaves[i], self._targets[i]
+        leaf = self._leaves[i]
+        target = self._targets[i]
         assert leaf is not None and target is not None
         move = plan_move([leaf.sharding], [target.sharding], [leaf.shape], Plain(target.dtype), target.dtype)
         where = coordinate(move.mesh)
@@ -418,13 +427,19 @@ class GradReducer:
 
     def _add_rest_of_accumulated(self, i: int, leaf: Local, target: GradTarget) -> None:
         """Adds the rows of an accumulated gradient, in another sharding than the target, that no term has taken."""
-        result, accumulated, taken = self._fill_with_zeros(i), self._accumulated[i], self._taken.get(i, set())
+        result = self._fill_with_zeros(i)
+        accumulated = self._accumulated[i]
+        taken = self._taken.get(i, set())
         if accumulated is None or target.accumulated in (None, target.sharding) or None in taken:
             return
         for row in (row for row in range(accumulated.shape[0]) if row not in taken) if taken else (None,):
-            source, to, shape = target.accumulated, target.sharding, leaf.shape
+            source = target.accumulated
+            to = target.sharding
+            shape = leaf.shape
             if row is not None:
-                source, to, shape = source.drop(0), to.drop(0), shape[1:]
+                source = source.drop(0)
+                to = to.drop(0)
+                shape = shape[1:]
             part = accumulated if row is None else accumulated[row]
             moved = plan_move([source], [to], [shape], Plain(part.dtype), part.dtype).run([part])[0]
             (result if row is None else result[row]).add_(moved)

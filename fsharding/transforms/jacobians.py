@@ -173,7 +173,8 @@ def _seeds(
     for value, held, size in zip(values, own, sizes, strict=True):
         hit = held == torch.arange(first, last)[:, None]
         seeds.append(hit.to(value.device, value.dtype).view(last - first, *value.shape))
-        first, last = first - size, last - size
+        first = first - size
+        last = last - size
     return seeds
 
 

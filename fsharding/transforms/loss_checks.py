@@ -93,7 +93,8 @@ def explained(
 
 def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None:
     """Says which leaf was not gathered, and how that is written for this tree."""
-    leaf, error.leaf = error.leaf, None
+    leaf = error.leaf
+    error.leaf = None
     index = context.index_of(leaf.value) if isinstance(leaf, Local) else None
     if not isinstance(leaf, Local) or index is None:
         return
@@ -103,7 +104,8 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
     if index.row is not None:
         mend = 'Let fs.scan_units(block, params["blocks"], x) gather each block, or call fs.gather_unit on it first.'
     elif len(accessor):
-        unit, last = _code(accessor[:-1], "params"), _code(accessor[-1:], "unit")
+        unit = _code(accessor[:-1], "params")
+        last = _code(accessor[-1:], "unit")
         mend = f"Gather its unit first, unit = fs.gather_unit({unit}), and use {last}."
     else:
         mend = "Gather it first: w = fs.gather_unit(params)."
@@ -184,7 +186,8 @@ def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequ
     """A key that no argument has."""
     if not isinstance(error, KeyError) or len(error.args) != 1:
         return None
-    key, given = error.args[0], dict(zip(names, (params, *args), strict=False))
+    key = error.args[0]
+    given = dict(zip(names, (params, *args), strict=False))
     paths = {name: tree.paths(x, is_leaf=_is_local) for name, x in given.items()}
     parts = {part for named in paths.values() for path in named for part in path.split(".")}
     if str(key) in parts:
@@ -200,7 +203,8 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
     """Arrays, lists of numbers or nothing at all where tensors should be."""
     if not isinstance(error, TypeError | AttributeError):
         return None
-    text, given = str(error), dict(zip(names, args, strict=False))
+    text = str(error)
+    given = dict(zip(names, args, strict=False))
     if yielding := [f"{name} is {kind_of(x)}" for name, x in given.items() if yields_batches(x)]:
         rule = "takes one batch, and got an object that yields them."
         return BatchError(message(rule, yielding, YIELDS))
@@ -220,7 +224,8 @@ def _of_kinds(error: Exception, names: Sequence[str], params: Tree, args: Sequen
     if not isinstance(error, RuntimeError) or not _KINDS.search(str(error)):
         return None
     weights = [x.value for x in tree.leaves(params, is_leaf=_is_local) if isinstance(x, Local)]
-    devices, dtypes = {x.device for x in weights}, {x.dtype for x in weights if x.is_floating_point()}
+    devices = {x.device for x in weights}
+    dtypes = {x.dtype for x in weights if x.is_floating_point()}
     rows: list[str] = []
     for name, batch in zip(names, args, strict=False):
         for path, x in tree.named_leaves(batch).items():

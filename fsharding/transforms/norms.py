@@ -32,7 +32,8 @@ __all__ = ["counts_here", "norm_in_flight", "vdot"]
 @_compat.outside_of_graphs
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     """See `fs.tree.vdot`, which is this function."""
-    left, right = tree.named_leaves(a), tree.named_leaves(b)
+    left = tree.named_leaves(a)
+    right = tree.named_leaves(b)
     if left.keys() != right.keys():
         rows = [f"{path}: only in one tree" for path in sorted(left.keys() ^ right.keys())]
         raise TreeError(message("got two trees that do not match.", rows, "Give both the same keys."))

@@ -146,7 +146,9 @@ class _Flat:
     ) -> None:
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.captured: dict[int, Tensor] = {}
-        self._fn, self._lifted, self._mesh = fn, lifted, mesh
+        self._fn = fn
+        self._lifted = lifted
+        self._mesh = mesh
         self._others = [None if isinstance(x, Tensor) else x for x in leaves]
         self._looking = True
         self._closed: Callable[[Sequence[Any]], Any] = tuple
@@ -154,7 +156,8 @@ class _Flat:
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Runs the function where its collectives find their mesh, and no context."""
-        filled, count = list(self._others), len(self.places)
+        filled = list(self._others)
+        count = len(self.places)
         for i, value in zip(self.places, values[:count], strict=True):
             filled[i] = value
         given = {id(x): value for x, value in zip(self._lifted, values[count:], strict=True)}
@@ -181,7 +184,8 @@ class _Lifting(TorchFunctionMode):
 
     def __init__(self, given: dict[int, Tensor], recomputed: dict[int, Tensor] | None) -> None:
         super().__init__()
-        self._given, self._found = given, recomputed
+        self._given = given
+        self._found = recomputed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*map(self._look, args), **{name: self._look(x) for name, x in (kwargs or {}).items()})

@@ -110,7 +110,8 @@ def scan_units(
     inputs = [(x,) for x in _rows(xs, len(rows))] if xs is not None else [()] * len(rows)
     step = _step(block, policy)
     auxes: list[Tree] = []
-    depth, order = prefetch_depth(), UnitsAhead([*rows, *UnitsAhead.of(prefetch)])
+    depth = prefetch_depth()
+    order = UnitsAhead([*rows, *UnitsAhead.of(prefetch)])
     for i, unit in enumerate(rows):
         following = UnitsAhead(order[i + 1 : i + 1 + depth])
         out = step(unit, following, carry, *inputs[i])

@@ -231,7 +231,8 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
     gathers: list[GatherBucket] = []
     for (_, _, axes, _), members in result.items():
         sent = [leaf for _, leaf in members]
-        wire, axis_sizes = sent[0].wire, tuple(map(sizes.axis_size, axes))
+        wire = sent[0].wire
+        axis_sizes = tuple(map(sizes.axis_size, axes))
         payload = wire.payload(sent, axis_sizes)
         gathers.append(GatherBucket(tuple(i for i, _ in members), axes, payload, wire.if_viewed))
     return tuple(gathers), tuple(aliases)
@@ -243,10 +244,12 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
     for i, leaf in enumerate(leaves):
         if leaf.target is None:
             continue
-        target, source = leaf.target, unreduced(leaf.sharding)
+        target = leaf.target
+        source = unreduced(leaf.sharding)
         middle = target.accumulated or target.sharding
         routes[i] = (source, middle, target.sharding)
-        steps, late_steps = plan_steps(source, middle), plan_steps(middle, target.sharding)
+        steps = plan_steps(source, middle)
+        late_steps = plan_steps(middle, target.sharding)
         first = target.first_wire if begins_with_sum([steps or late_steps]) else None
         native = target.native and first is None
         # A backend adds what is sent, where ordered sums widen it.

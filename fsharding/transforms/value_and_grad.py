@@ -385,7 +385,8 @@ class Tape:
         _refuse_transforms(params)
         self._once_for = once_for
         self._leaves, self._spec = tree.flatten(params)
-        leaves, count = self._leaves, len(self._leaves)
+        leaves = self._leaves
+        count = len(self._leaves)
         self._shardings = [_as_parameter] * count
         if grads is not None:
             self._shardings = tree.flatten_up_to(self._spec, grads, ("params", "grads"))
@@ -401,7 +402,8 @@ class Tape:
         nodes = [x if isinstance(x, Local) else None for x in self._local]
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
-        paths, compute = tree.paths(params), precision.compute_dtype
+        paths = tree.paths(params)
+        compute = precision.compute_dtype
         formats = None
         if precision.gather is not None:
             _check_kernel(precision, nodes)
@@ -410,7 +412,8 @@ class Tape:
                 layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
                 for path, x in zip(paths, nodes, strict=True)
             ]
-            firsts, stacks = [first for first, _ in rows], [count for _, count in rows]
+            firsts = [first for first, _ in rows]
+            stacks = [count for _, count in rows]
             term_key = key_of_terms(key, self.mesh, microbatch)
             formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
         self.context = GatherContext(
@@ -430,7 +433,8 @@ class Tape:
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
-        params, self._fn = tree.unflatten(self._spec, self._local), fn
+        params = tree.unflatten(self._spec, self._local)
+        self._fn = fn
         try:
             with torch.enable_grad(), _on(self.mesh), activate(self.context):
                 return fn(params, *args)

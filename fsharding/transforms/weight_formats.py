@@ -69,7 +69,8 @@ class WeightFormats:
             ndim: how many dims it has in the unit.
             dtype: of the gathered leaf.
         """
-        precision, path = self.precision, self.paths[index.leaf]
+        precision = self.precision
+        path = self.paths[index.leaf]
         format = precision.format_of(path, ndim)
         if format is None or self._keeps(index):
             return Plain(dtype)
@@ -121,7 +122,8 @@ class WeightFormats:
         shape: tuple[int, ...],
         device: torch.device,
     ) -> Tensor:
-        path, ranges = self.paths[index.leaf], list(sharding.grid(shape) or ())
+        path = self.paths[index.leaf]
+        ranges = list(sharding.grid(shape) or ())
         if index.row is None:
             return _noise(key, path, shape, ranges, device)
         row = self.firsts[index.leaf] + index.row
@@ -239,7 +241,8 @@ def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | No
         precision: which layers of a stack have no format.
         key: for keyed rounding.
     """
-    values, homes = [at.x for at in given], [at.home for at in given]
+    values = [at.x for at in given]
+    homes = [at.home for at in given]
     dtypes = [precision.compute_dtype(at.leaf.init) for at in given]
     roundings = [_rounding(at, precision, key) for at in given]
     return start_rounded(values, homes, roundings, BucketQueue(0), dtypes=dtypes).wait()
@@ -275,9 +278,11 @@ def _noise_at_rest(at: AtRest, key: Tensor | None) -> Callable[[int, int], Tenso
     """The numbers by which rows of a main parameter at rest are rounded: those of their place in the whole leaf."""
     if not at.format.keyed:
         return None
-    node, grid = to_local(at.x), at.home.grid(at.leaf.shape)
+    node = to_local(at.x)
+    grid = at.home.grid(at.leaf.shape)
     assert grid is not None
-    ranges, shape = list(node.sharding.grid(node.shape) or ()), tuple(node.shape)
+    ranges = list(node.sharding.grid(node.shape) or ())
+    shape = tuple(node.shape)
     if is_stacked(at.leaf.names):
         ranges[0], shape = grid[0], (at.leaf.shape[0], *shape[1:])
     device = node.value.device

@@ -121,7 +121,8 @@ class _Arena:
 
     def drain(self) -> None:
         """A reader opens a block through the process that made it, so that this one must not be gone before."""
-        until, own = time.monotonic() + _DRAIN_S, os.getpid()
+        until = time.monotonic() + _DRAIN_S
+        own = os.getpid()
         while time.monotonic() < until:
             readers = {pid for b in self.blocks.values() for pid in b.unread()} - {own}
             if all(state_of(Path(f"/proc/{pid}")) in "ZX" for pid in readers):
@@ -159,7 +160,8 @@ def size_of(nbytes: int) -> int:
 def take(nbytes: int) -> Tensor:
     """A flat buffer of bytes that can be posted, with garbage inside; it is free when nobody views it any more."""
     block = _arena().find(size_of(nbytes))
-    result, block.used = block.mapping.data[:nbytes], nbytes
+    result = block.mapping.data[:nbytes]
+    block.used = nbytes
     _arena().note_use()
     return result
 
@@ -167,13 +169,16 @@ def take(nbytes: int) -> Tensor:
 def reserve(size: int, owner: object) -> Block:
     """A free block of this process that nothing else gets as long as `owner` lives, or until `use`."""
     block = _arena().find(size)
-    block.owner, block.readers = weakref.ref(owner), {}
+    block.owner = weakref.ref(owner)
+    block.readers = {}
     return block
 
 
 def use(block: Block, nbytes: int, readers: dict[int, int]) -> None:
     """A reserved block is free again as soon as its readers have signed, who may be this process itself."""
-    block.owner, block.readers, block.used = None, readers, nbytes
+    block.owner = None
+    block.readers = readers
+    block.used = nbytes
     _arena().note_use()
 
 

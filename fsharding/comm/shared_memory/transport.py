@@ -154,7 +154,8 @@ def _handshake(group: Group, *, asked: bool) -> _Channel | str:
     """The channel of a group, or why it has none. Groups of the same processes have one set of pipes."""
     if group.size > segments.HEAD // 8:
         return f"it has more than {segments.HEAD // 8} ranks"
-    machine, known = _machine(), _known.get(group.ranks)
+    machine = _machine()
+    known = _known.get(group.ranks)
     wanted = machine >= 0 and (asked or os.environ.get(_SWITCH, "1") != "0")
     own = [machine if wanted else -1, *((known.name, known.channels) if known is not None else (0, 0))]
     records, pids = zip(*((r[:-1], r[-1]) for r in _numbers([*own, os.getpid()], group)), strict=True)
@@ -174,12 +175,15 @@ def _handshake(group: Group, *, asked: bool) -> _Channel | str:
 
 def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
     """Every member writes its name into a block, and opens pipes; all must be able to reach them there."""
-    own, pipes, record = segments.take(8), _pipes(group), [-1] * (4 + group.size)
+    own = segments.take(8)
+    pipes = _pipes(group)
+    record = [-1] * (4 + group.size)
     if pipes is not None:
         block = segments.block_of(own)
         own.view(torch.int64).fill_(os.getpid())
         record = [time.time_ns(), block.fd, block.inode, block.size, *pipes.write_ends]
-    records, members = _numbers(record, group), None
+    records = _numbers(record, group)
+    members = None
     if pipes is not None:
         members = _Members(records[0][0], pids, pipes)
         try:
@@ -260,7 +264,8 @@ class _Notes:
                 notes = self._channel.members.pipes.receive(self._channel.number, self._number, limit)
             if unlike := [member for member, note in notes.items() if note[-1] != self._what]:
                 with among([self._group.ranks[member] for member in unlike]):
-                    theirs, ours = notes[unlike[0]][-1] // 3, self._what // 3
+                    theirs = notes[unlike[0]][-1] // 3
+                    ours = self._what // 3
                     raise UnlikeSizes(f"{theirs} bytes came, where {ours} are sent")
             self._received = {member: note[:-1] for member, note in notes.items()}
         return self._received
@@ -292,7 +297,8 @@ class Posted:
         """Starts to show the buffer to the other members."""
         block = segments.block_of(own)
         block.readers = {i: pid for i, pid in enumerate(_channel(group).members.pids) if i != group.index}
-        self._mine, self._group = own, group
+        self._mine = own
+        self._group = group
         self._notes = _Notes(block.note(), _POSTED, own.numel(), group)
         self._buffers: list[Tensor] | None = None
         self._unread: list[tuple[memoryview[int], int]] = []
@@ -327,7 +333,8 @@ class Posted:
             self.wait(timeout)
             for head, number in self._unread:
                 head[self._group.index] = number
-            self._acknowledged, self._buffers = True, None
+            self._acknowledged = True
+            self._buffers = None
 
 
 class Joint:
@@ -347,7 +354,8 @@ class Joint:
 
     def __init__(self, nbytes: int, group: Group) -> None:
         """Finds the memory. Waits for the others where it is the first of its size, or none was waited for since."""
-        channel, size = _channel(group), segments.size_of(nbytes)
+        channel = _channel(group)
+        size = segments.size_of(nbytes)
         self._group, self._turns = group, channel.turns.setdefault(size, _Turns(size))
         turns = self._turns
         if turns.notes is None:
@@ -355,11 +363,13 @@ class Joint:
         giver = turns.count % group.size
         if giver == group.index:
             assert turns.reserved is not None
-            mapping, number = turns.reserved.mapping, turns.reserved.number
+            mapping = turns.reserved.mapping
+            number = turns.reserved.number
             segments.use(turns.reserved, nbytes, dict(enumerate(channel.members.pids)))
         else:
             note = turns.notes.wait()[giver]
-            mapping, number = _map_from(giver, note, group), note[-1]
+            mapping = _map_from(giver, note, group)
+            number = note[-1]
         turns.count += 1
         memory = mapping.memory[segments.HEAD : segments.HEAD + nbytes]
         finalize(memory, _acknowledge, os.getpid(), mapping.head, group.index, number)
@@ -470,8 +480,10 @@ class _LeafReduction:
     """
 
     def __init__(self, terms: PlainTerms, group: Group, sum_dtype: torch.dtype) -> None:
-        self._bucket, self._scatter = terms.bucket, terms.scatter
-        self._group, self._sum_dtype = group, sum_dtype
+        self._bucket = terms.bucket
+        self._scatter = terms.scatter
+        self._group = group
+        self._sum_dtype = sum_dtype
         self._flat = segments.take(terms.bucket.size * terms.dtype.itemsize).view(terms.dtype)
         self._slots = buckets.whole_views(self._flat, terms.bucket)
 

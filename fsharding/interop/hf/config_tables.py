@@ -180,7 +180,8 @@ def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
     rows = [f"{key} is {x!r}: a whole number above 0" for key, x in sizes if not _is_size(x)]
     most = ((key, x, _MOST.get(key, _MOST_ELSE)) for key, x in sizes if _is_size(x))
     rows += [f"{key} is {x:,}: at most {limit:,}" for key, x, limit in most if x > limit]
-    eps, theta = entries.get("rms_norm_eps", family.eps), _rope(entries).get("rope_theta", family.rope_base)
+    eps = entries.get("rms_norm_eps", family.eps)
+    theta = _rope(entries).get("rope_theta", family.rope_base)
     rows += [] if _is_number(eps, 0, 1) else [f"rms_norm_eps is {eps!r}: a number from 0 to 1"]
     rows += [] if _is_number(theta, 1, _LARGEST) else [f"rope_theta is {theta!r}: a number from 1 to {_LARGEST:g}"]
     if entries.get("output_router_logits"):
@@ -194,7 +195,9 @@ def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
 
 def _largest(sizes: Mapping[str, int]) -> int:
     """About how many elements the largest leaf has."""
-    dim, layers, hidden = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["intermediate_size"]
+    dim = sizes["hidden_size"]
+    layers = sizes["num_hidden_layers"]
+    hidden = sizes["intermediate_size"]
     experts = max(sizes.get("num_experts", 1), sizes.get("num_local_experts", 1))
     heads = sizes["num_attention_heads"] * sizes.get("head_dim", dim)
     return dim * max(sizes["vocab_size"], layers * experts * max(hidden, sizes.get("moe_intermediate_size", 1)), heads)
@@ -255,7 +258,8 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
         rows.append(f"the rotary positions differ between {listed(nested)}: {_LACKS}")
         return None
-    kind, theta = rope["rope_type"], rope.get("rope_theta", 1.0)
+    kind = rope["rope_type"]
+    theta = rope.get("rope_theta", 1.0)
     known = {
         "default": (),
         "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -277,7 +281,8 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     rows += wrong
     if wrong or kind == "default":
         return None
-    factor, length = float(rope["factor"]), int(rope["original_max_position_embeddings"])
+    factor = float(rope["factor"])
+    length = int(rope["original_max_position_embeddings"])
     if kind == "yarn":
         return YarnScaling(factor, length, float(rope.get("beta_slow") or 1), float(rope.get("beta_fast") or 32))
     return LlamaScaling(factor, length, float(rope["low_freq_factor"]), float(rope["high_freq_factor"]))
@@ -293,14 +298,16 @@ def _is_number(value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> 
 
 
 def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None) -> DecoderConfig:
-    dim, heads = entries["hidden_size"], entries["num_attention_heads"]
+    dim = entries["hidden_size"]
+    heads = entries["num_attention_heads"]
     size = entries.get("head_dim") or family.head_dim or dim // heads
     experts = None
     if family.experts is not None:
         hidden = entries["moe_intermediate_size" if family.qk_norm else "intermediate_size"]
         balance = entries.get("router_aux_loss_coef", 0.001) if entries.get("output_router_logits") else 0.0
         normalize = bool(entries.get("norm_topk_prob", False)) if family.qk_norm else True
-        count, active = _sizes(entries, family)[family.experts], entries["num_experts_per_tok"]
+        count = _sizes(entries, family)[family.experts]
+        active = entries["num_experts_per_tok"]
         experts = Experts(count, active, hidden, normalize=normalize, balance=balance)
     return DecoderConfig(
         vocab=entries["vocab_size"],
@@ -353,7 +360,8 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         ('llama', 4096, 128001)
     """
     config = decoder_config(config)
-    kind, experts = _kind(config), config.experts
+    kind = _kind(config)
+    experts = config.experts
     family = FAMILIES[kind]
     result: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -396,7 +404,8 @@ def _kept(config: DecoderConfig, kind: str) -> dict[str, Any]:
 
 def _rope_json(config: DecoderConfig) -> dict[str, Any]:
     """The rotary entries, for transformers 5 and, beside them, for 4, which would take another base in silence."""
-    scaling, rope = config.rope_scaling, dict[str, Any](rope_type="default")
+    scaling = config.rope_scaling
+    rope = dict[str, Any](rope_type="default")
     if scaling is not None:
         rope = {"rope_type": "yarn", "beta_slow": scaling.slow, "beta_fast": scaling.fast}
         if isinstance(scaling, LlamaScaling):

@@ -92,7 +92,8 @@ def open_folder(path: StrPath) -> Folder:
             rows.append(f"{name} is missing")
         except (OSError, ValueError) as error:
             rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
-    leaves, files = dict[str, LeafInfo](), dict[str, Weights]()
+    leaves = dict[str, LeafInfo]()
+    files = dict[str, Weights]()
     for name, weights in opened.items():
         own = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
         leaves |= {tensor: weights.leaves[tensor] for tensor in own if not _RUNTIME.search(tensor)}

@@ -196,9 +196,11 @@ def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[P
 
 
 def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
-    dim, start = len(shape) + name.dim, sum(name.sizes[: name.index])
+    dim = len(shape) + name.dim
+    start = sum(name.sizes[: name.index])
     if not -len(shape) <= name.dim < 0 or shape[dim] != name.sizes[name.index]:
-        has, wants = shape[dim] if -len(shape) <= name.dim < 0 else "no such dim", name.sizes[name.index]
+        has = shape[dim] if -len(shape) <= name.dim < 0 else "no such dim"
+        wants = name.sizes[name.index]
         raise ValueError(f"{name.name!r}: part {name.index} has {wants} along dim {name.dim}, ours {has}")
     for piece in _plain(name.name, (*shape[:dim], sum(name.sizes), *shape[dim + 1 :])):
         if piece.lead > dim:
@@ -215,7 +217,8 @@ def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
     """
     rows: list[str] = []
     for name, result in pieces.items():
-        shape, held = result[0].shape, [piece.there(piece.box) for piece in result]
+        shape = result[0].shape
+        held = [piece.there(piece.box) for piece in result]
         if any(piece.shape != shape for piece in result):
             rows.append(f"{name} has several shapes: {', '.join(sorted({str([*p.shape]) for p in result}))}")
         elif not boxes.is_tiling(held, shape):
@@ -259,7 +262,8 @@ _QWEN_MOE: dict[str, Name] = {
 def _fused(names: dict[str, Name]) -> dict[str, Name]:
     """The same with queries, keys and values as one leaf, their biases, and gate and up."""
     joined = {"wqkv": ("wq", "wk", "wv"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
-    result, left = dict[str, Name](), dict(names)
+    result = dict[str, Name]()
+    left = dict(names)
     for leaf, apart in joined.items():
         if apart[0] in left:
             result[leaf] = Joined(tuple(cast("SimpleName", left.pop(name)) for name in apart))
@@ -288,7 +292,8 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
     if config.experts is None:
         blocks |= _DENSE
     elif stacked_experts:
-        sizes, fused = (config.experts.hidden,) * 2, f"{_LAYER}mlp.experts.gate_up_proj"
+        sizes = (config.experts.hidden,) * 2
+        fused = f"{_LAYER}mlp.experts.gate_up_proj"
         blocks |= {"experts.router": f"{_LAYER}mlp.gate.weight"}
         blocks |= {f"experts.{name}": Section(fused, index, sizes) for index, name in enumerate(("gate", "up"))}
         blocks |= {"experts.down": Transposed(f"{_LAYER}mlp.experts.down_proj")}

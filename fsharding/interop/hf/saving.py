@@ -293,13 +293,15 @@ def _plan(
     sizes: dict[str, tuple[int, ...]] = {}
     if names is None:
         meant = config if isinstance(config, DecoderConfig) else config_of(entries)
-        names, sizes = names_of(meant), _sizes(meant)
+        names = names_of(meant)
+        sizes = _sizes(meant)
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
     leaves = {leaf: shards_at_home(leaf, x, homes.get(leaf), rows) for leaf, x in tree.named_leaves(params).items()}
     other = [(leaf, sizes[leaf]) for leaf, x in leaves.items() if sizes.get(leaf, x.shape) != x.shape]
     rows += [f"{leaf} is {list(leaves[leaf].shape)}; the config says {list(shape)}" for leaf, shape in other]
     rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
-    result, by_name = dict[str, list[Piece]](), dict[str, list[Piece]]()
+    result = dict[str, list[Piece]]()
+    by_name = dict[str, list[Piece]]()
     tensors: dict[str, LeafInfo] = {}
     coded: dict[str, tuple[int, ...]] = {}
     rule = None if format is None else rule_of(format, layout)
@@ -373,7 +375,8 @@ def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) 
     if not isinstance(x, DTensor):
         return staged(tuple(x.shape), None, x.detach())
     sharding: NamedSharding = sharding_of(x)
-    shape, local = tuple(x.shape), local_of(x)
+    shape = tuple(x.shape)
+    local = local_of(x)
     if hides_owners(x):
         if home is None:
             rows.append(f"{path} is assigned, by stages or parts: give its layout")
@@ -383,7 +386,8 @@ def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) 
     if sharding.partial:
         rows.append(f"{path} is {sharding}: reduce it")
     elif sharding.local_shape(shape) != tuple(local.shape):
-        held, want = list(local.shape), list(sharding.local_shape(shape))
+        held = list(local.shape)
+        want = list(sharding.local_shape(shape))
         rows.append(f"{path} of {list(shape)} is {sharding}, that is {want} here, but holds {held}")
     return staged(shape, sharding, local)
 
@@ -414,7 +418,8 @@ def _write_box(
         x: its values, strided in any way, on any device.
         values: makes what is written of a window and its values; by default a cast.
     """
-    size, strides = tensor.dtype.itemsize, contiguous(tensor.shape)
+    size = tensor.dtype.itemsize
+    strides = contiguous(tensor.shape)
     for piece in pieces(box, size if values is None else torch.float32.itemsize):
         window = x[boxes.relative(piece, box)]
         window = window if values is None else values(piece, window)
@@ -445,4 +450,5 @@ def _volume(sizes: tuple[int, ...]) -> int:
 def _put(handle: int, data: memoryview, at: int) -> None:
     while data:
         done = os.pwrite(handle, data, at)
-        data, at = data[done:], at + done
+        data = data[done:]
+        at = at + done

@@ -41,7 +41,8 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
         rows = [str(error).split(".  ")[0]]
         raise ConfigError(message(f"cannot copy {type(module).__name__}.", rows, mend)) from error
-    rebinding, rows = _Rebinding(memo), list[str]()
+    rebinding = _Rebinding(memo)
+    rows = list[str]()
     for path, part in copied.named_modules():
         for key, value in vars(part).items():
             rebinding.globals = []
@@ -74,7 +75,8 @@ class _Rebinding:
         if isinstance(x, nn.Module | Tensor):
             return self._memo.get(id(x), x)
         if isinstance(x, types.MethodType):
-            function, owner = self(x.__func__), self(x.__self__)
+            function = self(x.__func__)
+            owner = self(x.__self__)
             return x if function is x.__func__ and owner is x.__self__ else types.MethodType(function, owner)
         if isinstance(x, types.FunctionType):
             return self._function(x)
@@ -105,7 +107,9 @@ class _Rebinding:
         *contents, new.__defaults__, new.__kwdefaults__ = results = [self(value) for value in old]
         for cell, value in zip(filled, contents, strict=True):
             cells[id(cell)].cell_contents = value
-        new.__qualname__, new.__module__, new.__doc__ = x.__qualname__, x.__module__, x.__doc__
+        new.__qualname__ = x.__qualname__
+        new.__module__ = x.__module__
+        new.__doc__ = x.__doc__
         vars(new).update(vars(x))
         if all(a is b or b is new for a, b in zip(old, results, strict=True)):
             self._done[id(x)] = x

@@ -29,7 +29,8 @@ def check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, family: str | 
     leaves = [leaf for leaf in anatomy.leaves if _is_expert(leaf.path)] if axes else []
     if not leaves:
         return
-    ep, dp = shape.axis_size("ep"), shape.axis_size("dp")
+    ep = shape.axis_size("ep")
+    dp = shape.axis_size("dp")
     rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in leaves]
     mend = f"Use ep=1, and dp={ep * dp} for these ranks: the module's own forward takes all experts."
     if family in [*FAMILIES]:

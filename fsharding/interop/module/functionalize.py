@@ -91,7 +91,10 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     ) -> None:
         """Made by `functionalize`."""
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
-        self._module, self._reset, self._policy, self._cast_inputs = module, reset, policy, cast_inputs
+        self._module = module
+        self._reset = reset
+        self._policy = policy
+        self._cast_inputs = cast_inputs
         self._heads = dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
@@ -191,7 +194,8 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
                 without a key, or uses weights of a unit outside of it; all are listed.
             TreeError: the parameters are another module's.
         """
-        leaves, cast = self._leaves(params), self._cast_inputs
+        leaves = self._leaves(params)
+        cast = self._cast_inputs
         run = Run(self._engine, self._policy, leaves, random_key, buffers, cast_inputs=cast)
         result = run.forward(args, kwargs)
         return result if buffers is None else (result, run.buffers)
@@ -349,7 +353,9 @@ def made(
     problems = [*check_buffers(module, written), *check_options(module), *check_roles(module, roles or {})]
     plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None:
-        units, names, roles = units or family.units, names or family.names, family.roles if roles is None else roles
+        units = units or family.units
+        names = names or family.names
+        roles = family.roles if roles is None else roles
         reset = reset or (getattr(module, family.reset, None) if family.reset else None)
     assert units is not None
     anatomy = plan(module, units, names)

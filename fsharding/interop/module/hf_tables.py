@@ -110,7 +110,8 @@ def _llama_block(module: Any, layer: Any, x_BTD: Tensor) -> Tensor:
 
 
 def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
-    tokens, model = batch["tokens"], module.transformer
+    tokens = batch["tokens"]
+    model = module.transformer
     return model.drop(model.wte(tokens) + model.wpe(_positions(tokens)))
 
 

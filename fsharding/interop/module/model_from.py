@@ -157,8 +157,11 @@ def model_from(
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
         raise ConfigError(message("has no parts for this config.", rows, mend))
     if family is not None:
-        units, names, roles = family.units, names or family.names, family.roles if roles is None else roles
-        reset, parts = reset or getattr(module, family.reset or "", None), parts or family.parts
+        units = family.units
+        names = names or family.names
+        roles = family.roles if roles is None else roles
+        reset = reset or getattr(module, family.reset or "", None)
+        parts = parts or family.parts
     if units is None or parts is None:
         mend = "Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."
         raise ConfigError(message(f"does not know the units and parts of {type(module).__name__}.", mend=mend))
@@ -262,7 +265,8 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     wrong = [f"{weight.name} is in no unit" for weight in root.weights]
     if len(stacks) != 1:
         wrong.append(f"there are {len(stacks)} stacks: {', '.join(map(repr, stacks)) or 'no pattern has a star'}")
-    first, last = min(blocks, default=0), max(blocks, default=-1)
+    first = min(blocks, default=0)
+    last = max(blocks, default=-1)
     wrong += [f"{', '.join(u.members)} stands between the blocks" for u in units[first:last] if u.stack is None]
     ends = units[:first], units[last + 1 :]
     sides = zip(("before", "after"), ends, strict=True)

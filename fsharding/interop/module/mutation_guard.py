@@ -46,7 +46,8 @@ def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
     for path, block in others:
         result = dict(_state(block))
         for name in sorted({*wanted, *result}):
-            a, b = wanted.get(name, _NOT_THERE), result.get(name, _NOT_THERE)
+            a = wanted.get(name, _NOT_THERE)
+            b = result.get(name, _NOT_THERE)
             if not _alike(a, b):
                 rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}" + _where(a, b))
     return rows
@@ -203,7 +204,8 @@ class Watch:
             with _functorch.outside_transforms(), torch.no_grad():
                 for held, value in zip(self._held.values(), self._values, strict=True):
                     rows |= {} if _equal(held.value, value) else {held.name: held.value}
-        self._values, self._is_new = None, self._is_new and not done
+        self._values = None
+        self._is_new = self._is_new and not done
         order = {held.name: i for i, held in enumerate(self._held.values())}
         return [f"{name} is {_shown(rows[name])}" for name in sorted(rows, key=lambda n: order.get(n, len(order)))]
 
@@ -212,7 +214,8 @@ class Watch:
         rows: dict[str, Tensor] = {}
         for home, before in zip(seen.homes, seen.before, strict=True):
             for key in {**before, **home}:
-                now, held = home.get(key), self._held.get((id(home), key))
+                now = home.get(key)
+                held = self._held.get((id(home), key))
                 if held is not None and now is not held.value:
                     rows[held.name] = now if isinstance(now, Tensor) else held.value
                     home[key] = held.value

@@ -144,7 +144,8 @@ class Engine:
         self.stored = [leaf.dtype for leaf in anatomy.leaves]
         self.leaf_of = {weight.name: weight.leaf for unit in anatomy.units for weight in unit.weights}
         running = {n: m for n, m in self.module.named_modules() if not n.startswith(tuple(f"{b}." for b in idle))}
-        self._watch, self._home = Watch(running), None
+        self._watch = Watch(running)
+        self._home = None
         self.root = Body(self, Bare(self.module, self.module.__call__), None)
         self._checksums: dict[str, int] | None = None
         self.drops = [
@@ -226,7 +227,8 @@ class Engine:
         self._note_constants()
         self._move(device)
         self._watch.begin()
-        state, done = random_state(device), False
+        state = random_state(device)
+        done = False
         token = _guarded.set(True)
         try:
             with _worded():
@@ -339,7 +341,9 @@ class Run:
         *,
         cast_inputs: bool = True,
     ) -> None:
-        self._engine, self._policy, self._leaves = engine, policy, leaves
+        self._engine = engine
+        self._policy = policy
+        self._leaves = leaves
         self.buffers = _given(engine, buffers)
         self._evaluates = bool(self.buffers) and is_evaluating()
         self._inputs = _compute_dtype(engine.stored, leaves) if cast_inputs else None
@@ -358,7 +362,8 @@ class Run:
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Runs the module."""
-        engine, keyed = self._engine, self._first_seed is not None
+        engine = self._engine
+        keyed = self._first_seed is not None
         with (
             engine.in_eval_mode(self._evaluates),
             engine.guard(self._leaves, keyed=keyed, draws=not self._evaluates),
@@ -379,7 +384,8 @@ class Run:
 
     def enter(self, number: int, member: str, args: Any, kwargs: Any) -> Any:
         """Runs a member of a unit with its weights."""
-        unit, body = self._engine.units[number], self._engine.bodies[member]
+        unit = self._engine.units[number]
+        body = self._engine.bodies[member]
         args, kwargs = _cast(args, kwargs, self._inputs)
         if len(unit.members) > 1:
             if number not in self._together:
@@ -407,7 +413,8 @@ class Run:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a weight will be gathered."""
-        dtype, context = _dtype(self._leaves[self._engine.leaf_of[name]]), current_context()
+        dtype = _dtype(self._leaves[self._engine.leaf_of[name]])
+        context = current_context()
         return dtype if context is None or not dtype.is_floating_point else context.compute_dtype(dtype)
 
     def like(self, absent: _Absent) -> Tensor:

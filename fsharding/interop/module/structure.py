@@ -105,7 +105,8 @@ class ModuleLeaf:
         def alike(counts: range) -> int:
             return sum(1 for _ in takewhile(lambda k: len({parts[k] for parts in split}) == 1, counts))
 
-        start, stop = alike(range(shortest)), -alike(range(-1, -shortest - 1, -1))
+        start = alike(range(shortest))
+        stop = -alike(range(-1, -shortest - 1, -1))
         if len(split) == 1:  # its number is that part of the name which the path of the leaf lacks
             (parts,) = split
             lacks = (k for k in range(shortest) if ".".join([*parts[:k], *parts[k + 1 :]]) == self.path)
@@ -213,7 +214,8 @@ def plan_module(
     """
     modules, problems, before = dict(module.named_modules()), [*problems], len(problems)
     patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
-    result, is_sure = [_Found((), None), *patterns], len(problems) == before
+    result = [_Found((), None), *patterns]
+    is_sure = len(problems) == before
     uses = _uses(modules, result)
     homes: _Homes = {}
     for number, named in enumerate(uses):
@@ -289,7 +291,8 @@ _STAR = "Name blocks by the path of their list and a star, such as units='layers
 
 def _fits(name: str, pattern: str) -> bool:
     """Whether a path fits a pattern, part by part."""
-    parts, wanted = name.split("."), pattern.split(".")
+    parts = name.split(".")
+    wanted = pattern.split(".")
     return name != "" and len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 

@@ -75,7 +75,8 @@ class Entrances:
     def drawing(self, seed: int | None, device: torch.device | str) -> Generator[None]:
         """A unit runs inside, with a seed of its own."""
         devices = tuple({torch.device("cpu"), torch.device(device)})
-        around, self._unit = self._unit, _Unit(seed, devices)
+        around = self._unit
+        self._unit = _Unit(seed, devices)
         try:
             with seeded(seed, device):
                 yield
@@ -203,7 +204,8 @@ class Bare(nn.Module):
 
     def __init__(self, inner: nn.Module, forward: _Forward) -> None:
         super().__init__()
-        self.inner, self._call = inner, forward
+        self.inner = inner
+        self._call = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The given function."""
@@ -246,7 +248,8 @@ def check_axes(
     for unit in anatomy.units:
         for weight in unit.weights:
             called_by.setdefault(weight.leaf, []).append(weight.name)
-    cut_heads, cut_weights = False, set[str]()
+    cut_heads = False
+    cut_weights = set[str]()
     for i, leaf in enumerate(anatomy.leaves):
         for dim, name in enumerate(leaf.names):
             called = rule_name(name)
@@ -259,7 +262,8 @@ def check_axes(
             where = f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, dim {dim} ({called!r}) over {', '.join(cuts)}"
             if cuts and (bad or cuts != ["tp"]):
                 owner = (source := bad or leaf.sources[0]).rpartition(".")[0]
-                role, why = roles.roles.get(owner), roles.refused.get(owner)
+                role = roles.roles.get(owner)
+                why = roles.refused.get(owner)
                 whose = f"{source} is of a layer with {f'role {role!r}' if role else 'no role'}"
                 wrong.append(f"{where}: " + (whose if why is None else f"{owner} is {why}"))
             elif cuts and leaf.shape[dim] == 1:  # a rank tells by its sizes whether it has a shard

@@ -93,7 +93,8 @@ class _Mixed:
         self._whole, self._bare = whole, Bare(layer, whole)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, dtype = dict(self._layer.named_parameters()), self._layer.running_mean.dtype
+        weights = dict(self._layer.named_parameters())
+        dtype = self._layer.running_mean.dtype
         if all(w.dtype == dtype for w in weights.values()):
             return self._whole(x)
         wide = {f"inner.{name}": w.to(dtype) for name, w in weights.items()}
@@ -112,7 +113,8 @@ class _Synchronized:
         if not layer.training:
             return self._whole(x)
         layer._check_input_dim(x)
-        dims, shape = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))
+        dims = [0, *range(2, x.ndim)]
+        shape = (1, -1, *(1,) * (x.ndim - 2))
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         # The mean first: a sum of squares alone loses the variance of values far from 0.
         count = _sum_over_data(torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device))
