@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import itertools
 import mmap
 import operator
 import os
@@ -17,8 +18,8 @@ import pickle
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import Node
@@ -42,9 +44,11 @@ from fsharding.errors import LayoutError, message
 __all__ = [
     "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "call_first_at_exit", "clone",
     "close_group", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_cuda",
+    "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller",
-    "is_elementwise", "is_fake", "is_same_view", "is_wanted", "kept_by", "left_to_python", "like_dtensor",
+    "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by", "left_to_python",
+    "like_dtensor",
     "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
     "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "refuse_backward", "refuse_full_tensor",
     "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data", "shapes_only", "storage_id",
@@ -538,6 +542,54 @@ def start_fake_group(rank: int, size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy: it registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+
+_GROUP_STATE = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+    "_group_count",
+    "_world",
+    "_backend",
+    "_default_pg_init_method",
+)
+_fake_groups = itertools.count(1 << 40, 1 << 20)
+"""Numbers of groups of fake worlds: torch knows groups in C++ by their names, which are numbers."""
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Generator[None]:
+    """Be one rank of a fake world in this block, as in `start_fake_group`; hide other process groups."""
+    before = {name: getattr(c10d, name) for name in _GROUP_STATE}
+    hook, own = sys.excepthook, dist.get_rank() if dist.is_initialized() else -1
+    try:
+        for name in _GROUP_STATE[:6]:
+            setattr(c10d, name, {})
+        c10d._world = c10d._World()
+        c10d._group_count = next(_fake_groups)
+        start_fake_group(rank, size)
+        yield
+    finally:
+        for name in c10d._pg_names.values() if c10d._pg_names is not before["_pg_names"] else ():
+            torch._C._distributed_c10d._unregister_process_group(name)
+        for name, value in before.items():
+            setattr(c10d, name, value)
+        torch._C._distributed_c10d._set_global_rank(own)
+        sys.excepthook = hook
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Make only tensors without values in this block; operations take tensors from before as well."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def keep_unequal(mesh: DeviceMesh) -> None:
+    """Have a mesh of a fake world differ from every real one, whose name torch's caches would take for it."""
+    mesh._thread_id = -1
+    mesh._hash = None
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:

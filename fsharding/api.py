@@ -26,8 +26,8 @@ from fsharding.testing import run_ranks
 from fsharding.train import data
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.capture import capture
-from fsharding.train.decoder_traffic import expected_traffic
 from fsharding.train.evaluate import evaluate
+from fsharding.train.foresight import expected_traffic
 from fsharding.train.microbatches import local_batch
 from fsharding.train.reshard import explain_reshard, reshard, shard, unshard
 from fsharding.train.setup import setup

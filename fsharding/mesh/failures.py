@@ -51,6 +51,7 @@ __all__ = [
     "follow",
     "is_fake_world",
     "is_network_error",
+    "kept_as_it_was",
     "meet",
     "naming_lost",
     "order_here",
@@ -928,6 +929,20 @@ def set_meeting(timeout: timedelta, mesh: DeviceMesh | None = None) -> None:
         _meeting[1].set_timeout(timeout)
     if mesh is not None:
         _latest_mesh = weakref.ref(mesh)
+
+
+@contextmanager
+def kept_as_it_was() -> Generator[None]:
+    """Restore after this block how ranks meet, and which mesh was made last."""
+    global _timeout, _meeting, _latest_mesh
+    timeout, meeting, latest = _timeout, _meeting, _latest_mesh
+    _meeting = None  # its group's timeout stays
+    try:
+        yield
+    finally:
+        _timeout = timeout
+        _meeting = meeting
+        _latest_mesh = latest
 
 
 def meet(number: int = 0) -> list[int]:

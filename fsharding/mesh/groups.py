@@ -10,7 +10,8 @@ Law: all ranks make, use and close the same groups in the same order; none is cl
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakSet
@@ -21,7 +22,7 @@ from fsharding import _compat
 from fsharding.mesh.backends import backend_of, default_store, own_connection
 from fsharding.mesh.failures import among, meet, own_rank, world_size
 
-__all__ = ["Key", "close_unused", "find_group", "group_among", "meet_first"]
+__all__ = ["Key", "close_unused", "find_group", "group_among", "groups_of_another_world", "meet_first"]
 
 Key = tuple[tuple[int, ...], timedelta, str]
 """The ranks of a group, sorted, its timeout, and its use: "" for any, or what it is kept apart for."""
@@ -121,6 +122,17 @@ def _known() -> _Groups:
     if _groups is None or _groups.world is not world:
         _groups = _Groups(world)
     return _groups
+
+
+@contextmanager
+def groups_of_another_world() -> Generator[None]:
+    """Forget the groups that are made in this block, and know those from before again after it."""
+    global _groups
+    before = _groups
+    try:
+        yield
+    finally:
+        _groups = before
 
 
 def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str = "") -> dist.ProcessGroup | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import zlib
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ from fsharding import optim, random
 from fsharding.comm.counters import Traffic, counting_bytes
 from fsharding.errors import ScheduleError
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.device_mesh import Mesh, data_position
+from fsharding.mesh.device_mesh import Mesh, data_position, own_rank
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.latent_attention import Latent
 from fsharding.models.model import Model
 from fsharding.models.moe import Experts
 from fsharding.ops.attention import Kind
 from fsharding.ops.context_parallel import cut_sequence
+from fsharding.optim.base import GradientTransformation
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.precision import FP32, Precision
@@ -34,7 +36,7 @@ from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import NO_SHARD, Strategy
 from fsharding.testing.cases import device_mesh
-from fsharding.train.decoder_traffic import expected_traffic
+from fsharding.train.foresight import expected_traffic
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 from fsharding.transforms import policies
@@ -156,36 +158,53 @@ class DecoderCase:
         own = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
         return cut_sequence(own, mesh=mesh)
 
-    def traffic(self, layout: Layout, coord: dict[str, int] | None = None) -> Traffic:
-        """Counts the messages of a rank in a step: see `expected_traffic`."""
-        parts = math.prod(map(self.mesh.axis_size, ("replica", "dp", "ep")))
-        return expected_traffic(
-            self.config, layout, rows=self.rows // parts, length=self.length, microbatches=self.microbatches,
-            sequence=self.sequence, attention=self.attention, schedule=self.planned(),
-            policy=policies.POLICIES[self.policy], coord=coord,
-        )  # fmt: skip
+    @property
+    def optimizer(self) -> GradientTransformation:
+        """AdamW with warm-up and clipping."""
+        rate = optim.schedules.warmup_cosine(_RATE, 1, 10)
+        return optim.chain(optim.clip_by_global_norm(_CLIP), optim.adamw(rate, eps=_EPS, weight_decay=0.1))
 
-    def train(self) -> Tensor:
-        """Runs it; each step sends what `expected_traffic` says. Collective over all ranks.
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `make_train_step` is given beside the model and the optimizer."""
+        policy = policies.POLICIES[self.policy]
+        return {
+            "microbatches": self.microbatches,
+            "schedule": self.planned() or self.schedule,
+            "policy": policy,
+            "donate": self.donate,
+        }
+
+    def traffic(self, layout: Layout, coord: dict[str, int] | None = None) -> Traffic:
+        """Predict the messages of a rank in a step: see `expected_traffic`."""
+        parts = math.prod(map(self.mesh.axis_size, ("replica", "dp", "ep")))
+        tokens = torch.empty(
+            self.rows // parts, self.length // self.mesh.axis_size("cp"), dtype=torch.int64, device="meta"
+        )
+        batch = {"tokens": tokens, "targets": tokens}
+        return expected_traffic(self.model, self.optimizer, layout, batch, coord=coord, **self.options)
+
+    def train(self, *, foresee: bool = False) -> Tensor:
+        """Runs it. Collective over all ranks.
+
+        Args:
+            foresee: one rank, another one for each case, checks that each step sends what `expected_traffic` predicts.
 
         Returns:
             float32[steps, 2]: loss and gradient norm of each step.
         """
         model = self.model
         mesh = device_mesh(self.mesh)
-        rate = optim.schedules.warmup_cosine(_RATE, 1, 10)
-        opt = optim.chain(optim.clip_by_global_norm(_CLIP), optim.adamw(rate, eps=_EPS, weight_decay=0.1))
+        opt = self.optimizer
         state = init_state(model, opt, random.key(0), self.layout(mesh))
-        step = make_train_step(
-            model, opt, microbatches=self.microbatches, schedule=self.planned() or self.schedule,
-            policy=policies.POLICIES[self.policy], donate=self.donate,
-        )  # fmt: skip
+        step = make_train_step(model, opt, **self.options)
         result = list[Tensor]()
-        expected = self.traffic(state.layout)
+        checks = foresee and zlib.crc32(repr(self).encode()) % self.ranks == own_rank()
+        expected = self.traffic(state.layout) if checks else None
         for number in range(self.steps):
             with counting_bytes() as traffic:
                 state, metrics = step(state, self.batch(number, mesh))
-            assert self._seen(traffic) == self._seen(expected), (traffic, expected)
+            assert expected is None or self._seen(traffic) == self._seen(expected), (traffic, expected)
             result.append(torch.stack((metrics.loss, metrics.grad_norm)))
         return torch.stack(result)
 
@@ -212,8 +231,7 @@ def expert_sizes(ep: int, tp: int) -> tuple[Experts | None, ...]:
 
     None has a balance loss, which depends on how a batch is cut into microbatches.
     """
-    one = Experts(ep, 1, tp)
-    every = Experts(ep, ep, tp)
+    one, every = Experts(ep, 1, tp), Experts(ep, ep, tp)
     some = Experts(2 * ep, 1, 3 * tp, normalize=False, z=1e-2)
     biased = Experts(
         4 * ep, 2, 2 * tp, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=1, z=1e-2, bias_rate=1e-2

@@ -22,7 +22,7 @@ RANKS, STEPS = 8, 2
 
 def train(case, elements):
     with large_from(elements):
-        return case.train()
+        return case.train(foresee=FULL)
 
 
 def trained(case, elements=1 << 16):
@@ -156,7 +156,7 @@ SENT = [
 
 
 @pytest.mark.parametrize(("axes", "how"), SENT)
-def test_a_step_sends_what_the_formula_says(axes, how):
+def test_a_step_sends_what_is_expected(axes, how):
     """Sums that are large enough to be taken in two calls, and other dtypes; `case.train` compares at every step."""
     case = DecoderCase(LARGE, ordered((), **axes), fs.zero(3), rows=16, length=64, steps=1)
     trained(replace(case, **how))

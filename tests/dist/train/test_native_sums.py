@@ -12,7 +12,7 @@ from fsharding.checkpoint.serialized_layout import layout_of
 from fsharding.errors import ConfigError
 from fsharding.testing import assert_trees_close, run_ranks
 from tests.helpers import full, mesh_of, refusal, whole
-from tests.training import CONFIG, MODEL, PLACES, POSITIONS, ROWS, batches
+from tests.training import MODEL, PLACES, POSITIONS, ROWS, batches
 
 LEVELS = [pytest.param(name, marks=full if name in ("zero1", "hfsdp") else ()) for name in PLACES]
 
@@ -42,8 +42,9 @@ def trained(name, ranks, precision, sums):
             with fs.counting_bytes() as sent:
                 state, metrics = step(state, batch)
             losses.append(metrics.loss)
-    rows = ROWS // ranks // microbatches
-    expected = fs.expected_traffic(CONFIG, layout, rows=rows, length=POSITIONS, microbatches=microbatches)
+    tokens = torch.zeros(ROWS // ranks, POSITIONS, dtype=torch.int64)
+    example = {"tokens": tokens, "targets": tokens}
+    expected = fs.expected_traffic(MODEL, fs.adamw(1e-2), layout, example, microbatches=microbatches)
     return losses, whole(state.params), calls, (sent.by_axes, expected.by_axes)
 
 

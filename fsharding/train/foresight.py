@@ -1,0 +1,156 @@
+"""Predict the traffic of a train step without devices, other ranks, or memory for tensors.
+
+In: what `make_train_step` takes, a layout, and a batch. Out: the `Traffic` of one step of one rank.
+The step itself runs, on fake tensors, in a process group of torch's fake backend; `counting_bytes` counts.
+Law: a real rank at the same coordinate sends the same calls and bytes over every set of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding import _compat, random, tree
+from fsharding.comm.counters import Traffic, counting_bytes
+from fsharding.errors import BatchError, MeshError, message
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
+from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, make_mesh, set_mesh
+from fsharding.mesh.failures import kept_as_it_was
+from fsharding.mesh.groups import groups_of_another_world
+from fsharding.optim.base import GradientTransformation
+from fsharding.public import kind_of, public, refuse
+from fsharding.sharding.layout import Layout
+from fsharding.train.state import Buffers, TrainState, init_state
+from fsharding.train.step import make_train_step
+
+__all__ = ["expected_traffic"]
+
+
+@public("fs.expected_traffic")
+def expected_traffic(
+    model: Any,
+    opt: GradientTransformation,
+    layout: Layout,
+    batch: Any,
+    *,
+    coord: Mapping[str, int] | None = None,
+    buffers: Buffers | None = None,
+    **options: Any,
+) -> Traffic:
+    """Predict the calls and bytes that one rank sends in a train step.
+
+    Runs one step on fake tensors, which have shapes and no values, as the rank at `coord` of a mesh of any size. No
+    other rank takes part, and nothing is sent. It works with or without a process group, and leaves an existing one as
+    it is. No other thread may communicate during the call. A step of a decoder takes 0.2 to 0.4 s of a core per layer,
+    whatever its sizes.
+
+    Args:
+        model: a `Model` or a loss function, as in `make_train_step`. Collectives in it use the current mesh.
+        opt: the optimizer.
+        layout: of the state, on an abstract mesh or one with devices.
+        batch: the batch of this rank, a tree of tensors `[B, ...]`. Only shapes and dtypes count: they may be on the
+            meta device.
+        coord: coordinate of the rank along each axis; a missing axis is 0. By default this process's coordinate, and
+            the first rank of an abstract mesh.
+        buffers: first values of `state.buffers`, as in `init_state`.
+        **options: as in `make_train_step`.
+
+    Returns:
+        Calls and bytes by axes of the mesh. A router's choices depend on values, so tokens that are dispatched to
+        experts count as if all ranks of `ep` got equally many: calls over `ep` are exact, bytes are not.
+
+    Raises:
+        ArgumentError: an argument of another kind.
+        BatchError: the batch has a leaf that isn't a tensor, or no leaf.
+        MeshError: `coord` is outside the mesh.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     return (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
+        >>> mesh = fs.AbstractMesh(("dp",), (2,))
+        >>> layout = fs.plan_layout({"w": fs.random.zeros((8, 4))}, mesh, strategy=fs.zero(3))
+        >>> traffic = fs.expected_traffic(loss, fs.adamw(1e-3), layout, {"x": torch.ones(3, 8)})
+        >>> traffic.by_axes[("dp",)].calls  # gather, reduce-scatter, and the sums of losses and norms
+        4
+    """
+    if not isinstance(layout, Layout):
+        raise refuse("a layout", layout, "Make one with fs.plan_layout.")
+    shapes = _shapes(batch)
+    shape = abstract(layout.mesh)
+    rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
+    device = "cpu" if isinstance(layout.mesh, AbstractMesh) else layout.mesh.device_type
+    step = make_train_step(model, opt, **options)
+    first = getattr(model, "init_buffers", dict)() if buffers is None else buffers
+    with kept_as_it_was(), groups_of_another_world(), _compat.fake_world(rank, shape.size), _compat.fake_tensors():
+        mesh = _mesh(shape, device)
+        state = _state(opt, _moved(layout, mesh), first)
+        here = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), shapes)
+        with set_mesh(mesh), counting_bytes() as traffic:
+            step(state, here)
+    return traffic
+
+
+def _shapes(batch: Any) -> Any:
+    """Return the batch on the meta device.
+
+    Raises:
+        BatchError: a leaf isn't a tensor, or there is none.
+    """
+    named = tree.named_leaves(batch)
+    odd = [f"batch.{path} is {kind_of(x)}" for path, x in named.items() if not isinstance(x, Tensor)]
+    if odd or not named:
+        mend = "Give the batch of one rank: {'x': torch.empty(8, 512, device='meta')}."
+        raise BatchError(message("takes the batch as a tree of tensors.", odd or ["it has no leaf"], mend))
+    return tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), batch)
+
+
+def _rank(shape: AbstractMesh, coord: Mapping[str, int]) -> int:
+    """Return the place of a coordinate on a mesh, row-major.
+
+    Raises:
+        MeshError: it is outside.
+    """
+    sizes = dict(zip(shape.names, shape.sizes, strict=True))
+    odd = [f"{axis}={i!r}, and {axis} has size {sizes.get(axis, 1)}" for axis, i in coord.items()
+           if not isinstance(i, int) or not 0 <= i < sizes.get(axis, 1) or axis not in AXES]  # fmt: skip
+    if odd:
+        mend = "Give indices from 0, each less than the size of its axis."
+        raise MeshError(message(f"got a coord outside of the mesh {shape}.", odd, mend))
+    rank = 0
+    for axis, size in sizes.items():
+        rank = rank * size + coord.get(axis, 0)
+    return rank
+
+
+def _mesh(shape: AbstractMesh, device: Any) -> DeviceMesh:
+    """Make the mesh of all fake ranks."""
+    order = (*shape.names, *(axis for axis in AXES if axis not in shape.names))
+    sizes = cast("dict[str, Any]", dict(zip(shape.names, shape.sizes, strict=True)))
+    mesh = make_mesh(device=device, order=order, transport="native", **sizes)
+    _compat.keep_unequal(mesh)
+    return mesh
+
+
+def _moved(layout: Layout, mesh: Mesh) -> Layout:
+    """Return the same layout on another mesh of the same shape."""
+    leaves = (
+        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
+        for leaf in layout.leaves
+    )
+    return replace(layout, mesh=mesh, leaves=tuple(leaves))
+
+
+def _state(opt: GradientTransformation, layout: Layout, buffers: Buffers) -> TrainState:
+    """Make a first state of fake tensors."""
+
+    def init(_: Tensor) -> Any:
+        return tree.unflatten(layout.structure, [random.zeros(x.shape, dtype=x.init) for x in layout.leaves])
+
+    with _compat.with_values():
+        key = random.key(0)
+    return init_state(init, opt, key, layout, buffers=buffers)
