@@ -23,22 +23,20 @@ from fsharding._compat import cache_on_mesh
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Handle, Memory
 from fsharding.comm.native import Works
 from fsharding.comm.reduce import Noise
-from fsharding.comm.transport import transport_for
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
 from fsharding.mesh.failures import among
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "CodedBucket", "code_bucket", "decoded", "encode_shards", "encoded",
-    "encoded_bytes", "exchanged_maxima", "from_bytes", "gather_codes", "gathered_bytes", "is_packed", "largest_over",
+    "CodePlan", "Coded", "CodedBucket", "code_bucket", "decoded", "encode_shards",
+    "encoded_bytes", "from_bytes", "gathered_bytes", "is_packed", "largest_over",
     "packed_from_bytes", "plan_codes", "shared_scales",
 ]  # fmt: skip
 
@@ -105,7 +103,6 @@ def plan_codes(
     whole: NamedSharding,
     shape: tuple[int, ...],
     format: Blocks,
-    where: tuple[tuple[str, int], ...] | None = None,
 ) -> CodePlan:
     """Plans how a leaf of at least two dims is rounded.
 
@@ -115,16 +112,14 @@ def plan_codes(
         whole: its sharding once it has been gathered, over all data axes or some; the same where nothing is gathered.
         shape: of the leaf.
         format: of its codes.
-        where: the coordinate of the rank, by axis; by default that of this process.
     """
-    coord = None if where is None else dict(where)
     assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
     sizes = abstract(mesh)
     last = len(shape) - 2
     block = format.sizes(shape)
     rows = format.grid(shape)
-    held = sharding.local_shape(shape, coord)
-    kept = whole.local_shape(shape, coord)
+    held = sharding.local_shape(shape)
+    kept = whole.local_shape(shape)
     shared: list[str] = []
     for dim in (0, 1):
         axes = sharding.axes(last + dim)
@@ -132,7 +127,7 @@ def plan_codes(
             shared += axes
     cut, cut_axes = _data_cut(sharding, whole, len(shape))
     over = tuple(map(sizes.axis_size, cut_axes))
-    whole_start = _start(whole, shape, coord)
+    whole_start = _start(whole, shape)
     if cut is not None and cut >= last and not set(cut_axes) & {*shared}:
         dim = cut - last
         first, stop = codec.touched(whole_start[dim], kept[cut], block[dim])
@@ -141,7 +136,7 @@ def plan_codes(
     outer = [*sharding.axes(last), *sharding.axes(last + 1)] if format.has_outer else []
     packed = is_packed(format, kept, cut, over)
     return CodePlan(
-        format, block, (rows[-2], rows[-1]), _start(sharding, shape, coord), held, whole_start, kept, _in_order(shared),
+        format, block, (rows[-2], rows[-1]), _start(sharding, shape), held, whole_start, kept, _in_order(shared),
         _in_order(outer), not set(cut_axes) & {*shared}, cut is not None and cut < last, packed,
     )  # fmt: skip
 
@@ -163,9 +158,9 @@ def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in axes)
 
 
-def _start(sharding: NamedSharding, shape: tuple[int, ...], coord: dict[str, int] | None) -> tuple[int, int]:
-    """Where a rank's part begins in the last two dims."""
-    grid = sharding.grid(shape, coord)
+def _start(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Where this rank's part begins in the last two dims."""
+    grid = sharding.grid(shape)
     return (0, 0) if grid is None else (grid[-2][0][0], grid[-1][0][0])
 
 
@@ -218,18 +213,6 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
-def encoded(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None = None) -> list[Coded]:
-    """`encode_shards` by scales that ranks tell each other where they share blocks, see `shared_scales`.
-
-    Args:
-        plans: of the leaves.
-        shards: this rank's.
-        mesh: with devices.
-        noise: for formats whose rounding is keyed.
-    """
-    return encode_shards(plans, shards, shared_scales(plans, shards, mesh), noise)
-
-
 @torch.no_grad()
 def encode_shards(
     plans: Sequence[CodePlan], shards: Sequence[Tensor], scales: Sequence[Scales], noise: Noise | None = None
@@ -314,19 +297,6 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
     return result
 
 
-def exchanged_maxima(plans: Sequence[CodePlan]) -> list[tuple[str, int]]:
-    """For each call of `encoded`, the axis that it goes over, and of how many numbers it takes the maxima."""
-    matrices = [math.prod(plan.held[:-2]) for plan in plans]
-    of_blocks = [(plan.shared, n * math.prod(plan.grid)) for plan, n in zip(plans, matrices, strict=True)]
-    of_matrices = [(plan.outer, n) for plan, n in zip(plans, matrices, strict=True) if plan.format.has_outer]
-    return [
-        (axis, sum(n for axes, n in counts if axes == over))
-        for counts in (of_blocks, of_matrices)
-        for over in dict.fromkeys(axes for axes, _ in counts)
-        for axis in over
-    ]
-
-
 def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     group = axis_group(mesh, (axis,))
     if group.process_group is None or x.numel() == 0:
@@ -352,21 +322,6 @@ def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Ten
         if plan.outer_travels and scales.outer is not None:
             result.append(codec.as_bytes(scales.outer))
     return result
-
-
-def gather_codes(
-    coded: CodedBucket, own: Sequence[Coded], group: Group, memory: Memory | None = None
-) -> Handle[Tensor]:
-    """Starts to gather codes and scales; `from_bytes` takes what the handle gives.
-
-    Args:
-        coded: the bucket, the same on every member.
-        own: what this rank has of its leaves.
-        group: the members.
-        memory: as in `Transport.all_gather`.
-    """
-    parts = encoded_bytes(coded.plans, own)
-    return transport_for(group, parts[0].device).all_gather(coded.bucket, parts, torch.uint8, memory)
 
 
 def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:

@@ -1,17 +1,16 @@
-"""Moves leaves between shardings, rounded to a format on their way: codes travel, and numbers arrive.
+"""Move leaves between shardings and round some of them to a format: quantized values are sent, and dequantized.
 
-In: what `redistribute` takes, and for some leaves a `Rounding`. Out: what it gives. Where the way of such a leaf is one
-gather, codes and scales are gathered, and decoded into the memory of the result; else the leaf is rounded where it is.
-Layers of a stack have no block in common, so a stack travels in parts: layers that have the format as codes, at most a
-bucket of them at a time, and layers that have none in the dtype of the result.
-Law: the result is the whole leaf rounded, whatever the cut. Parts and buckets follow from shardings alone.
+In: what `redistribute` takes, and for some leaves a `Rounding`. Out: what it returns. A leaf that is one gather away is
+sent quantized and dequantized into the memory of the result; any other leaf is rounded where it is, and then moved.
+Layers of a stack share no block, so a stack is sent in parts: layers that have a format, at most a bucket of them at a
+time, and layers that have none in the dtype of the result.
+Law: the result is the full leaf rounded, however it is sharded. Parts and buckets follow from shardings alone.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,11 +22,9 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding._compat import cache_on_mesh
 from fsharding.calls import named
-from fsharding.comm import codes
 from fsharding.comm.bucket_queue import BucketQueue, Queued
-from fsharding.comm.codes import CodePlan
 from fsharding.comm.handles import Handle
-from fsharding.comm.move import Move, axis_sizes
+from fsharding.comm.move import axis_sizes
 from fsharding.comm.redistribute import (
     BUCKET_BYTES,
     Moving,
@@ -37,11 +34,10 @@ from fsharding.comm.redistribute import (
     route_of,
     start_redistribute,
 )
-from fsharding.comm.steps import Step, kinds_of, plan_steps
-from fsharding.comm.wires import Plain
+from fsharding.comm.steps import Step, plan_steps
+from fsharding.comm.wires import Plain, Quantizing, SentLeaf, agree, start_gather
 from fsharding.formats.blocks import Blocks
-from fsharding.formats.codec import Scales
-from fsharding.mesh.device_mesh import Mesh, axis_group
+from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 from fsharding.tree import Tree
 
@@ -71,25 +67,23 @@ class Rounding:
 
 
 class Part(NamedTuple):
-    """A part of a leaf that travels by itself, or is rounded where it is.
+    """A part of a leaf that is sent by itself, or rounded where it is.
 
     Attributes:
-        rows: from which to which row of the shard, and of the result; None for all of a leaf that is not cut in parts.
-        steps: to where it goes.
-        plan: of its codes; None for rows that have no format.
-        dtype: of the result.
+        rows: from which to which row of the shard, and of the result; None for all of a leaf that is not split.
+        leaf: how it is sent.
+        axes: over which it is gathered; none where it stays.
         bytes: of memory for all that arrives.
     """
 
     rows: tuple[int, int] | None
-    steps: tuple[Step, ...]
-    plan: CodePlan | None
-    dtype: torch.dtype
+    leaf: SentLeaf
+    axes: tuple[str, ...]
     bytes: int
 
 
 def travels_as_codes(steps: Sequence[Step], kept: Sequence[int] | None) -> bool:
-    """Whether a leaf travels as codes: in one gather, and not of a stack whose rows it joins, some without a format."""
+    """Whether a leaf is sent quantized: in one gather, which does not join rows of a stack some of which are kept."""
     return len(steps) == 1 and steps[0].kind == "gather" and not (kept is not None and steps[0].dim == 0)
 
 
@@ -97,23 +91,19 @@ def plan_parts(
     source: NamedSharding,
     target: NamedSharding,
     shape: tuple[int, ...],
-    format: Blocks,
+    wire: Quantizing,
     kept: tuple[int, ...],
-    dtype: torch.dtype,
-    where: tuple[tuple[str, int], ...] | None = None,
 ) -> tuple[Part, ...]:
-    """The parts of a leaf that travels as codes, or stays where it is.
+    """Split a leaf that is sent quantized, or quantized where it is, into parts of one wire.
 
     Args:
         source: without assignments, as the target is: on the slice of the mesh that has the leaf.
-        target: on the same mesh.
+        target: on the same mesh; one gather away, or the same.
         shape: of the leaf there, of at least two dims.
-        format: of codes.
-        kept: rows of this rank that have no format.
-        dtype: of the result.
-        where: the coordinate of the rank, by axis; by default that of this process.
+        wire: of the rows that have a format.
+        kept: rows of this rank that have none.
     """
-    return _plan_parts(source.mesh, source, target, shape, format, kept, dtype, where, BUCKET_BYTES)
+    return _plan_parts(source.mesh, source, target, shape, wire, kept, BUCKET_BYTES)
 
 
 @cache_on_mesh(1024)
@@ -122,35 +112,29 @@ def _plan_parts(
     source: NamedSharding,
     target: NamedSharding,
     shape: tuple[int, ...],
-    format: Blocks,
+    wire: Quantizing,
     kept: tuple[int, ...],
-    dtype: torch.dtype,
-    where: tuple[tuple[str, int], ...] | None,
     limit: int,
 ) -> tuple[Part, ...]:
     steps = plan_steps(source, target)
-    coord = None if where is None else dict(where)
+    axes = steps[0].axes if steps else ()
+    dim = steps[0].dim if steps else 0
+
+    def part(rows: tuple[int, int] | None, leaf: SentLeaf) -> Part:
+        return Part(rows, leaf, axes, leaf.wire.gathered_bytes(leaf))
+
     if len(shape) == 2 or source.axes(0) != target.axes(0):
-        plan = codes.plan_codes(mesh, source, target, shape, format, where)
-        return (Part(None, steps, plan, dtype, codes.gathered_bytes(plan)),)
-    count = target.local_shape(shape, coord)[0]
-    source = _of_rows(source)
-    target = _of_rows(target)
-    row = math.prod(target.local_shape((1, *shape[1:]), coord))
+        return (part(None, SentLeaf(wire, source, target, shape, dim)),)
+    a_row = SentLeaf(wire, _of_rows(source), _of_rows(target), (1, *shape[1:]), dim)
+    longest = max(1, limit // max(1, wire.gathered_bytes(a_row)))
     parts = list[Part]()
-    of_a_row = codes.gathered_bytes(codes.plan_codes(mesh, source, target, (1, *shape[1:]), format, where))
-    longest = max(1, limit // max(1, of_a_row))
-    for is_kept, run in itertools.groupby(range(count), lambda i: i in kept):
+    for is_kept, run in itertools.groupby(range(target.local_shape(shape)[0]), lambda row: row in kept):
         rows = [*run]
-        for n in range(0, len(rows), len(rows) if is_kept else longest):
-            some = rows[n:] if is_kept else rows[n : n + longest]
-            part = (len(some), *shape[1:])
-            plan = None
-            size = len(some) * row * dtype.itemsize
-            if not is_kept:
-                plan = codes.plan_codes(mesh, source, target, part, format, where)
-                size = codes.gathered_bytes(plan)
-            parts.append(Part((some[0], some[-1] + 1), steps, plan, dtype, size))
+        at_once = len(rows) if is_kept else longest
+        for first in range(rows[0], rows[-1] + 1, at_once):
+            stop = min(first + at_once, rows[-1] + 1)
+            of_rows = a_row._replace(shape=(stop - first, *shape[1:]))
+            parts.append(part((first, stop), of_rows._replace(wire=Plain(wire.dtype)) if is_kept else of_rows))
     return tuple(parts)
 
 
@@ -161,17 +145,18 @@ def _of_rows(sharding: NamedSharding) -> NamedSharding:
 
 
 def batches_of(parts: Sequence[Part]) -> list[list[int]]:
-    """Which parts travel together, by number, in the order in which they are sent: codes apart from each dtype."""
+    """Which parts are sent together, by number, in the order in which they are sent."""
     groups: dict[object, list[int]] = {}
     for i, part in enumerate(parts):
-        if part.steps:
-            groups.setdefault((kinds_of(part.steps), None if part.plan is not None else part.dtype), []).append(i)
+        if part.axes:
+            wire = part.leaf.wire
+            groups.setdefault((part.axes, type(wire), wire.bucket_key), []).append(i)
     return [
         batch for members in groups.values() for batch in in_buckets(members, lambda i: parts[i].bytes, BUCKET_BYTES)
     ]
 
 
-# --------------------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------------------------- what is sent
 class _Piece(NamedTuple):
     """A part of a leaf, with its values.
 
@@ -180,43 +165,28 @@ class _Piece(NamedTuple):
         shard: of it, in the dtype of the leaf.
         result: where it goes.
         noise: for keyed rounding.
-        scales: of its blocks; None without a format.
     """
 
     part: Part
     shard: Tensor
     result: Tensor
     noise: Callable[[], Tensor] | None
-    scales: Scales | None = None
 
 
-def _start(pieces: list[_Piece], mesh: Mesh) -> Handle[Any]:
-    """Send pieces together; with plans, they are quantized now and decoded once they are gathered."""
-    results = [piece.result for piece in pieces]
-    steps = [piece.part.steps for piece in pieces]
-    if pieces[0].part.plan is None:
-        shards = [piece.shard.to(piece.part.dtype) for piece in pieces]
-        lengths = tuple((x.shape[step.dim],) for x, (step,) in zip(results, steps, strict=True))
-        dtype = shards[0].dtype
-        return Move(mesh, tuple(steps), (), lengths, Plain(dtype), dtype).start(shards, results)
-    axes = steps[0][0].axes
-    plans, own = _encoded(pieces)
-    bucket = codes.code_bucket(plans, [step.dim for (step,) in steps], axis_sizes(mesh, axes))
-    handle = codes.gather_codes(bucket, own, axis_group(mesh, axes))
-    return handle.then(lambda flat: codes.decoded(plans, codes.from_bytes(bucket, flat, own), results))
-
-
-def _encoded(pieces: Sequence[_Piece]) -> tuple[list[CodePlan], list[codes.Coded]]:
-    """Plans and codes of pieces, all of which have a format."""
-    plans = [piece.part.plan for piece in pieces if piece.part.plan is not None]
-    scales = [piece.scales for piece in pieces if piece.scales is not None]
+def _start(pieces: Sequence[_Piece], agreed: Sequence[Any], mesh: Mesh) -> Handle[Any]:
+    """Send pieces together, or round them where they are."""
+    leaves = [piece.part.leaf for piece in pieces]
+    axes = pieces[0].part.axes
+    payload = leaves[0].wire.payload(leaves, axis_sizes(mesh, axes))
 
     def noise(number: int) -> Tensor:
         draw = pieces[number].noise
         assert draw is not None
         return draw()
 
-    return plans, codes.encode_shards(plans, [piece.shard for piece in pieces], scales, noise)
+    shards = [piece.shard for piece in pieces]
+    results = [piece.result for piece in pieces]
+    return start_gather(payload, shards, mesh, axes, noise=noise, agreed=agreed, into=results)
 
 
 class _Leaf(NamedTuple):
@@ -239,11 +209,9 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
 
     def pieces(self) -> list[_Piece]:
-        """Its parts, without scales."""
-        rounding = self.rounding
-        parts = plan_parts(
-            self.source, self.target, self.shape, rounding.format, rounding.kept or (), self.result.dtype
-        )
+        """Its parts, with their values."""
+        wire = Quantizing(self.result.dtype, self.rounding.format)
+        parts = plan_parts(self.source, self.target, self.shape, wire, self.rounding.kept or ())
         return [self._piece(part) for part in parts]
 
     def _piece(self, part: Part) -> _Piece:
@@ -257,24 +225,22 @@ class _Leaf(NamedTuple):
 
 @torch.no_grad()
 def _batches(leaves: Sequence[_Leaf], mesh: Mesh) -> list[Queued]:
-    """Rounds parts that stay where they are, and makes buckets of the others.
+    """Round parts that stay where they are, and make buckets of the others.
 
     Collective where ranks share blocks: they tell each other the largest magnitudes of all leaves at once.
     """
     pieces = [piece for leaf in leaves for piece in leaf.pieces()]
-    plans = [piece.part.plan for piece in pieces if piece.part.plan is not None]
-    shards = [piece.shard for piece in pieces if piece.part.plan is not None]
-    scales = iter(codes.shared_scales(plans, shards, mesh))
-    pieces = [piece if piece.part.plan is None else piece._replace(scales=next(scales)) for piece in pieces]
-    for piece in (piece for piece in pieces if not piece.part.steps):
-        if piece.part.plan is None:
-            piece.result.copy_(piece.shard)
-        else:
-            codes.decoded(*_encoded([piece]), [piece.result])
-    batches = [[pieces[i] for i in batch] for batch in batches_of([piece.part for piece in pieces])]
-    return [
-        Queued(sum(piece.part.bytes for piece in batch), functools.partial(_start, batch, mesh)) for batch in batches
-    ]
+    agreed = agree([piece.part.leaf for piece in pieces], [piece.shard for piece in pieces], mesh)
+    for piece, scales in zip(pieces, agreed, strict=True):
+        if not piece.part.axes:
+            _start([piece], [scales], mesh).wait()
+
+    def queued(batch: list[int]) -> Queued:
+        sent = [pieces[i] for i in batch]
+        start = functools.partial(_start, sent, [agreed[i] for i in batch], mesh)
+        return Queued(sum(piece.part.bytes for piece in sent), start)
+
+    return [queued(batch) for batch in batches_of([piece.part for piece in pieces])]
 
 
 # --------------------------------------------------------------------------------------------------------- whole trees

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -20,20 +20,25 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm import codes
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
-from fsharding.comm.codes import Coded, CodedBucket
-from fsharding.comm.handles import Handle, Memory, done
+from fsharding.comm.codes import Coded, CodedBucket, CodePlan
+from fsharding.comm.handles import FreshMemory, Handle, Memory, done
 from fsharding.comm.reduce import Noise, SumLayout, plain_terms
-from fsharding.comm.transport import transport_for
+from fsharding.comm.transport import Transport, transport_for
 from fsharding.formats.blocks import Blocks
+from fsharding.formats.codec import Scales
 from fsharding.formats.quantised import Quantised
 from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "Wire", "start_gather"]
+__all__ = ["Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "Wire", "agree", "start_gather"]
 
 
 CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
 """The shape of each leaf, and the dim along which ranks have pieces of it."""
+
+
+Into: TypeAlias = Sequence[Tensor] | None
+"""Contiguous tensors that become the full leaves, if there are any."""
 
 
 class Gathered(NamedTuple):
@@ -101,6 +106,14 @@ class Wire(Protocol):
         """
         ...
 
+    def gathered_bytes(self, leaf: SentLeaf) -> int:
+        """The bytes that a leaf with this wire needs where it is gathered, before it is dequantized."""
+        ...
+
+    def code_plan(self, leaf: SentLeaf) -> CodePlan | None:
+        """How a leaf with this wire is quantized; None if it is not."""
+        ...
+
     @property
     def has_slots(self) -> bool:
         """Whether a kernel can write a term to where it is sent from."""
@@ -135,32 +148,29 @@ class Payload(Protocol):
         """Lays out the parts that are sent."""
         ...
 
-    @property
-    def sent_dtype(self) -> torch.dtype:
-        """The dtype of the parts."""
+    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None, agreed: Sequence[Any] | None) -> Any:
+        """Encode shards. Collective over the mesh where ranks have parts of one block, unless they have agreed."""
         ...
 
-    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None) -> Any:
-        """Encode shards. Collective over the mesh where ranks have parts of one block."""
+    def send(self, own: Any, transport: Transport, memory: Memory | None, into: Into) -> Handle[Gathered]:
+        """Start to gather what `encode` returned."""
         ...
 
-    def parts(self, own: Any) -> Sequence[Tensor]:
-        """The parts of what `encode` returned."""
-        ...
-
-    def decode(self, flat: Tensor | None, own: Any, memory: Memory) -> Gathered:
-        """Make the full leaves.
-
-        Args:
-            flat: the gathered parts, laid out by `bucket`; None where nothing had to be gathered.
-            own: what `encode` returned.
-            memory: for buffers.
-        """
+    def keep(self, own: Any, memory: Memory, into: Into) -> Gathered:
+        """Make the full leaves of what `encode` returned, where nothing has to be gathered."""
         ...
 
 
 def start_gather(
-    payload: Payload, shards: Sequence[Tensor], mesh: Mesh, axes: tuple[str, ...], memory: Memory, noise: Noise | None
+    payload: Payload,
+    shards: Sequence[Tensor],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    memory: Memory | None = None,
+    noise: Noise | None = None,
+    *,
+    agreed: Sequence[Any] | None = None,
+    into: Into = None,
 ) -> Handle[Gathered]:
     """Start to gather the leaves of a bucket.
 
@@ -171,13 +181,30 @@ def start_gather(
         axes: over which they are gathered; none where they are full already, and only cast or quantized.
         memory: for buffers.
         noise: the numbers in [0, 1) for a leaf, by its place in the bucket, if its rounding is keyed.
+        agreed: what `agree` returned for these leaves; by default they agree now.
+        into: contiguous tensors that become the full leaves; not for leaves that stay quantized.
     """
-    own = payload.encode(shards, mesh, noise)
+    own = payload.encode(shards, mesh, noise, agreed)
+    device = shards[0].device
     if not axes:
-        return done(lambda: payload.decode(None, own, memory))
-    transport = transport_for(axis_group(mesh, axes), shards[0].device)
-    flat = transport.all_gather(payload.bucket, payload.parts(own), payload.sent_dtype, memory)
-    return flat.then(lambda flat: payload.decode(flat, own, memory))
+        return done(lambda: payload.keep(own, memory or FreshMemory(device), into))
+    return payload.send(own, transport_for(axis_group(mesh, axes), device), memory, into)
+
+
+def agree(leaves: Sequence[SentLeaf], shards: Sequence[Tensor], mesh: Mesh) -> list[Scales | None]:
+    """Find the scales of all quantized leaves at once, before any of them is sent. Collective where blocks are shared.
+
+    Args:
+        leaves: of any number of buckets.
+        shards: this rank's.
+        mesh: with devices.
+    """
+    plans = [(i, plan) for i, leaf in enumerate(leaves) if (plan := leaf.wire.code_plan(leaf)) is not None]
+    scales = codes.shared_scales([plan for _, plan in plans], [shards[i] for i, _ in plans], mesh)
+    agreed: list[Scales | None] = [None] * len(leaves)
+    for (i, _), given in zip(plans, scales, strict=True):
+        agreed[i] = given
+    return agreed
 
 
 # ---------------------------------------------------------------------------------------------------------------- plain
@@ -208,6 +235,14 @@ class Plain(NamedTuple):
         """See `Wire`."""
         return _PlainPayload(self.dtype, _bucket_of_leaves(leaves, axis_sizes))
 
+    def gathered_bytes(self, leaf: SentLeaf) -> int:
+        """See `Wire`."""
+        return math.prod(leaf.full.local_shape(leaf.shape)) * self.dtype.itemsize
+
+    def code_plan(self, leaf: SentLeaf) -> CodePlan | None:
+        """See `Wire`."""
+        return None
+
     @property
     def has_slots(self) -> bool:
         """See `Wire`."""
@@ -234,6 +269,8 @@ class Rounded(NamedTuple):
     is_identity = Plain.is_identity
     across = Plain.across
     payload = Plain.payload
+    gathered_bytes = Plain.gathered_bytes
+    code_plan = Plain.code_plan
     has_slots = Plain.has_slots
     terms = Plain.terms
 
@@ -248,18 +285,27 @@ def _bucket_of_leaves(leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -
 
 @dataclass(frozen=True)
 class _PlainPayload:
-    sent_dtype: torch.dtype
+    dtype: torch.dtype
     bucket: Bucket
 
-    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None) -> Sequence[Tensor]:
+    def encode(
+        self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None, agreed: Sequence[Any] | None
+    ) -> Sequence[Tensor]:
         return shards
 
-    def parts(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
-        return own
+    def send(self, own: Sequence[Tensor], transport: Transport, memory: Memory | None, into: Into) -> Handle[Gathered]:
+        if into is not None:
+            cast = [x.to(self.dtype) for x in own]
+            return transport.all_gather_into(self.bucket, cast, into).then(lambda leaves: Gathered(leaves, []))
+        return transport.all_gather(self.bucket, own, self.dtype, memory).then(self._views)
 
-    def decode(self, flat: Tensor | None, own: Sequence[Tensor], memory: Memory) -> Gathered:
-        if flat is None:
-            flat = _copied(own, self.bucket, self.sent_dtype, memory)
+    def keep(self, own: Sequence[Tensor], memory: Memory, into: Into) -> Gathered:
+        if into is None:
+            return self._views(_copied(own, self.bucket, self.dtype, memory))
+        _compat.foreach_copy_([*into], [*own])
+        return Gathered(into, [])
+
+    def _views(self, flat: Tensor) -> Gathered:
         return Gathered(buckets.whole_views(flat, self.bucket), [flat])
 
 
@@ -308,15 +354,19 @@ class Quantizing:
 
     def payload(self, leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Payload:
         """See `Wire`."""
-        plans = [
-            codes.plan_codes(leaf.sharding.mesh, leaf.sharding, leaf.full, leaf.shape, leaf.wire.format)
-            for leaf in leaves
-            if isinstance(leaf.wire, Quantizing)
-        ]
+        plans = [plan for leaf in leaves if (plan := leaf.wire.code_plan(leaf)) is not None]
         coded = codes.code_bucket(plans, [leaf.dim for leaf in leaves], axis_sizes)
         if self.stays:
             return _QuantizedPayload(coded, self.dtype, self.strict)
         return _DequantizedPayload(coded, self.dtype, _bucket_of_leaves(leaves, ()))
+
+    def gathered_bytes(self, leaf: SentLeaf) -> int:
+        """See `Wire`."""
+        return codes.gathered_bytes(self.code_plan(leaf))
+
+    def code_plan(self, leaf: SentLeaf) -> CodePlan:
+        """See `Wire`."""
+        return codes.plan_codes(leaf.sharding.mesh, leaf.sharding, leaf.full, leaf.shape, self.format)
 
     @property
     def has_slots(self) -> bool:
@@ -340,17 +390,19 @@ class Quantizing:
 class _CodedPayload:
     coded: CodedBucket
     dtype: torch.dtype
-    sent_dtype: torch.dtype = field(default=torch.uint8, init=False)
 
     @property
     def bucket(self) -> Bucket:
         return self.coded.bucket
 
-    def encode(self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None) -> list[Coded]:
-        return codes.encoded(self.coded.plans, shards, mesh, noise)
+    def encode(
+        self, shards: Sequence[Tensor], mesh: Mesh, noise: Noise | None, agreed: Sequence[Any] | None
+    ) -> list[Coded]:
+        plans = self.coded.plans
+        return codes.encode_shards(plans, shards, agreed or codes.shared_scales(plans, shards, mesh), noise)
 
-    def parts(self, own: list[Coded]) -> list[Tensor]:
-        return codes.encoded_bytes(self.coded.plans, own)
+    def _sent(self, own: list[Coded], transport: Transport, memory: Memory | None) -> Handle[Tensor]:
+        return transport.all_gather(self.bucket, codes.encoded_bytes(self.coded.plans, own), torch.uint8, memory)
 
 
 @dataclass(frozen=True)
@@ -358,21 +410,33 @@ class _DequantizedPayload(_CodedPayload):
     values: Bucket
     """The dequantized leaves."""
 
-    def decode(self, flat: Tensor | None, own: list[Coded], memory: Memory) -> Gathered:
-        gathered = own if flat is None else codes.from_bytes(self.coded, flat, own)
-        buffer = memory.empty(self.values.size, self.dtype)
-        leaves = buckets.whole_views(buffer, self.values)
-        codes.decoded(self.coded.plans, gathered, leaves)
-        return Gathered(leaves, [buffer])
+    def send(self, own: list[Coded], transport: Transport, memory: Memory | None, into: Into) -> Handle[Gathered]:
+        def dequantized(flat: Tensor) -> Gathered:
+            return self.keep(codes.from_bytes(self.coded, flat, own), memory or FreshMemory(flat.device), into)
+
+        return self._sent(own, transport, memory).then(dequantized)
+
+    def keep(self, own: list[Coded], memory: Memory, into: Into) -> Gathered:
+        buffers = list[Tensor]()
+        if into is None:
+            buffers = [memory.empty(self.values.size, self.dtype)]
+            into = buckets.whole_views(buffers[0], self.values)
+        codes.decoded(self.coded.plans, own, into)
+        return Gathered(into, buffers)
 
 
 @dataclass(frozen=True)
 class _QuantizedPayload(_CodedPayload):
     strict: bool
 
-    def decode(self, flat: Tensor | None, own: list[Coded], memory: Memory) -> Gathered:
-        if flat is None:
-            flat = _copied(self.parts(own), self.bucket, self.sent_dtype, memory)
+    def send(self, own: list[Coded], transport: Transport, memory: Memory | None, into: Into) -> Handle[Gathered]:
+        return self._sent(own, transport, memory).then(lambda flat: self._views(flat, own))
+
+    def keep(self, own: list[Coded], memory: Memory, into: Into) -> Gathered:
+        parts = codes.encoded_bytes(self.coded.plans, own)
+        return self._views(_copied(parts, self.bucket, torch.uint8, memory), own)
+
+    def _views(self, flat: Tensor, own: list[Coded]) -> Gathered:
         buffers = [flat]
         leaves = list[Tensor | Quantised]()
         for plan, (values, scales) in zip(

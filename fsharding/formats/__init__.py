@@ -1,9 +1,6 @@
 """Low precision: formats as values, their codes and scales, and tensors that are held in them."""
 
 from fsharding.formats.blocks import (
-    E2M1,
-    E4M3,
-    E5M2,
     MXFP4,
     MXFP8,
     MXFP8_E5M2,
@@ -14,9 +11,10 @@ from fsharding.formats.blocks import (
     E4M3_1x128,
     E4M3_128x128,
 )
+from fsharding.formats.elements import E2M1, E4M3, E5M2, Element, register_element
 from fsharding.formats.philox import uniform_at
 
 __all__ = [
     "E2M1", "E4M3", "E4M3_1x128", "E4M3_128x128", "E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4", "ROWWISE",
-    "TENSORWISE", "Blocks", "uniform_at",
+    "TENSORWISE", "Blocks", "Element", "register_element", "uniform_at",
 ]  # fmt: skip

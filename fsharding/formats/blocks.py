@@ -9,50 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from fsharding.calls import named
 from fsharding.errors import ConfigError, message
+from fsharding.formats.elements import E2M1, E4M3, E5M2, ELEMENTS, Element
 
 __all__ = [
-    "E2M1", "E4M3", "E5M2", "ELEMENTS", "E4M3_1x128", "E4M3_128x128", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
-    "ROWWISE", "TENSORWISE", "Blocks", "Element", "Rounding", "ScaleKind",
+    "E4M3_1x128", "E4M3_128x128", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4", "ROWWISE", "TENSORWISE", "Blocks",
+    "Rounding", "ScaleKind",
 ]  # fmt: skip
-
-E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
-E2M1 = torch.float4_e2m1fn_x2
 
 ScaleKind: TypeAlias = Literal["float32", "e8m0", "e4m3"]
 Rounding: TypeAlias = Literal["nearest", "keyed"]
-
-
-class Element(NamedTuple):
-    """The numbers that a code can stand for: a sign, an exponent, a mantissa; subnormal below the least exponent.
-
-    Attributes:
-        bits: of a code.
-        mantissa: bits of it.
-        least: the exponent of the smallest normal number.
-        exponent: that of the largest number.
-        largest: that number.
-    """
-
-    bits: int
-    mantissa: int
-    least: int
-    exponent: int
-    largest: float
-
-
-ELEMENTS = {
-    E4M3: Element(8, 3, -6, 8, 448.0),
-    E5M2: Element(8, 2, -14, 15, 57344.0),
-    E2M1: Element(4, 1, 0, 2, 6.0),
-}
-"""By dtype: OCP 8-bit floating point (OFP8, 2023), and the 4-bit type of OCP Microscaling Formats (MX, 2023)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +34,8 @@ class Blocks:
     a tensor are smaller. A tensor of one dim is one row.
 
     Attributes:
-        dtype: of an element: `torch.float8_e4m3fn`, `torch.float8_e5m2` or `torch.float4_e2m1fn_x2`.
+        dtype: of an element: `torch.float8_e4m3fn`, `torch.float8_e5m2`, `torch.float4_e2m1fn_x2`, or one that
+            `fs.formats.register_element` has added.
         block: rows and columns of a block; "row" for a whole row, "tensor" for a whole matrix.
         scale: "float32": the largest magnitude of the block over the largest number of the dtype. "e8m0": the power of
             two below it by exponents, in a byte (MX). "e4m3": a byte, relative to a float32 of the whole matrix
@@ -106,7 +78,7 @@ class Blocks:
 
     @property
     def element(self) -> Element:
-        """The numbers of its dtype."""
+        """What a code of its dtype stands for."""
         return ELEMENTS[self.dtype]
 
     @property

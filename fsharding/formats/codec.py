@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding.formats.blocks import E2M1, Blocks
+from fsharding.formats.blocks import Blocks
 
 __all__ = [
-    "Scales", "amaxes", "as_bytes", "coded", "decode", "encode", "factors", "of_matrices", "pack", "rounded",
+    "Scales", "amaxes", "as_bytes", "coded", "decode", "encode", "factors", "of_matrices", "pack",
     "scales_of", "to_bfloat16", "touched", "unpack",
 ]  # fmt: skip
 
@@ -28,7 +28,6 @@ _EXPONENT = 0xFF
 _NAN_E8M0 = 255
 _TINY = 2.0**-126
 _LEAST_E4M3 = 2.0**-9
-_VALUES_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Scales(NamedTuple):
@@ -146,34 +145,6 @@ def _apply(x: Tensor, factor: Tensor, block: tuple[int, int], start: tuple[int, 
     return (matrix / of_block if divide else matrix * of_block).reshape(x.shape)
 
 
-# ------------------------------------------------------------------------------------------------------------- elements
-def rounded(x: Tensor, format: Blocks, noise: Tensor | None = None) -> Tensor:
-    """Numbers over their scales, rounded to those that a code can stand for.
-
-    Args:
-        x: float32.
-        format: of the elements.
-        noise: for each of them a number in [0, 1): it is rounded up if its distance to the number below is larger.
-            None rounds to the nearest, ties to even.
-
-    Returns:
-        float32. Larger numbers become the largest; NaN stays.
-    """
-    element = format.element
-    if noise is None and element.bits == 8:
-        return x.clamp(-element.largest, element.largest).to(format.dtype).to(torch.float32)
-    size = x.abs()
-    exponent = ((size.view(torch.int32) >> 23) & _EXPONENT).clamp(127 + element.least) - element.mantissa
-    step = (exponent << 23).view(torch.float32)
-    steps = size / step
-    if noise is None:
-        whole = steps.round()
-    else:
-        whole = steps.floor()
-        whole += noise < steps - whole
-    return torch.copysign((whole * step).clamp(max=element.largest), x)
-
-
 def to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
     """Numbers rounded to bfloat16, up or down with the probability that makes the mean exact.
 
@@ -206,7 +177,7 @@ def encode(
         format: of the codes.
         block: rows and columns of a block; by default those of a tensor of this shape.
         start: where the piece begins in the last two dims of the whole tensor.
-        noise: for keyed rounding, see `rounded`.
+        noise: for keyed rounding, see `Element.round`.
 
     Returns:
         uint8 in the shape of x.
@@ -214,17 +185,7 @@ def encode(
     assert (noise is not None) == format.keyed, format
     block = block or format.sizes(tuple(x.shape))
     over = _apply(x.to(torch.float32), factors(scales, format), block, start, divide=True)
-    if noise is None and format.element.bits == 8:
-        largest = format.element.largest
-        return over.clamp_(-largest, largest).to(format.dtype).view(torch.uint8)
-    numbers = rounded(over, format, noise)
-    if format.dtype != E2M1:
-        return numbers.to(format.dtype).view(torch.uint8)
-    # The scale is NaN where a number is: this type has no code for it.
-    size = numbers.abs().nan_to_num(0.0)
-    code = torch.where(size < 2, size * 2, torch.where(size < 4, size + 2, 4 + size / 2)).to(torch.uint8)
-    code = torch.where(size == 6, 7, code)
-    return code | (torch.signbit(numbers).to(torch.uint8) << 3)
+    return format.element.encode(over, noise)
 
 
 def coded(
@@ -257,12 +218,7 @@ def decode(
         start: as in `encode`.
     """
     block = block or format.sizes(tuple(codes.shape))
-    if format.dtype == E2M1:
-        table = torch.tensor([*_VALUES_E2M1, *(-x for x in _VALUES_E2M1)], device=codes.device)
-        numbers = table[codes.to(torch.int64)]
-    else:
-        numbers = codes.view(format.dtype).to(torch.float32)
-    return _apply(numbers, factors(scales, format), block, start, divide=False).to(dtype)
+    return _apply(format.element.decode(codes), factors(scales, format), block, start, divide=False).to(dtype)
 
 
 def as_bytes(scales: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from fsharding.transforms.unit_plan import GradTarget, LeafIndex, whole
 from fsharding.tree import Tree
 
 __all__ = [
-    "AtRest", "WeightFormats", "kept_rows", "key_of_terms", "round_leaves", "round_params", "roundings_in_flight",
+    "AtRest", "WeightFormats", "key_of_terms", "round_leaves", "round_params", "roundings_in_flight",
     "roundings_of_copies",
 ]  # fmt: skip
 
@@ -252,24 +252,15 @@ def _rounding(at: AtRest, precision: Precision, key: Tensor | None) -> Rounding 
     """How a main parameter at rest is rounded; None on a rank that has nothing of it."""
     if at.home.grid(at.leaf.shape) is None:
         return None
-    return Rounding(at.format, kept_rows(at.leaf, at.home, precision), _noise_at_rest(at, key))
+    return Rounding(at.format, _kept_rows(at.leaf, at.home, precision), _noise_at_rest(at, key))
 
 
-def kept_rows(
-    leaf: LeafLayout, home: NamedSharding, precision: Precision, where: dict[str, int] | None = None
-) -> tuple[int, ...] | None:
-    """Which of a rank's rows of a stack have no format although others have one; None where no rank has such rows.
-
-    Args:
-        leaf: that has a format.
-        home: where it is.
-        precision: which layers of a stack have no format.
-        where: the coordinate of the rank, by axis; by default that of this process.
-    """
+def _kept_rows(leaf: LeafLayout, home: NamedSharding, precision: Precision) -> tuple[int, ...] | None:
+    """Which of this rank's rows of a stack have no format although others have one; None where no rank has any."""
     kept = precision.kept_rows(leaf.path, leaf.shape[0]) if is_stacked(leaf.names) else ()
     if not kept:
         return None
-    grid = home.grid(leaf.shape, where)
+    grid = home.grid(leaf.shape)
     here = [row for start, stop in (grid[0] if grid is not None else ()) for row in range(start, stop)]
     return tuple(place for place, row in enumerate(here) if row in kept)
 

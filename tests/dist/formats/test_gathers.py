@@ -54,7 +54,7 @@ def both(sharding, shape, format, seed):
     def noise(_):
         return formats.uniform_at(key, 1, tuple(shape), [(r,) for r in box], device)
 
-    own = codes.encoded([plan], [shard], mesh, noise)
+    own = codes.encode_shards([plan], [shard], codes.shared_scales([plan], [shard], mesh), noise)
     cut = [(d, tuple(a for a in sharding.axes(d) if a not in gathered.axes(d))) for d in range(len(shape))]
     dim, over = next(((d, a) for d, a in cut if a), (0, ()))
     if over:

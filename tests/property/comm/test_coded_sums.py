@@ -14,8 +14,7 @@ from fsharding.comm import coded_sums
 from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
 from fsharding.comm.handles import Handle
 from fsharding.comm.reduce import OrderedSum, sum_rows
-from fsharding.formats import codec
-from fsharding.formats.blocks import E2M1, E4M3, E5M2, Blocks
+from fsharding.formats import E2M1, E4M3, E5M2, Blocks, codec
 from fsharding.mesh.device_mesh import Group
 from tests.helpers import examples
 
