@@ -96,7 +96,7 @@ def tracing() -> Generator[Operations]:
 
 _MEND = (
     "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
-    " changes as a tensor of the batch."
+    " changes as a tensor of the batch. Drop with fs.random.dropout: a module with random_key= is seeded by the host."
 )
 
 

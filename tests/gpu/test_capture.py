@@ -59,6 +59,27 @@ def test_a_state_from_elsewhere_is_taken_in():
     assert torch.equal(first.loss, second.loss)
 
 
+def test_buffers_that_a_step_writes_are_captured():
+    """The capture of a graph forbids to ask for the state of a generator, as the guard of a module does elsewhere."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.SyncBatchNorm(4))
+    net = fs.functionalize(module, ("0",))
+
+    def loss(params, batch, buffers):
+        out, buffers = net(params, batch["x"], buffers=buffers)
+        return (out - 1).square().mean(), buffers
+
+    runs, rows = [], [{"x": torch.randn(8, 4, device="cuda")} for _ in range(3)]
+    for captures in (False, True):
+        state, step = fs.setup(net, loss, fs.sgd(0.1), fs.random.key(0), mesh=fs.make_mesh(dp=1, device="cuda"))
+        step = fs.capture(step, state, rows[0]) if captures else step
+        seen = []
+        for batch in rows:
+            state, _ = step(state, batch)
+            seen.append(bits(state))
+        runs.append(seen)
+    assert_bitwise_equal(*runs)
+
+
 def test_a_loss_function_that_reads_is_refused_with_its_line():
     def loss(params, batch):
         x = (batch["x"] @ fs.gather_unit(params)["w"]).square().sum()

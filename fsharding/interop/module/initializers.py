@@ -17,15 +17,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fsharding import _compat, random
+from fsharding import _compat, _functorch, random
 from fsharding.errors import ConfigError, report
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = [
-    "LazyLeaf", "Reset", "lazy_leaves", "random_state", "real_buffers", "reseed", "seed_of", "seeded",
-    "set_random_state",
+    "LazyLeaf", "Reset", "generator_bytes", "lazy_leaves", "random_state", "real_buffers", "reseed", "seed_of",
+    "seeded", "set_random_state",
 ]  # fmt: skip
 
 Reset: TypeAlias = Callable[[nn.Module], object]
@@ -60,6 +60,17 @@ def reseed(seed: int, device: torch.device) -> None:
 def random_state(device: torch.device) -> Tensor:
     """The state of a device's generator, which tells whether something has been drawn."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def generator_bytes(device: torch.device) -> bytes | None:
+    """Return the state of a device's generator for comparison, without an operation that a dispatch mode could see.
+
+    It is None during the capture of a graph, which forbids to ask, and under `FakeTensorMode`, which draws nothing.
+    """
+    if _compat.makes_fakes() or _compat.is_capturing(device):
+        return None
+    with _functorch.outside_transforms():
+        return random_state(device).numpy().tobytes()
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:

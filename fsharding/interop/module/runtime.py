@@ -23,7 +23,7 @@ from fsharding import _compat, _functorch, random, tree
 from fsharding.errors import FshardingError, TransformError, report
 from fsharding.formats.quantised import Quantised, dequantise
 from fsharding.interop.module.copying import copy_module
-from fsharding.interop.module.initializers import random_state, seed_of
+from fsharding.interop.module.initializers import generator_bytes, seed_of
 from fsharding.interop.module.layers import Role
 from fsharding.interop.module.mutation_guard import Watch
 from fsharding.interop.module.problems import FUNCTION
@@ -227,7 +227,7 @@ class Engine:
         self._note_constants()
         self._move(device)
         self._watch.begin()
-        state = random_state(device)
+        state = generator_bytes(device)
         done = False
         token = _guarded.set(True)
         try:
@@ -240,7 +240,7 @@ class Engine:
             changed = self._watch.end(done=done)
         if changed:
             raise TransformError(_changing(changed))
-        if not keyed and not torch.equal(state, random_state(device)):
+        if not keyed and state != generator_bytes(device):
             raise TransformError(_keyless([f"{type(self.module).__name__} in its forward"]))
 
     def _open(self, number: int, member: str) -> None:

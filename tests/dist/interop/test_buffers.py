@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ConfigError, RankError, ReplicaError
+from fsharding.errors import ConfigError, NonFiniteError, RankError, ReplicaError, TransformError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
+from fsharding.train.capture import captured
+from tests.helpers import bits as all_bits
 from tests.helpers import full, mesh_of, refusal
+from tests.tape import Tape
 
 BATCH = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
 
@@ -384,6 +387,59 @@ def by_hand():
 
 def test_steps_by_hand_send_the_buffers_of_rank_0():
     run_ranks(by_hand, 2, timeout=60.0)
+
+
+def captured_steps(axes, how):
+    """Compare a captured step with the step itself: the bits of the state after each call."""
+    mesh, net = mesh_of(axes, transport="native"), fs.functionalize(Normed(), ("up", "norm", "down"), buffers="calls")
+    layout, opt = fs.plan_layout(net, mesh), fs.sgd(0.05)
+    rows, runs = [batch_of(x, mesh) for x in (*ROWS, ROWS[0] * torch.inf)], []
+    for capture in (False, True):
+        state = fs.init_state(net, opt, fs.random.key(0), layout)
+        step, seen = fs.make_train_step(trained_loss(net), opt, check="next", **how), []
+        step = captured(step, state, rows[0], Tape()) if capture else step
+        for x in rows:
+            state, metrics = step(state, x)
+            seen.append((bool(metrics.skipped), all_bits(state)))
+        assert [skipped for skipped, _ in seen] == [False] * STEPS + [True]
+        refusal(lambda last=metrics: last.loss, kind=NonFiniteError)
+        assert_bitwise_equal(seen[-1][1], seen[-2][1], "a refused step keeps the buffers")
+        assert int(state.buffers["calls"]) == STEPS * how.get("microbatches", 1)
+        runs.append(seen)
+    assert_bitwise_equal(*runs)
+
+
+class Normed(nn.Module):
+    """Two norms, one of them in a unit, a spectral norm, and a count that the forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.down = nn.Sequential(nn.SyncBatchNorm(6), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.down(torch.relu(self.norm(self.up(x))))
+
+
+@pytest.mark.parametrize("how", [{}, {"microbatches": 2, "donate": True}], ids=str)
+def test_steps_that_write_buffers_are_captured(how):
+    captured_steps({"dp": 1}, how)
+    run_ranks(captured_steps, 2, {"dp": 2}, how, timeout=60.0)
+
+
+def test_modules_that_draw_are_not_captured():
+    net = fs.functionalize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), ())
+
+    def loss(params, batch, key):
+        return net(params, batch["x"], random_key=key).square().sum()
+
+    state, step = fs.setup(net, loss, fs.sgd(0.1), fs.random.key(0), mesh=mesh_of({"dp": 1}), check="next")
+    text = refusal(fs.testing.assert_capturable, step, state, BATCH, kind=TransformError)
+    assert text.startswith("fs.capture cannot capture a step in which the host reads the device.")
+    assert "Drop with fs.random.dropout: a module with random_key= is seeded by the host." in text
 
 
 def test_sync_buffers_keeps_every_bit_of_every_dtype():

@@ -122,7 +122,7 @@ def takes(params, batch):
 READS = "fs.capture cannot capture a step in which the host reads the device."
 MEND = (
     "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
-    " changes as a tensor of the batch."
+    " changes as a tensor of the batch. Drop with fs.random.dropout: a module with random_key= is seeded by the host."
 )
 
 
