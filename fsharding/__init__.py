@@ -9,9 +9,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from fsharding.registry import register
 from fsharding.version import own_version
 
 __version__ = own_version()
+
+# In the order in which a group of gloo tries them.
+register("transport", "shared_memory", "fsharding.comm.shared_memory.transport:SharedMemory")
+register("transport", "pairwise", "fsharding.comm.pairwise:Pairwise")
 
 if TYPE_CHECKING:
     from fsharding.api import *  # noqa: F403

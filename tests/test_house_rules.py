@@ -27,7 +27,7 @@ README_SECONDS = 110
 
 # A module imports its own room and rooms that stand before it. A room is a folder, or a module that is in none.
 ROOMS = [
-    "version", "calls", "errors", "_compat", "_functorch", "tree", "untrusted", "formats", "precision", "public", "mesh", "sharding",
+    "version", "registry", "calls", "errors", "_compat", "_functorch", "tree", "untrusted", "public", "formats", "precision", "mesh", "sharding",
     "random", "comm", "ops", "transforms", "optim", "models", "pipeline", "train", "checkpoint", "interop", "testing",
     "notebook", "api", "bench", "cli", "__main__",
 ]  # fmt: skip

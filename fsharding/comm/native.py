@@ -26,7 +26,7 @@ from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
-__all__ = ["Message", "Native", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
+__all__ = ["Message", "Native", "Offer", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
 
 @dataclass
@@ -84,6 +84,13 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
+class Offer(NamedTuple):
+    """Whether a transport can serve a group of gloo, and why; an empty reason: nothing speaks against it."""
+
+    yes: bool
+    reason: str
+
+
 class Native:
     """A group's own collectives; see `Transport`.
 
@@ -99,6 +106,16 @@ class Native:
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
+
+    @classmethod
+    def offer(cls, group: Group, *, asked: bool) -> Offer:
+        """Decide whether this transport can serve a group of several members. Collective over it the first time.
+
+        Args:
+            group: of gloo.
+            asked: the user named this transport.
+        """
+        return Offer(True, "")
 
     # ---------------------------------------------------------------------------------------------------------- leaves
     def all_gather(

@@ -1,7 +1,7 @@
 """Transports: how tensors travel inside one group of ranks, and which of them a group uses.
 
-In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives; `pairwise`, for gloo; or
-`shared_memory`, for gloo between processes of one machine. `transport_for` chooses, once for each group and device.
+In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives, or for gloo one that is registered,
+such as `pairwise` and `shared_memory`. `transport_for` chooses, once for each group and device.
 Law: all transports give the same bits, and count the same bytes.
 """
 
@@ -17,12 +17,11 @@ from fsharding.calls import named
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
 from fsharding.comm.native import Message, Native
-from fsharding.comm.pairwise import Pairwise
 from fsharding.comm.reduce import Noise, SumLayout, plain_terms
-from fsharding.comm.shared_memory.transport import SharedMemory, can_share
 from fsharding.errors import MeshError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group
+from fsharding.registry import find, names_of
 
 __all__ = ["Choice", "Transport", "choice_for", "send_recv", "start_sum", "transport_for"]
 
@@ -165,14 +164,16 @@ def choice_for(group: Group, device: torch.device) -> Choice:
         if asked != "auto":
             raise _refusal(asked, f"it is for gloo and tensors on the CPU, not for {backend} and {device.type}")
         return Choice(Native, f"the backend is {backend}")
-    if asked == "pairwise":
-        return Choice(Pairwise, why)
-    sharing = can_share(group, asked=asked == "shared_memory")
-    if sharing.yes:
-        return Choice(SharedMemory, sharing.reason)
-    if asked == "shared_memory":
-        raise _refusal(asked, sharing.reason)
-    return Choice(Pairwise, sharing.reason)
+    reason = why
+    for name in names_of("transport") if asked == "auto" else (asked,):
+        kind: type[Native] = find("transport", name)
+        offer = kind.offer(group, asked=asked == name)
+        if offer.yes:
+            return Choice(kind, offer.reason or reason)
+        if asked == name:
+            raise _refusal(asked, offer.reason)
+        reason = offer.reason
+    return Choice(Native, reason)
 
 
 @named("fs.make_mesh")

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
@@ -28,7 +27,7 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows, Terms
-from fsharding.comm.native import as_bytes
+from fsharding.comm.native import Offer, as_bytes
 from fsharding.comm.pairwise import Pairwise, swap_rows
 from fsharding.comm.reduce import Noise, PlainTerms, SumLayout, copy_terms, sum_rows, sums_at_once
 from fsharding.comm.shared_memory import segments
@@ -36,7 +35,7 @@ from fsharding.comm.shared_memory.pipes import MemberError, Pipes
 from fsharding.mesh.device_mesh import Group
 from fsharding.mesh.failures import UnlikeSizes, among
 
-__all__ = ["Joint", "Posted", "SharedMemory", "Sharing", "can_share"]
+__all__ = ["Joint", "Posted", "SharedMemory", "can_share"]
 
 _TAG = 1 << 20
 """Of handshakes, so that they are never taken for a message of somebody else."""
@@ -115,14 +114,7 @@ _known: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
 """By their ranks."""
 
 
-class Sharing(NamedTuple):
-    """Whether the members of a group read each other's memory, and why they do or do not."""
-
-    yes: bool
-    reason: str
-
-
-def can_share(group: Group, *, asked: bool = False) -> Sharing:
+def can_share(group: Group, *, asked: bool = False) -> Offer:
     """Whether all members of a group are processes of one machine that can map each other's memory.
 
     Collective over the group the first time.
@@ -137,9 +129,9 @@ def can_share(group: Group, *, asked: bool = False) -> Sharing:
     if key not in channels:
         channels[key] = _handshake(group, asked=asked)
     result = channels[key]
-    return (
-        Sharing(False, result) if isinstance(result, str) else Sharing(True, "its ranks are processes of one machine")
-    )
+    if isinstance(result, str):
+        return Offer(False, result)
+    return Offer(True, "its ranks are processes of one machine")
 
 
 def _channel(group: Group) -> _Channel:
@@ -410,6 +402,11 @@ class SharedMemory(Pairwise):
     """A group for which `can_share` is true; see `Native`. Messages and uneven rows go over gloo."""
 
     name = "shared_memory"
+
+    @classmethod
+    def offer(cls, group: Group, *, asked: bool) -> Offer:
+        """See `Native.offer`."""
+        return can_share(group, asked=asked)
 
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None

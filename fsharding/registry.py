@@ -1,0 +1,40 @@
+"""Implementations that are found by name, so that the code that uses them does not import them.
+
+In: a kind, a name, and a place "module:attribute". Out: the attribute, whose module is imported at the first use.
+Law: names of a kind come in the order of their registration, and registering a name again replaces its place.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["find", "names_of", "register"]
+
+_places: dict[str, dict[str, str]] = {}
+
+
+def register(kind: str, name: str, place: str) -> None:
+    """Register an implementation without importing it.
+
+    Args:
+        kind: the set of names that it joins, such as "transport".
+        name: how it is found.
+        place: its module and its attribute there, such as "package.module:Class".
+    """
+    _places.setdefault(kind, {})[name] = place
+
+
+def names_of(kind: str) -> tuple[str, ...]:
+    """Return the registered names of a kind."""
+    return tuple(_places.get(kind, ()))
+
+
+def find(kind: str, name: str) -> Any:
+    """Import an implementation.
+
+    Raises:
+        KeyError: the name is not registered.
+    """
+    module, _, attribute = _places[kind][name].partition(":")
+    return getattr(import_module(module), attribute)  # lazy: the importer must not depend on what registers
