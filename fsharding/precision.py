@@ -22,10 +22,11 @@ from fsharding.calls import named
 from fsharding.errors import ConfigError, LayoutError, did_you_mean, listed, message
 from fsharding.formats import Blocks
 from fsharding.formats.blocks import Rounding
+from fsharding.public import refuse
 
 __all__ = [
     "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "PatternLeaf",
-    "Precision", "ScaleState", "scaled_loss", "wide",
+    "Precision", "ScaleState", "check_precision", "scaled_loss", "wide",
 ]  # fmt: skip
 
 
@@ -413,6 +414,16 @@ def _idle_patterns(precision: Precision, leaves: tuple[PatternLeaf, ...]) -> tup
             why = "no matrix that has a format" if ndims else f"no leaf.{did_you_mean(pattern, parts)}"
             rows.append(f"columnwise: {pattern!r} matches {why}")
     return tuple(rows)
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse a value that isn't a `Precision`, such as the name of a dtype.
+
+    Raises:
+        ArgumentError: it isn't one.
+    """
+    if not isinstance(precision, Precision):
+        raise refuse("a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
 
 
 def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:

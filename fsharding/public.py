@@ -38,7 +38,6 @@ from fsharding.errors import (
     message,
     report,
 )
-from fsharding.precision import Precision
 
 __all__ = [
     "YIELDS",
@@ -46,7 +45,6 @@ __all__ = [
     "check_function",
     "check_optimizer",
     "check_path",
-    "check_precision",
     "check_timeout",
     "is_optimizer",
     "kind_of",
@@ -435,16 +433,6 @@ def check_timeout(timeout: Any) -> None:
     if not isinstance(timeout, timedelta):
         mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
         raise refuse("timeout= as a timedelta", timeout, mend)
-
-
-def check_precision(precision: Any) -> None:
-    """Refuses what is no `Precision`, such as the name of a dtype.
-
-    Raises:
-        ArgumentError: it is none.
-    """
-    if not isinstance(precision, Precision):
-        raise refuse("a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
 
 
 def is_optimizer(x: Any) -> bool:

@@ -32,8 +32,8 @@ from fsharding.models.cache import at_each, store
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import Decode, Model
 from fsharding.ops.embedding import checked_ids
-from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, check_precision, kind_of, public, refuse, refuse_compiled
+from fsharding.precision import FP32, Precision, check_precision
+from fsharding.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.sharding.mesh_view import slice_of
 from fsharding.sharding.named_sharding import hides_owners, to_local, typeof
 from fsharding.transforms.gather_unit import gather_unit

@@ -23,8 +23,8 @@ from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError,
 from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.precision import FP32, PatternLeaf, Precision
-from fsharding.public import check_optimizer, check_precision, kind_of, public, refuse, refuse_module
+from fsharding.precision import FP32, PatternLeaf, Precision, check_precision
+from fsharding.public import check_optimizer, kind_of, public, refuse, refuse_module
 from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.leaf_names import MEND, objections_to_names
 from fsharding.sharding.leaf_plan import (

@@ -38,11 +38,10 @@ from fsharding.optim.schedules import noting_rates
 from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
-from fsharding.precision import Precision
+from fsharding.precision import Precision, check_precision
 from fsharding.public import (
     check_function,
     check_optimizer,
-    check_precision,
     is_optimizer,
     kind_of,
     missing_name,

@@ -29,8 +29,8 @@ from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost, order_here
 from fsharding.ops.scaled_mm import scaled_kernel
-from fsharding.precision import FP32, KEEP, PatternLeaf, Precision
-from fsharding.public import check_function, check_precision, public, refuse, refuse_compiled
+from fsharding.precision import FP32, KEEP, PatternLeaf, Precision, check_precision
+from fsharding.public import check_function, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import (
     Local,
