@@ -17,6 +17,11 @@ __version__ = own_version()
 # In the order in which a group of gloo tries them.
 register("transport", "shared_memory", "fsharding.comm.shared_memory.transport:SharedMemory")
 register("transport", "pairwise", "fsharding.comm.pairwise:Pairwise")
+for _place in (
+    *("exporting:Exported", "exporting:export", "foreign_weights:Weights", "foreign_weights:open_weights"),
+    *("importing:load_weights", "name_map:Names", "name_map:Rows", "name_map:Transposed"),
+):
+    register("checkpoint", _place.partition(":")[2], f"fsharding.checkpoint.{_place}")
 
 if TYPE_CHECKING:
     from fsharding.api import *  # noqa: F403
