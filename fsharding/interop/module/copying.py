@@ -38,7 +38,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         copied = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
-        mend = "Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."
+        mend = "Detach tensors that the module keeps between calls, and take out what else cannot be copied."
         rows = [str(error).split(".  ")[0]]
         raise ConfigError(message(f"cannot copy {type(module).__name__}.", rows, mend)) from error
     rebinding = _Rebinding(memo)

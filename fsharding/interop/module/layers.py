@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
-from fsharding.errors import ConfigError, FshardingError, report
-from fsharding.interop.module.problems import FUNCTION, problem
+from fsharding.errors import ConfigError, FshardingError
+from fsharding.interop.module.problems import problem
 from fsharding.interop.module.structure import shadowed
 
 __all__ = ["REPLACED", "LayerRoles", "Role", "Roles", "check_options", "check_roles", "layer_roles"]
@@ -96,7 +96,7 @@ def check_roles(module: nn.Module, roles: Roles) -> list[FshardingError]:
     wrong += [f"{pattern!r} fits no module" for pattern in idle]
     wrong += shadowed(roles, [*paths])
     mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, known))}, and others none."
-    return [ConfigError(report(f"{FUNCTION} cannot compute some layers over tp.", wrong, mend))] if wrong else []
+    return problem(ConfigError, "cannot compute some layers over tp.", wrong, mend)
 
 
 _TABLE_OPTIONS = {

@@ -34,6 +34,7 @@ from fsharding.interop.module.problems import check_module
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import Bare, check_axes
+from fsharding.interop.module.written_buffers import check_buffers
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
@@ -150,7 +151,7 @@ def model_from(
         ['blocks', 'embed', 'head']
     """
     check_module(module)
-    problems = [*check_options(module), *check_roles(module, roles or {})]
+    problems = [*check_buffers(module, ()), *check_options(module), *check_roles(module, roles or {})]
     family = family_of(module) if units is None else None
     plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None and parts is None and (rows := family.objections(module)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharding.errors import ConfigError, FshardingError, message, report
+from fsharding.errors import ConfigError, FshardingError, message
 
 __all__ = ["FUNCTION", "check_module", "problem", "refuse_all"]
 
@@ -20,7 +20,7 @@ FUNCTION = "fs.functionalize"
 
 def problem(kind: type[FshardingError], rule: str, rows: Sequence[str], mend: str) -> list[FshardingError]:
     """An error for some rows, if there are any."""
-    return [kind(report(f"{FUNCTION} {rule}", rows, mend))] if rows else []
+    return [kind(message(rule, rows, mend))] if rows else []
 
 
 def refuse_all(problems: Sequence[FshardingError]) -> None:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fsharding import ops
 from fsharding.errors import ConfigError, FshardingError
@@ -61,7 +64,7 @@ def _is_written(owner: nn.Module) -> bool:
 
 
 def check_buffers(module: nn.Module, patterns: Sequence[str]) -> list[FshardingError]:
-    """Objections to patterns that match no buffer, and to written buffers that are one tensor under several names."""
+    """Objections to hooks that assign weights, to patterns that match no buffer, and to shared written buffers."""
     places = places_of(module)
     rows = [f"{p!r} matches no buffer" for p in patterns if not any(fnmatchcase(name, p) for name in places)]
     names: dict[int, list[str]] = {}
@@ -69,7 +72,37 @@ def check_buffers(module: nn.Module, patterns: Sequence[str]) -> list[FshardingE
         names.setdefault(id(getattr(*places[name])), []).append(name)
     rows += [f"{', '.join(same)} are one tensor" for same in names.values() if len(same) > 1]
     mend = f"The buffers are {', '.join(places) or 'none'}; give each its own tensor."
-    return problem(ConfigError, "cannot find the buffers that a forward writes.", rows, mend)
+    return [
+        *_hooked_weights(module),
+        *problem(ConfigError, "cannot find the buffers that a forward writes.", rows, mend),
+    ]
+
+
+_HOOKS: dict[type, tuple[str, str]] = {
+    SpectralNorm: ("spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm"),
+    WeightNorm: ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    BasePruningMethod: (
+        "prune",
+        "make it permanent with torch.nn.utils.prune.remove, or multiply by the mask in a parametrization",
+    ),
+}
+"""Hooks of `torch.nn.utils` that assign a weight before each forward: their modules, and the replacements."""
+
+
+def _hooked_weights(module: nn.Module) -> list[FshardingError]:
+    """Objections to hooks that assign a weight to a layer: its forward would not get the sharded parameters."""
+    found = [
+        (".".join(filter(None, (path, getattr(hook, "name", "") or getattr(hook, "_tensor_name", "")))), entry)
+        for path, layer in module.named_modules()
+        for hook in layer._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+        for kind, entry in _HOOKS.items()
+        if isinstance(hook, kind)
+    ]
+    rows = [f"{name} is assigned by torch.nn.utils.{utility}: {instead}" for name, (utility, instead) in found]
+    mend = (
+        "Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any forward."
+    )
+    return problem(ConfigError, "cannot run hooks that assign weights.", rows, mend)
 
 
 # -------------------------------------------------------------------------------------------------------- SyncBatchNorm

@@ -1,6 +1,7 @@
 """Modules as pure functions, on one process: values, derivatives, what is drawn, what is refused and in which words."""
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -300,6 +301,27 @@ def forward_mode(module, x):
     net = fs.functionalize(module, ())
     params = whole_params(net)
     return torch.func.jvp(lambda x: net(params, x), (x,), (x,))
+
+
+HOOKS = """cannot run hooks that assign weights.
+  0.weight is assigned by torch.nn.utils.spectral_norm: use torch.nn.utils.parametrizations.spectral_norm
+  1.weight is assigned by torch.nn.utils.weight_norm: use torch.nn.utils.parametrizations.weight_norm
+  2.bias is assigned by torch.nn.utils.prune: make it permanent with torch.nn.utils.prune.remove, or multiply by the mask in a parametrization
+  3.weight is assigned by torch.nn.utils.prune: make it permanent with torch.nn.utils.prune.remove, or multiply by the mask in a parametrization
+Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any forward."""
+
+
+def hooked():
+    """Layers with each of the utilities of torch that assign a weight in a hook, and one with its replacement."""
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    nn.utils.spectral_norm(module[0])
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        nn.utils.weight_norm(module[1])
+    nn.utils.prune.identity(module[2], "bias")
+    for prune in (nn.utils.prune.random_unstructured, nn.utils.prune.l1_unstructured):
+        prune(module[3], "weight", 0.5)
+    nn.utils.parametrizations.weight_norm(module[4])
+    return module
 
 
 def unready():
@@ -695,7 +717,11 @@ Call the module once, with inputs as they will be."""),
     "no copy": (lambda: fs.functionalize(unready(), ()), ConfigError, """
 fs.functionalize cannot copy Linear.
   Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment
-Take out what cannot be copied; the weight_norm of torch.nn.utils.parametrizations can be."""),
+Detach tensors that the module keeps between calls, and take out what else cannot be copied."""),
+    "hooks that assign weights": (lambda: fs.functionalize(hooked(), ()), ConfigError, f"""
+fs.functionalize {HOOKS}"""),
+    "hooks that assign weights, in stages": (lambda: fs.model_from(hooked(), ("4",), SimpleNamespace()), ConfigError, f"""
+fs.model_from {HOOKS}"""),
     "grouped products": (lambda: forward_mode(Grouped(), torch.ones(3, 16)), TransformError, """
 fs.functionalize cannot differentiate grouped products of experts by forward mode: torch has no such derivative.
 Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp."""),
