@@ -91,9 +91,19 @@ class Slot:
         return math.prod(self.shape[self.dim + 1 :])
 
     @functools.cached_property
+    def length(self) -> int:
+        """How many indices `dim` has."""
+        return self.shape[self.dim] if self.shape else 1
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Those of a contiguous leaf as [before, dim, after]."""
+        return _strides((self.before, self.length, self.after))
+
+    @functools.cached_property
     def grids(self) -> tuple[PieceGrid, ...]:
         """All pieces that are not empty: at most 2 to the power of the number of axes, one where the cuts are even."""
-        return tuple(_piece_grids(self.shape[self.dim] if self.shape else 1, self.axis_sizes))
+        return tuple(_piece_grids(self.length, self.axis_sizes))
 
     @functools.cached_property
     def joined(self) -> bool:
@@ -108,9 +118,7 @@ class Slot:
         for size in reversed(self.axis_sizes):
             member, place = divmod(member, size)
             coord.append(place)
-        return boxes.nested_chunk(
-            self.shape[self.dim] if self.shape else 1, list(zip(self.axis_sizes, reversed(coord), strict=True))
-        )
+        return boxes.nested_chunk(self.length, list(zip(self.axis_sizes, reversed(coord), strict=True)))
 
     def piece_shape(self, member: int) -> tuple[int, ...]:
         """The shape of a member's piece."""
@@ -166,6 +174,29 @@ def _cut(grid: PieceGrid, axis: int, low: int, high: int) -> PieceGrid:
     )
 
 
+class _View(NamedTuple):
+    """A contiguous tensor in a flat buffer: where it begins, its shape and its strides."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _views(flat: Tensor, views: Sequence[_View]) -> list[Tensor]:
+    """Views of a flat buffer: one call of torch for each, where a slice and `view` take three times as long."""
+    first = flat.storage_offset()
+    return [flat.as_strided(shape, strides, first + start) for start, shape, strides in views]
+
+
 @dataclass(frozen=True)
 class Bucket:
     """The plan of one bucket.
@@ -181,6 +212,39 @@ class Bucket:
     members: int
     width: int
     size: int
+
+    @functools.cached_property
+    def wholes(self) -> list[_View]:
+        """Where the whole leaves are in the flat buffer."""
+        return [_View(slot.start, slot.shape, _strides(slot.shape)) for slot in self.slots]
+
+    @functools.cached_property
+    def _pieces(self) -> dict[int, list[_View]]:
+        return {}
+
+    @functools.cached_property
+    def _in_leaves(self) -> dict[int, list[_View]]:
+        return {}
+
+    def pieces_in_leaves(self, member: int) -> list[_View]:
+        """Where the pieces of a member are in contiguous whole leaves."""
+        views = self._in_leaves.get(member)
+        if views is None:
+            views = [
+                _View(slot.piece(member)[0] * slot.after, slot.piece_shape(member), _strides(slot.shape))
+                for slot in self.slots
+            ]
+            self._in_leaves[member] = views
+        return views
+
+    def pieces(self, member: int) -> list[_View]:
+        """Where the pieces of a member are in a row of them."""
+        views = self._pieces.get(member)
+        if views is None:
+            shapes = [slot.piece_shape(member) for slot in self.slots]
+            views = [_View(slot.offset, shape, _strides(shape)) for slot, shape in zip(self.slots, shapes, strict=True)]
+            self._pieces[member] = views
+        return views
 
 
 @functools.lru_cache(maxsize=4096)
@@ -233,25 +297,21 @@ def part(bucket: Bucket, least: int) -> Parted:
 
 
 def piece_views(row: Tensor, bucket: Bucket, member: int) -> list[Tensor]:
-    """A row, or one of the same width, as the pieces of one member."""
-    shapes = [slot.piece_shape(member) for slot in bucket.slots]
-    return [
-        row[slot.offset : slot.offset + math.prod(shape)].view(shape)
-        for slot, shape in zip(bucket.slots, shapes, strict=True)
-    ]
+    """A row [width], contiguous, as the pieces of one member."""
+    return _views(row, bucket.pieces(member))
 
 
 def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The flat buffer as whole leaves."""
-    return [flat[slot.start : slot.start + math.prod(slot.shape)].view(slot.shape) for slot in bucket.slots]
+    """The flat buffer, contiguous, as whole leaves."""
+    return _views(flat, bucket.wholes)
 
 
 def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
-    """The pieces of one member, where they are in whole leaves."""
-    pieces = [slot.piece(member) for slot in bucket.slots]
+    """The pieces of one member, where they are in contiguous whole leaves."""
+    views = bucket.pieces_in_leaves(member)
     return [
-        leaf.narrow(slot.dim, start, stop - start)
-        for leaf, slot, (start, stop) in zip(leaves, bucket.slots, pieces, strict=True)
+        leaf.as_strided(shape, strides, leaf.storage_offset() + start)
+        for leaf, (start, shape, strides) in zip(leaves, views, strict=True)
     ]
 
 
@@ -263,22 +323,31 @@ def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
     return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
 
 
-def _leaf_view(flat: Tensor, slot: Slot, grid: PieceGrid) -> Tensor:
-    """The pieces of a grid in a whole leaf, given as [before, dim, after]: [*counts, before, length, after]."""
-    before, along, after = flat.stride()
-    size = (*grid.counts, slot.before, grid.length, slot.after)
-    strides = (*(step * along for step in grid.steps), before, along, after)
-    return flat.as_strided(size, strides, flat.storage_offset() + grid.start * along)
+class _Cut(NamedTuple):
+    """A whole leaf, and its strides as [before, dim, after]."""
+
+    leaf: Tensor
+    strides: tuple[int, ...]
 
 
-def _pair(rows: Tensor, leaf: Tensor, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
-    """The pieces of a grid in rows and in a whole leaf [before, dim, after], as views of one shape."""
+def _as_cut(leaf: Tensor, slot: Slot) -> _Cut:
+    """A whole leaf as [before, dim, after]; a copy where its strides want one."""
+    if leaf.is_contiguous():
+        return _Cut(leaf, slot.strides)
+    cut = leaf.reshape(slot.before, slot.length, slot.after)
+    return _Cut(cut, cut.stride())
+
+
+def _pair(rows: Tensor, cut: _Cut, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
+    """The pieces of a grid in rows and in a whole leaf, as views of one shape."""
     row = _row_view(rows, slot, grid, width)
-    whole = _leaf_view(leaf, slot, grid)
-    _, along, after = leaf.stride()
+    before, along, after = cut.strides
+    outer = tuple(step * along for step in grid.steps)
+    first = cut.leaf.storage_offset() + grid.start * along
     if after == 1 and along == slot.after:
-        return _widened(row, whole.flatten(-2))
-    return row.unflatten(-1, whole.shape[-2:]), whole
+        return _widened(row, cut.leaf.as_strided(row.shape, (*outer, before, 1), first))
+    size = (*grid.counts, slot.before, grid.length, slot.after)
+    return row.unflatten(-1, size[-2:]), cut.leaf.as_strided(size, (*outer, before, along, after), first)
 
 
 _WIDE = (torch.complex128, torch.int64, torch.int32)
@@ -303,11 +372,6 @@ def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         if together > 1 and not any(place % together for place in places):
             return a.view(wide), b.view(wide)
     return a, b
-
-
-def _as_cut(leaf: Tensor, slot: Slot) -> Tensor:
-    """A whole leaf as [before, dim, after]; a copy where its strides want one."""
-    return leaf.reshape(slot.before, slot.shape[slot.dim] if slot.shape else 1, slot.after)
 
 
 def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -339,10 +403,10 @@ def fill(
     targets: list[Tensor] = []
     if isinstance(rows, Tensor):
         for leaf, slot in zip(leaves, bucket.slots, strict=True):
-            flat = _as_cut(leaf, slot)
+            cut = _as_cut(leaf, slot)
             for grid in slot.grids:
                 for part in (grid,) if there is None else _without(grid, there):
-                    source, target = _pair(rows, flat, slot, part, bucket.width)
+                    source, target = _pair(rows, cut, slot, part, bucket.width)
                     sources.append(source)
                     targets.append(target)
     else:
@@ -369,9 +433,9 @@ def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]
         if leaf is None:
             _compat.foreach_zero_([_row_view(rows, slot, grid, width) for grid in slot.grids])
             continue
-        flat = _as_cut(leaf, slot)
+        cut = _as_cut(leaf, slot)
         for grid in slot.grids:
-            target, source = _pair(rows, flat, slot, grid, width)
+            target, source = _pair(rows, cut, slot, grid, width)
             sources.append(source)
             targets.append(target)
     if sources:
