@@ -43,8 +43,8 @@ from fsharding.errors import LayoutError, message
 
 __all__ = [
     "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "call_first_at_exit", "clone",
-    "close_group", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_cuda",
-    "fake_tensors", "fake_world",
+    "close_group", "copied", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "enclose_full_tensor",
+    "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller",
     "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by", "left_to_python",
@@ -123,7 +123,12 @@ def kept_by(mesh: DeviceMesh) -> dict[Hashable, Any]:
 
 def makes_fakes() -> bool:
     """Whether tensors that are made here have no values, because `FakeTensorMode` is on."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return fake_mode() is not None
+
+
+def fake_mode() -> Any:
+    """Return the `FakeTensorMode` that is on; None outside of any."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def thread_has_modes() -> bool:
@@ -157,6 +162,13 @@ def clone(x: Tensor) -> Tensor:
     """A copy that has values if the tensor has, also under `FakeTensorMode`: a state's key has them there."""
     with nullcontext() if is_fake(x) else with_values():
         return x.clone()
+
+
+def copied(x: Tensor) -> Tensor:
+    """Copy a tensor; under `FakeTensorMode` the copy has no values, whether or not `x` has them."""
+    if not makes_fakes() or is_fake(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return x.clone()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _valued(fn: _Function) -> _Function:

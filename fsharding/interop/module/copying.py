@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsharding import _compat
 from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 
@@ -36,7 +37,11 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ConfigError: the module cannot be copied, or a function on it reads the module from a global.
     """
     try:
-        copied = copy.deepcopy(module, memo)
+        own = (x for part in module.modules() for x in (*vars(part)["_buffers"].values(), *vars(part).values()))
+        # Torch cannot deep-copy tensors without values.
+        memo |= {id(x): x.detach().clone() for x in own if isinstance(x, Tensor) and _compat.is_fake(x)}
+        with _compat.with_values():
+            copied = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
         mend = "Detach tensors that the module keeps between calls, and take out what else cannot be copied."
         rows = [str(error).split(".  ")[0]]

@@ -139,7 +139,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             >>> net.init_buffers()["running_var"]
             tensor([1., 1.])
         """
-        return {name: x.detach().clone() for name, x in self._engine.first_buffers().items()}
+        return {name: _compat.copied(x).detach() for name, x in self._engine.first_buffers().items()}
 
     def constants(self) -> dict[str, Tensor]:
         """The buffers and other tensors of the module that are no parameters and stay as they are, by name.

@@ -130,12 +130,13 @@ def _where(a: Any, b: Any) -> str:
 # ----------------------------------------------------------------------------------------------------- what has changed
 @dataclass
 class _Held:
-    """A tensor of a module that is no parameter: a buffer, or a plain attribute."""
+    """A tensor of a module that is no parameter: a buffer, or a plain attribute; `real` while its value is fake."""
 
     name: str
     home: dict[str, Any]
     key: str
     value: Tensor
+    real: Tensor | None = None
     version: int = 0
 
 
@@ -176,13 +177,14 @@ class Watch:
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers and tensor attributes by name."""
-        return {held.name: held.value for held in self._held.values()}
+        return {held.name: held.value if held.real is None else held.real for held in self._held.values()}
 
     def begin(self) -> None:
         """Remembers what there is."""
         for held in self._held.values():
             held.version = _compat.version_of(held.value)
-        if self._is_new:  # that of the first call is as good as any: a forward does the same each time
+        # The first call is as good as any: a forward does the same each time.
+        if self._is_new and not _compat.makes_fakes():
             with _functorch.outside_transforms(), torch.no_grad():
                 self._values = [held.value.clone() for held in self._held.values()]
 
@@ -204,8 +206,8 @@ class Watch:
             with _functorch.outside_transforms(), torch.no_grad():
                 for held, value in zip(self._held.values(), self._values, strict=True):
                     rows |= {} if _equal(held.value, value) else {held.name: held.value}
+            self._is_new = False
         self._values = None
-        self._is_new = self._is_new and not done
         order = {held.name: i for i, held in enumerate(self._held.values())}
         return [f"{name} is {_shown(rows[name])}" for name in sorted(rows, key=lambda n: order.get(n, len(order)))]
 
@@ -225,10 +227,11 @@ class Watch:
         return rows
 
     def move(self, device: torch.device) -> None:
-        """Brings the tensors to a device."""
+        """Bring the tensors to a device; those that are called under `FakeTensorMode` have no values there."""
         for held in self._held.values():
-            if held.value.device != device:
-                held.value = held.home[held.key] = held.value.to(device)
+            own = held.value if held.real is None else held.real
+            held.real = own if _compat.makes_fakes() and not _compat.is_fake(own) else None
+            held.value = held.home[held.key] = own.to(device) if held.real is None else _compat.copied(own).to(device)
         for seen in self._seen:
             seen.keep()
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +84,9 @@ class _Elsewhere(FshardingError, RuntimeError):
 
 
 def _absent(name: str, parameter: nn.Parameter) -> Any:
-    hollow = torch.empty_like(parameter, device="meta").detach().as_subclass(_Absent)
-    result: Any = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+    with _compat.with_values():
+        hollow = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
+        result: Any = nn.Parameter(hollow.as_subclass(_Absent), requires_grad=parameter.requires_grad)
     result.path = name
     return result
 
@@ -160,7 +161,8 @@ class Engine:
 
     def first_buffers(self) -> dict[str, Tensor]:
         """The buffers that the forward writes, as the module has them."""
-        return {name: cast(Tensor, getattr(*self.places[name])) for name in self.written}
+        own = self._watch.tensors()
+        return {name: own[name] for name in self.written}
 
     def written_as(self) -> dict[str, str]:
         """The names of written buffers by every name that a state dict has for them."""
@@ -269,10 +271,11 @@ class Engine:
             )
 
     def _move(self, device: torch.device) -> None:
-        """Constants to the device of the weights."""
-        if device == self._home:
+        """Constants to the device of the weights; under `FakeTensorMode` without values."""
+        home = device, _compat.fake_mode()
+        if home == self._home:
             return
-        self._home = device
+        self._home = home
         self._watch.move(device)
         for absent in self._absent:
             absent.home = device
@@ -315,7 +318,7 @@ class Body:
         places = {inner: name for inner, name in self.buffers.items() if name in buffers}
         named = {f"inner.{name[self._cut :]}": x for name, x in weights.items()}
         # Copies: backward may run it again, with the buffers that it was given.
-        named |= {inner: buffers[name].clone() for inner, name in places.items()}
+        named |= {inner: _compat.copied(buffers[name]) for inner, name in places.items()}
         with self._engine.entrances.drawing(seed, device), computing(mesh):
             result = torch.func.functional_call(self._bare, named, args, kwargs, tie_weights=False)
         return result, {name: named[inner] for inner, name in places.items()}  # torch puts there what was assigned

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsharding import ops
+from fsharding import _compat, ops
 from fsharding.errors import ConfigError, report
 from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
 from fsharding.interop.module.layers import LayerRoles, Role
@@ -74,7 +74,7 @@ class Entrances:
     @contextmanager
     def drawing(self, seed: int | None, device: torch.device | str) -> Generator[None]:
         """A unit runs inside, with a seed of its own."""
-        devices = tuple({torch.device("cpu"), torch.device(device)})
+        devices = () if _compat.makes_fakes() else tuple({torch.device("cpu"), torch.device(device)})
         around = self._unit
         self._unit = _Unit(seed, devices)
         try:
