@@ -30,7 +30,8 @@ PAGES = sorted(
 BESIDE_OTHERS = sorted(path.name for path in (DOCS / "how-to").glob("come-from-*.md"))
 # What these change in torch lasts as long as their process.
 BY_THEMSELVES = {"how-to/run-without-devices.md"}
-SECONDS = 100
+pytestmark = pytest.mark.timeout(900)
+SECONDS = 300
 
 # What each example prints at its end, and what has to be in its output besides.
 EXPECTED: dict[str, list[str]] = {
