@@ -487,9 +487,9 @@ def visit_first(node: Node) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_elementwise(function: Callable[..., Any]) -> bool:
+def is_elementwise(fn: Callable[..., Any]) -> bool:
     """Whether torch says that a function computes each element from those at its place, into new memory."""
-    name = getattr(function, "__name__", "_")
+    name = getattr(fn, "__name__", "_")
     packet = None if name.endswith("_") else getattr(torch.ops.aten, name, None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
     # Of several functions of one name, such as max(x) and max(x, y), all have to be.
@@ -860,7 +860,7 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return padded.expand(q.shape[0], q.shape[1], q.shape[2], size)
 
 
-def call_first_at_exit(function: Callable[[], bool]) -> None:
+def call_first_at_exit(fn: Callable[[], bool]) -> None:
     """Calls a function at the end of the process, before all that `atexit` has; the status is 1 if it returns True.
 
     An exception of a function at the exit does not change the status. So this one runs the others, and ends the process
@@ -868,7 +868,7 @@ def call_first_at_exit(function: Callable[[], bool]) -> None:
     """
 
     def end() -> None:
-        if function():
+        if fn():
             atexit.unregister(end)
             atexit._run_exitfuncs()
             sys.stdout.flush()

@@ -31,9 +31,9 @@ def named(name: str) -> Callable[[_F], _F]:
     of "fs.adamw(...).update" begin with "fs.adamw", which is all that a user has typed.
     """
 
-    def mark(function: _F) -> _F:
-        _names[function.__code__] = name.partition("(")[0]
-        return function
+    def mark(fn: _F) -> _F:
+        _names[fn.__code__] = name.partition("(")[0]
+        return fn
 
     return mark
 
@@ -43,9 +43,9 @@ def name_of(code: CodeType) -> str:
     return _names.get(code, "")
 
 
-def call_as(name: str, function: Callable[_Args, _T], *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
+def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
     """Call a function whose errors begin with `name`: for names that are known at the call alone."""
-    return function(*args, **kwargs)
+    return fn(*args, **kwargs)
 
 
 def public_name(frame: FrameType | None = None) -> str:

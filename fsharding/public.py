@@ -72,19 +72,19 @@ def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params
         name: how users call it, such as "fs.reshard".
     """
 
-    def mark(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        @functools.wraps(function)
+    def mark(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        @functools.wraps(fn)
         def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
             try:
-                return function(*args, **kwargs)
+                return fn(*args, **kwargs)
             except FshardingError:
                 raise
             except Exception as error:
-                if (result := _explanation(name, function, args, kwargs, error)) is None:
+                if (result := _explanation(name, fn, args, kwargs, error)) is None:
                     raise
                 raise ArgumentError(result) from error
 
-        named(name)(function)
+        named(name)(fn)
         return _compat.left_to_python(call)
 
     return mark
@@ -102,26 +102,26 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _explanation(
-    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> str | None:
     """Finds what is wrong with the arguments of a call; None where nothing can be told."""
-    signature = inspect.signature(function)
+    signature = inspect.signature(fn)
     mend = f"Call it as {name.rpartition(' ')[2]}{_short(signature)}."
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as unfit:
         if _holds_parameters(signature, args):
             return str(call_as(name, without_parameters))
-        if "too many positional" in str(unfit) and (call := _call_of(_hints(function).get("return"))):
+        if "too many positional" in str(unfit) and (call := _call_of(_hints(fn).get("return"))):
             mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
         return report(f"{name} cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
     given.pop("self", None)  # of a method
-    hints = _hints(function)
+    hints = _hints(fn)
     wrong = {arg: x for arg, x in given.items() if not _fits(x, hints.get(arg, Any))}
     rows = [f"{arg} is {kind_of(x)}, not {_words(hints[arg])}" for arg, x in wrong.items()]
-    trees = [arg for arg, hint in function.__annotations__.items() if "Tree" in str(hint) and arg in given]
+    trees = [arg for arg, hint in fn.__annotations__.items() if "Tree" in str(hint) and arg in given]
     odd = [
         row
         for arg in trees
@@ -203,8 +203,8 @@ def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bo
 
 
 @functools.lru_cache(maxsize=512)
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(function)
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(fn)
 
 
 def _fits(x: Any, hint: Any) -> bool:

@@ -341,7 +341,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:
 _vdot: list[Callable[..., Any]] = []
 
 
-def define_vdot(function: _Vdot) -> _Vdot:
+def define_vdot(fn: _Vdot) -> _Vdot:
     """Makes a function the one behind `vdot`: products of sharded leaves need collectives, which need trees.
 
     Example:
@@ -349,5 +349,5 @@ def define_vdot(function: _Vdot) -> _Vdot:
         >>> fs.tree.define_vdot(vdot) is vdot  # as a decorator, too
         True
     """
-    _vdot[:] = [function]
-    return function
+    _vdot[:] = [fn]
+    return fn

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsharding.calls import named, public_name
+from fsharding.calls import call_as, named, public_name
 from fsharding.checkpoint import coded_weights
 from fsharding.checkpoint.byte_ranges import Range, contiguous, read_range
 from fsharding.checkpoint.directory import StrPath
@@ -48,7 +48,6 @@ class Weights:
         leaves: shape and dtype by name.
         others: names of entries of a `torch.save` file that are no tensors.
         reader: reads a slice; see `read`.
-        function: the public function that opened them, for errors.
 
     Example:
         >>> import tempfile
@@ -65,9 +64,7 @@ class Weights:
     leaves: Mapping[str, LeafInfo]
     others: tuple[str, ...]
     reader: Callable[[str, Box, Tensor], None]
-    function: str = _FUNCTION
 
-    @named(_FUNCTION)
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor.
 
@@ -84,7 +81,10 @@ class Weights:
         except (EOFError, OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise _Refusal(f"{name}: {error}").worded(self.path) from error
+            # A user may call this as well, within no public function.
+            caller = public_name()
+            caller = _FUNCTION if caller == "fsharding" else caller
+            raise call_as(caller, _Refusal(f"{name}: {error}").worded, self.path) from error
 
 
 @named(_FUNCTION)
@@ -145,7 +145,6 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
         path=where,
         leaves=leaves,
         reader=lambda name, *part: reader(prefix + name, *part),
-        function=public_name(),
     )
 
 

@@ -95,9 +95,9 @@ class StepSettings:
         check_depth(self.prefetch)
 
 
-def takes_step_options(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+def takes_step_options(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Show each of the `**options: Unpack[StepOptions]` of a function in its signature, with type and default."""
-    signature = inspect.signature(function)
+    signature = inspect.signature(fn)
     hints = get_type_hints(StepOptions)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [
@@ -106,8 +106,8 @@ def takes_step_options(function: Callable[_Params, _Result]) -> Callable[_Params
         )
         for option in fields(StepSettings)
     ]
-    marked = cast("Any", function)
+    marked = cast("Any", fn)
     marked.__signature__ = signature.replace(parameters=[*own, *options])
     # An unforeseen failure is explained by these: see `public`.
-    marked.__annotations__ = {**function.__annotations__, **hints}
-    return function
+    marked.__annotations__ = {**fn.__annotations__, **hints}
+    return fn

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -29,7 +29,6 @@ from fsharding.untrusted import beside
 
 __all__ = ["Folder", "open_folder"]
 
-_FUNCTION = "fs.hf.load"
 _RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old versions of transformers stored although they follow from the config."""
 
@@ -87,7 +86,7 @@ def open_folder(path: StrPath) -> Folder:
             result = open_file(beside(folder, name))
             if result.format != "safetensors":
                 raise ValueError("it is no safetensors file")
-            opened[name] = replace(result, function=_FUNCTION)
+            opened[name] = result
         except FileNotFoundError:
             rows.append(f"{name} is missing")
         except (OSError, ValueError) as error:

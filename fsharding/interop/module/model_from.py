@@ -34,7 +34,7 @@ from fsharding.interop.module.problems import check_module
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import Bare, check_axes
-from fsharding.interop.module.written_buffers import check_buffers
+from fsharding.interop.module.written_buffers import check_buffers, refuse_written
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
@@ -128,7 +128,8 @@ def model_from(
     Raises:
         ConfigError: units that are no `embed`, one stack and `head`, parameters outside of them or shared in other ways
             than between the two ends, frozen parameters, a config whose parts are other ones, or blocks that differ in
-            more than weights: buffers, numbers, flags, functions; all are listed.
+            more than weights: buffers, numbers, flags, functions; or buffers that the forward writes, such as running
+            statistics; all are listed.
         TransformError: from the parts: something is drawn, or tensors of the module are changed.
 
     Example:
@@ -151,7 +152,8 @@ def model_from(
         ['blocks', 'embed', 'head']
     """
     check_module(module)
-    problems = [*check_buffers(module, ()), *check_options(module), *check_roles(module, roles or {})]
+    problems = [*check_buffers(module, ()), *refuse_written(module)]
+    problems += [*check_options(module), *check_roles(module, roles or {})]
     family = family_of(module) if units is None else None
     plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None and parts is None and (rows := family.objections(module)):

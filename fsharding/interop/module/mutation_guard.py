@@ -102,10 +102,10 @@ def _alike(a: Any, b: Any, depth: int = 4) -> bool:
     return not isinstance(a, type(len)) or a == b  # functions of C, such as torch.relu
 
 
-def _carried(function: Any) -> list[Any]:
+def _carried(fn: Any) -> list[Any]:
     """The closure and the defaults of a function."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -25,7 +25,7 @@ from fsharding.interop.module.tensor_parallel import Bare
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import axis_size
 
-__all__ = ["Place", "check_buffers", "places_of", "synchronize", "written_buffers"]
+__all__ = ["Place", "check_buffers", "places_of", "refuse_written", "synchronize", "written_buffers"]
 
 
 class Place(NamedTuple):
@@ -103,6 +103,16 @@ def _hooked_weights(module: nn.Module) -> list[FshardingError]:
         "Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any forward."
     )
     return problem(ConfigError, "cannot run hooks that assign weights.", rows, mend)
+
+
+def refuse_written(module: nn.Module) -> list[FshardingError]:
+    """Objections to buffers that the forward writes, for a `Model`: its parts have no place for new values."""
+    rows = [f"{name} of {type(places_of(module)[name].owner).__name__}" for name in written_buffers(module, ())]
+    mend = (
+        "Use fs.functionalize, which carries them on meshes without pp; or put these modules in eval mode, or give them"
+        " no running statistics, such as nn.GroupNorm."
+    )
+    return problem(ConfigError, "has no place for buffers that the forward writes.", rows, mend)
 
 
 # -------------------------------------------------------------------------------------------------------- SyncBatchNorm

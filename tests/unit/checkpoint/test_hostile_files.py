@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.calls import call_as
 from fsharding.checkpoint import directory, manifest
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
 from fsharding.cli import main as cli
@@ -508,6 +509,18 @@ def test_refusals_name_the_function_that_was_called(saved, tmp_path):
     }.items():
         assert refusal(call).startswith(f"fs.checkpoint.{name} refuses to unpickle os.system")
     assert refusal(ck.load_weights, tmp_path / "no", layout).startswith("fs.checkpoint.load_weights cannot read ")
+
+
+def test_errors_of_a_file_that_was_cut_off_since_begin_with_the_call_that_reads_it(tmp_path):
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(4)}, file)
+    weights = ck.open_weights(file)
+    os.truncate(file, file.stat().st_size - 4)
+    out = torch.empty(4)
+    texts = [refusal(weights.read, "w", ((0, 4),), out)]
+    texts.append(refusal(call_as, "fs.hf.load", weights.read, "w", ((0, 4),), out))
+    for text, caller in zip(texts, ("fs.checkpoint.open_weights", "fs.hf.load"), strict=True):
+        assert text.startswith(f"{caller} cannot read {file}.")
 
 
 class Code:

@@ -303,6 +303,11 @@ def forward_mode(module, x):
     return torch.func.jvp(lambda x: net(params, x), (x,), (x,))
 
 
+def estimated():
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), spectral, nn.BatchNorm1d(2).eval())
+
+
 HOOKS = """cannot run hooks that assign weights.
   0.weight is assigned by torch.nn.utils.spectral_norm: use torch.nn.utils.parametrizations.spectral_norm
   1.weight is assigned by torch.nn.utils.weight_norm: use torch.nn.utils.parametrizations.weight_norm
@@ -718,6 +723,14 @@ Call the module once, with inputs as they will be."""),
 fs.functionalize cannot copy Linear.
   Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment
 Detach tensors that the module keeps between calls, and take out what else cannot be copied."""),
+    "written buffers, in stages": (lambda: fs.model_from(estimated(), ("0",), SimpleNamespace()), ConfigError, """
+fs.model_from has no place for buffers that the forward writes.
+  1.running_mean of BatchNorm1d
+  1.running_var of BatchNorm1d
+  1.num_batches_tracked of BatchNorm1d
+  2.parametrizations.weight.0._u of _SpectralNorm
+  2.parametrizations.weight.0._v of _SpectralNorm
+Use fs.functionalize, which carries them on meshes without pp; or put these modules in eval mode, or give them no running statistics, such as nn.GroupNorm."""),
     "hooks that assign weights": (lambda: fs.functionalize(hooked(), ()), ConfigError, f"""
 fs.functionalize {HOOKS}"""),
     "hooks that assign weights, in stages": (lambda: fs.model_from(hooked(), ("4",), SimpleNamespace()), ConfigError, f"""
