@@ -77,8 +77,11 @@ def described(file: Path) -> ck.SavedFile:
 
 
 def reseal(folder: Path, **changes) -> None:
-    """Gives a checkpoint another manifest, which says that all is well."""
-    manifest = dataclasses.replace(ck.metadata(folder), **changes)
+    """Gives a checkpoint another manifest, which says that all is well.
+
+    It has no `chunks` by default, as the manifests of older checkpoints, so that `.metadata` is what a load reads.
+    """
+    manifest = dataclasses.replace(ck.metadata(folder), **{"chunks": None, **changes})
     files = {name: described(folder / name) for name in manifest.files}
     (folder / "manifest.json").write_text(manifests.text_of(dataclasses.replace(manifest, files=files)))
 

@@ -7,41 +7,26 @@ Law: chunks have the elements of their leaf, in files of the directory itself, a
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 
+from fsharding.checkpoint.chunks import Place, Stored, checked, unfit
 from fsharding.checkpoint.inert_pickle import Find, Global, Made, Pairs, named, unpickled
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_plain_name, is_shape
-from fsharding.checkpoint.writer import METADATA, Entry
+from fsharding.checkpoint.writer import METADATA
 from fsharding.errors import CheckpointError, message
-from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.untrusted import open_plain
 
-__all__ = ["Place", "Stored", "inventory", "value_places"]
+__all__ = ["LARGEST", "inventory", "value_places"]
 
 LARGEST = 1 << 29
 """Bytes of a `.metadata` that is read: about two million chunks."""
-
-
-class Stored(NamedTuple):
-    """A leaf as the files have it.
-
-    Attributes:
-        shape: global shape.
-        dtype: its name, such as "float32".
-        chunks: where its boxes are.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[Entry, ...]
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -110,10 +95,7 @@ def inventory(folder: Path, pickled: bytes | bytearray, manifest: Manifest | Non
     except ValueError as error:
         rows = [str(error)]
     if rows:
-        what = "fit its manifest" if manifest else "describe what is there"
-        rule = f"cannot read {folder}: its {METADATA} does not {what}."
-        mend = "Use another checkpoint, or a copy of this one."
-        raise CheckpointError(message(rule, rows, mend))
+        raise unfit(folder, METADATA, "fit its manifest" if manifest else "describe what is there", rows)
     return result
 
 
@@ -179,17 +161,15 @@ def _leaves(
     for path, entry in named(fields.get("state_dict_metadata")).items():
         if isinstance(entry, Made) and entry.kind == (_DCP, "TensorStorageMetadata"):
             try:
-                leaves[path], wrong = _leaf(path, _fields(entry, "TensorStorageMetadata"), storage, sizes)
+                shape, dtype, places = _leaf(path, _fields(entry, "TensorStorageMetadata"), storage)
             except (ValueError, KeyError) as error:
-                wrong = [f"it has no {error}" if isinstance(error, KeyError) else str(error)]
-            rows += [f"{path}: {text}" for text in wrong]
+                rows.append(f"{path}: {f'it has no {error}' if isinstance(error, KeyError) else error}")
+                continue
+            leaves[path], wrong = checked(path, shape, dtype, places, sizes, values=False)
+            rows += wrong
         elif strict:
             rows.append(f"{path}: is no tensor")
     return leaves, rows
-
-
-Place: TypeAlias = tuple[str, int, int]
-"""Where a record is: name of the file, first byte, length."""
 
 
 def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], Place | None]:
@@ -218,43 +198,21 @@ def _place(value: object) -> Place | None:
 
 
 def _leaf(
-    path: str,
-    entry: Mapping[str, Any],
-    storage: Mapping[tuple[str, tuple[int, ...]], Place | None],
-    sizes: Mapping[str, int],
-) -> tuple[Stored, list[str]]:
-    """A leaf, and what is wrong with it."""
-    shape = _size(entry["size"])
-    dtype = dtype_name(_dtype(entry["properties"])) or ""
-    rows: list[str] = []
-    result: list[Entry] = []
-    seen: set[tuple[int, ...]] = set()
-    volume = 0
+    path: str, entry: Mapping[str, Any], storage: Mapping[tuple[str, tuple[int, ...]], Place | None]
+) -> tuple[tuple[int, ...], str, list[tuple[Box, Place | None]]]:
+    """Shape and dtype of a leaf, and the box and place of each chunk."""
     if not isinstance(chunks := entry["chunks"], list):
         raise ValueError("it has no list of chunks")
+    places: list[tuple[Box, Place | None]] = []
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata")
         offsets = _size(fields["offsets"])
         extent = _size(fields["sizes"])
-        box: Box = tuple((a, a + n) for a, n in zip(offsets, extent, strict=False))
-        if not len(offsets) == len(extent) == len(shape) or any(b > n for (_, b), n in zip(box, shape, strict=True)):
-            rows.append(f"chunk {box} is outside {list(shape)}")
-            continue
-        volume += boxes.volume(box)
-        seen.add(offsets)
-        where = storage.get((path, offsets))
-        if where is None or not is_plain_name(where[0]) or where[0] not in sizes:
-            rows.append(f"chunk {box} is in no file that the manifest names")
-            continue
-        file, start, length = where
-        if not 0 <= start <= start + length <= sizes[file]:
-            rows.append(f"chunk {box} is not inside {file}")
-        result.append(Entry(path, shape, dtype, box, file, start, length))
-    if volume != math.prod(shape) or len(seen) != len(chunks):
-        rows.append(f"its {len(chunks)} chunks have {volume} of {math.prod(shape)} elements")
-    elif not boxes.are_disjoint([entry.box for entry in result if boxes.volume(entry.box)]):
-        rows.append("its chunks overlap")
-    return Stored(shape, dtype, tuple(result)), rows
+        if len(offsets) != len(extent):
+            raise ValueError(f"a chunk has {len(offsets)} offsets and {len(extent)} sizes")
+        box: Box = tuple((a, a + n) for a, n in zip(offsets, extent, strict=True))
+        places.append((box, storage.get((path, offsets))))
+    return _size(entry["size"]), dtype_name(_dtype(entry["properties"])) or "", places
 
 
 def _dtype(properties: object) -> torch.dtype:

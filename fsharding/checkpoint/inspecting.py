@@ -2,7 +2,8 @@
 
 In: a directory. Out: every leaf with its type and spec, the layout, every file with its size, and what is damaged.
 Sizes and checksums of all files are compared with the manifest, then all that `load` checks of what they say of
-themselves; no tensor is read but the step. Law: `damaged` is empty exactly when `load` would take the files.
+themselves, and that torch would read the same; no tensor is read but the step.
+Law: if `damaged` is empty, `load` takes the files; if not, `load` refuses them, or torch would read something else.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 
 from fsharding.calls import named
 from fsharding.checkpoint import directory
+from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
 from fsharding.checkpoint.reader import damage, open_source
+from fsharding.checkpoint.writer import METADATA
 from fsharding.errors import CheckpointError, printable
 
 __all__ = ["Inspection", "inspect"]
@@ -149,8 +152,10 @@ def _inspected(folder: Path) -> Inspection:
 def _objections(folder: Path, manifest: Manifest) -> list[str]:
     """Why `load` would refuse files that are as the manifest says."""
     try:
-        source = open_source(folder, manifest)
-        source.check()
+        source = open_source(folder, manifest, as_torch=True)
+        chunks = described(source.located())
+        if manifest.chunks not in (None, chunks):
+            return [f"{METADATA}: its chunks are not where {MANIFEST} says"]
         if source.leaves.get("step") == ((), torch.int64):
             source.read("step", (), step := torch.zeros((), dtype=torch.int64))
             if int(step) != manifest.step:

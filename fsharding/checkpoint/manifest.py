@@ -42,6 +42,8 @@ MANIFEST = "manifest.json"
 
 _MOST_BYTES = 1 << 29
 _MOST_VALUES = 10_000_000
+_OPTIONAL = ("data", "chunks")
+"""Entries that a manifest may lack. A reader that does not know them needs none of them, so the version stays."""
 _LARGEST_BLOCK = 64 << 20
 _MOST_DIMS = 64
 
@@ -108,6 +110,8 @@ class Manifest:
         fsharding: version that wrote it.
         version: of the format.
         data: positions of data, as `positions.joined` gives them; None where none were saved.
+        chunks: where the boxes of each leaf are, as `chunks.described` gives them; None if only `.metadata` has it, as
+            in checkpoints that were written before this entry existed.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -128,6 +132,7 @@ class Manifest:
     fsharding: str
     version: int = VERSION
     data: dict[str, Any] | None = None
+    chunks: dict[str, str] | None = None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
@@ -188,8 +193,7 @@ def text_of(manifest: Manifest) -> str:
         "files": {name: file._asdict() for name, file in manifest.files.items()},
         "extra": manifest.extra,
     }
-    if manifest.data is not None:
-        data["data"] = manifest.data
+    data |= {name: value for name in _OPTIONAL if (value := getattr(manifest, name)) is not None}
     try:
         # As `parse` will read it.
         data = parse_json(json.dumps(data, allow_nan=False).encode(), values=_MOST_VALUES)
@@ -277,6 +281,9 @@ def _from_data(data: dict[str, Any]) -> Manifest:
     _check_layout(data["layout"])
     if not isinstance(data.get("data"), dict | None):
         raise ValueError("its positions of data are none")
+    chunks = data.get("chunks")
+    if chunks is not None and not all(isinstance(text, str) for text in chunks.values()):
+        raise ValueError("its chunks are none")
     if type(data["step"]) is not int:
         raise ValueError(f"its step is no whole number but of type {type(data['step']).__name__}")
     return Manifest(
@@ -290,6 +297,7 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         fsharding=str(data["fsharding"]),
         version=data["version"],
         data=data.get("data"),
+        chunks=chunks,
     )
 
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from fsharding.checkpoint.byte_ranges import contiguous, pieces, span
-from fsharding.checkpoint.dcp_metadata import LARGEST, Stored, inventory
+from fsharding.checkpoint.chunks import Entry, Stored, from_manifest
+from fsharding.checkpoint.dcp_metadata import LARGEST, inventory
 from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
 from fsharding.checkpoint.torch_record import Record, Window, parse_record
-from fsharding.checkpoint.writer import METADATA, Entry
+from fsharding.checkpoint.writer import METADATA
 from fsharding.errors import CheckpointError, message
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -235,16 +236,19 @@ class Source:
             row = f"{path}: {result} of {boxes.volume(box)} elements are in the files"
             raise CheckpointError(message(f"refuses {self._folder}.", [row], _OTHER))
 
-    def check(self) -> None:
-        """Looks at every record without reading its values.
+    def located(self) -> list[Entry]:
+        """Look at every record without reading its values, and return all chunks with the places of these.
 
         Raises:
             DamagedError: bytes that are not what was written.
             CheckpointError: a record that holds anything but the tensor that it should.
         """
-        for leaf in self._inventory.values():
-            for chunk in sorted(leaf.chunks):
-                self._record(chunk)
+        result: list[Entry] = []
+        for chunk in sorted(chunk for leaf in self._inventory.values() for chunk in leaf.chunks):
+            record = self._record(chunk)
+            dense = _is_dense(record.shape, record.stride)
+            result.append(chunk._replace(values=chunk.offset + record.start if dense else None))
+        return result
 
     def _copy(self, chunk: Entry, part: tuple[slice, ...], out: Tensor) -> None:
         """Copies a part of a record, straight where both have the same bytes, else piece by piece through staging."""
@@ -270,7 +274,10 @@ class Source:
         return self._staging[:size]
 
     def _record(self, chunk: Entry) -> Record:
-        """Reads a chunk's record, which has to be a tensor of the chunk's shape and dtype."""
+        """Find the values of a chunk, if need be in its record: a tensor of the chunk's shape and dtype."""
+        if chunk.values is not None:
+            shape = boxes.shape_of(chunk.box)
+            return Record(self.leaves[chunk.path].dtype, shape, contiguous(shape), chunk.values - chunk.offset)
         if chunk in self._records:
             return self._records[chunk]
 
@@ -307,16 +314,19 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 
-def open_source(folder: Path, manifest: Manifest | None) -> Source:
-    """Opens a checkpoint: reads its `.metadata`, and checks it.
+def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = False) -> Source:
+    """Opens a checkpoint: reads where its chunks are, and checks it.
+
+    The manifest has their places, unless it is older than its `chunks`; then, and without a manifest, `.metadata` has.
 
     Args:
         folder: the checkpoint.
         manifest: of a checkpoint of ours; None for one that plain torch wrote, which has no checksums.
+        as_torch: read `.metadata` in any case.
 
     Raises:
         DamagedError: `.metadata` is not what was written.
-        CheckpointError: it does not fit the manifest, or is not to be trusted.
+        CheckpointError: what is read does not fit the files or the manifest, or is not to be trusted.
     """
     files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ())} if manifest is None else manifest.files
     if METADATA not in files:
@@ -326,7 +336,8 @@ def open_source(folder: Path, manifest: Manifest | None) -> Source:
         raise CheckpointError(message(f"refuses {folder}.", [row], _OTHER))
     if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before there is memory for all of it
         raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, _OTHER))
+    if manifest is not None and manifest.chunks is not None and not as_torch:
+        return Source(folder, from_manifest(folder, manifest), files)
     pickled = bytearray(size)
     _Blocks(folder, files).fill(METADATA, 0, memoryview(pickled))
-    result = inventory(folder, pickled, manifest)
-    return Source(folder, result, None if manifest is None else manifest.files)
+    return Source(folder, inventory(folder, pickled, manifest), None if manifest is None else files)

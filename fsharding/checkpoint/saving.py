@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fsharding.calls import named
 from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start
+from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.collective_call import together, write_together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
 from fsharding.checkpoint.manifest import Manifest, check_readable, text_of
@@ -170,7 +171,7 @@ class Job:
     Attributes:
         target: where the checkpoint is to be.
         writes: of this rank: path, global shape, box, and the tensor of that box.
-        manifest: without the files.
+        manifest: without files and chunks.
         after: what rank 0 does when the checkpoint is in its place.
     """
 
@@ -222,14 +223,15 @@ def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> 
 
     Args:
         partial: where they were written.
-        manifest: without the files.
+        manifest: without files and chunks.
         written: the files.
 
     Returns:
-        The manifest with the files.
+        The manifest with both.
     """
     files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
-    whole = dataclasses.replace(manifest, files=files)
+    chunks = described(entry for part in written for entry in part.entries)
+    whole = dataclasses.replace(manifest, files=files, chunks=chunks)
     partial.commit(text_of(whole), files)
     return whole
 

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
@@ -33,36 +34,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsharding import _compat
+from fsharding.checkpoint.chunks import Entry, file_name
 from fsharding.checkpoint.manifest import BLOCK, SavedFile, dtype_name
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["METADATA", "Entry", "ValueEntry", "Writer", "Written", "write_metadata"]
+__all__ = ["METADATA", "ValueEntry", "Writer", "Written", "write_metadata"]
 
 METADATA = ".metadata"
 _PIECE = 1 << 20
-
-
-class Entry(NamedTuple):
-    """One record of a file: a box of a leaf.
-
-    Attributes:
-        path: of the leaf.
-        shape: global shape of the leaf.
-        dtype: its name, such as "float32".
-        box: which part of the leaf it is.
-        file: name of the file.
-        offset: where the record begins, in bytes.
-        length: of the record, in bytes.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
-    file: str
-    offset: int
-    length: int
 
 
 class ValueEntry(NamedTuple):
@@ -103,6 +83,8 @@ class _HashedStream:
         # No pool of concurrent.futures: those take no work when the process ends, and saves may go on until then.
         self._passed: SimpleQueue[tuple[memoryview, bool] | threading.Event | None] = SimpleQueue()
         self._failed: BaseException | None = None
+        self._watched = (0, 0)
+        self._found: int | None = None
         self._hasher = threading.Thread(target=self._hash_all, name="fsharding-hash", daemon=True)
         self._hasher.start()
 
@@ -113,8 +95,11 @@ class _HashedStream:
 
     def write(self, data: bytes | memoryview) -> int:
         """Takes, from torch, a header of some bytes, or the whole memory of a tensor, come what may."""
-        end = self.size + len(data)
+        start = self._put + len(self._small)
+        end = start + len(data)
         try:
+            if 0 < len(data) == self._watched[0] and _address(data) == self._watched[1]:
+                self._found = start
             if len(data) < _PIECE:
                 self._small += data
             if len(data) >= _PIECE or len(self._small) >= _PIECE:
@@ -126,6 +111,16 @@ class _HashedStream:
             self._small.clear()
             self._put = end
         return len(data)
+
+    def watch(self, x: Tensor) -> None:
+        """Note in `found` where the memory of a tensor will be written to."""
+        self._watched = (x.nbytes, x.data_ptr())
+        self._found = None
+
+    @property
+    def found(self) -> int | None:
+        """The byte at which the memory that is watched begins; None before it is written, or if it is empty."""
+        return self._found
 
     def check(self) -> None:
         """Raises the first failure of a write, or of the hashing."""
@@ -203,7 +198,7 @@ class Writer:
     """
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.name = f"__{number}_0.distcp"
+        self.name = file_name(number)
         self._stream = _HashedStream(folder / self.name)
         self._entries: list[Entry] = []
         self._values: list[ValueEntry] = []
@@ -226,11 +221,13 @@ class Writer:
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
         offset = self._stream.size
         alone = _alone(tensor)
+        self._stream.watch(alone)
         self._record(alone)
         if alone.data_ptr() != tensor.data_ptr():  # a copy, which goes when this returns
             self.settle()
         dtype = dtype_name(tensor.dtype) or ""
-        self._entries.append(Entry(path, shape, dtype, box, self.name, offset, self._stream.size - offset))
+        length = self._stream.size - offset
+        self._entries.append(Entry(path, shape, dtype, box, self.name, offset, length, self._stream.found))
 
     def add_value(self, path: str, value: Any) -> None:
         """Writes a plain value, for torch alone: `load` knows no such leaves."""
@@ -250,6 +247,11 @@ class Writer:
     def close(self) -> Written:
         """Syncs the file and says what is in it."""
         return Written(self.name, self._stream.finish(), tuple(self._entries), tuple(self._values))
+
+
+def _address(data: bytes | memoryview) -> int:
+    """Where bytes are in memory."""
+    return np.frombuffer(data, np.uint8).__array_interface__["data"][0]
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.checkpoints import reseal
 from tests.checkpoints_on_ranks import (
     LAYOUTS,
     answer,
@@ -318,20 +320,21 @@ def test_damage_is_told_on_all_ranks(tmp_path):
 
 def load_with_a_fault(path):
     texts = []
-    for where in ("fsharding.checkpoint.directory.read_manifest", "fsharding.checkpoint.reader.parse_record"):
+    for where, name in (("directory.read_manifest", "a"), ("reader.Source.read", "a"), ("reader.parse_record", "old")):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(where, refuse)
-            texts.append(answer(ck.load, path, planned("zero3")))
+                patch.setattr(f"fsharding.checkpoint.{where}", refuse)
+            texts.append(answer(ck.load, path / name, planned("zero3")))
     return texts
 
 
 def test_a_rank_that_cannot_read(tmp_path):
     run_ranks(save_some, 2, "zero3", tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "old")
+    reseal(tmp_path / "old", chunks=None)
     head = "fs.checkpoint.load failed on 1 of 2 ranks.\n  rank 1: "
-    for first, second in run_ranks(load_with_a_fault, 2, tmp_path / "a"):
-        assert first == head + "PermissionError: [Errno 13] Permission denied"
-        assert second == head + "PermissionError: [Errno 13] Permission denied"
+    for texts in run_ranks(load_with_a_fault, 2, tmp_path):
+        assert texts == [head + "PermissionError: [Errno 13] Permission denied"] * 3
 
 
 def save_and_die(path, where):

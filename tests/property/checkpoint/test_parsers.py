@@ -154,11 +154,12 @@ def metadata(folder: Path) -> tuple[bytes, Reader]:
         file.write_bytes(data)
         blocks = [data[i : i + manifests.BLOCK] for i in range(0, len(data), manifests.BLOCK)]
         own = ck.SavedFile(len(data), tuple(hashlib.sha256(block).hexdigest() for block in blocks))
-        sealed = dataclasses.replace(said, files={**said.files, ".metadata": own})
-        (path / "manifest.json").write_text(manifests.text_of(sealed))
-        for call in (lambda: ck.inspect(path), lambda: ck.load(path, planned())):
-            with contextlib.suppress(FshardingError):
-                call()
+        for chunks in (None, said.chunks):
+            sealed = dataclasses.replace(said, files={**said.files, ".metadata": own}, chunks=chunks)
+            (path / "manifest.json").write_text(manifests.text_of(sealed))
+            for call in (lambda: ck.inspect(path), lambda: ck.load(path, planned())):
+                with contextlib.suppress(FshardingError):
+                    call()
 
     return truth, read
 

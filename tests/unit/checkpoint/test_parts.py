@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as torch_dcp
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding import tree
+from fsharding.checkpoint import chunks
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.loading import _wanted_leaves
@@ -64,6 +65,7 @@ def test_every_dtype_and_stride_there_and_back(tmp_path):
     assert part.file == described(tmp_path / part.name)
     assert all(entry.length < 2500 for entry in part.entries), "a record holds its box and not the storage around it"
     source = open_source(tmp_path, None)
+    assert chunks.described(part.entries) == chunks.described(source.located()), "values are where records have them"
     for path, x in leaves.items():
         out = torch.empty(x.shape, dtype=x.dtype)
         source.read(path, boxes.full(x.shape), out)
