@@ -45,7 +45,6 @@ __all__ = [
     "local_leaves",
     "local_params",
     "multiply",
-    "narrow",
     "new_zeros",
     "next_count",
     "refuse_no_gradients",
@@ -54,7 +53,6 @@ __all__ = [
     "require_params",
     "shardings_of",
     "where_finite",
-    "widen",
     "writable_leaves",
 ]
 
@@ -329,29 +327,6 @@ def like_leaf(x: Tensor, local: Tensor) -> Tensor:
     return named_sharding.like(x, local) if isinstance(x, DTensor) else local
 
 
-def widen(moments: Tree, *, donate: bool) -> list[Tensor]:
-    """The local tensors of moments to compute with, in float32 at least; they may be overwritten.
-
-    Args:
-        moments: as the state has them.
-        donate: those that are wide already may be overwritten themselves.
-    """
-    stored = [(m, wide(m.dtype)) for m in local_leaves(moments)]
-    return [m.to(dtype) if m.dtype != dtype else m if donate else clone(m) for m, dtype in stored]
-
-
-def narrow(moments: Tree, new: Sequence[Tensor], *, donate: bool) -> Tree:
-    """New moments in the dtypes and shardings of the old ones.
-
-    Args:
-        moments: as the state has them.
-        new: local tensors, such as `widen` gave.
-        donate: the old ones may be overwritten.
-    """
-    pairs = zip(local_leaves(moments), new, strict=True)
-    return like(moments, [x if x.dtype == m.dtype else m.copy_(x) if donate else x.to(m.dtype) for m, x in pairs])
-
-
 def new_zeros(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the shape of a local tensor, contiguous whatever its strides are: kernels write through flat views."""
     return torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -367,18 +342,19 @@ def shardings_of(values: Tree) -> Tree:
     return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)
 
 
-def local_grads(grads: Tree, moments: Tree) -> list[Tensor]:
+def local_grads(grads: Tree, moments: Tree, label: str = "moments") -> list[Tensor]:
     """The local tensors of gradients, in the shardings of the moments.
 
     Args:
         grads: tree of gradients.
-        moments: tree of moments.
+        moments: tree of moments, or of parameters.
+        label: what errors call it.
 
     Raises:
         TreeError: there is no gradient, or the two differ in paths or shapes; all such leaves are listed.
     """
     refuse_no_gradients(grads, moments)
-    refuse_other_shapes(grads, moments, ("gradients", "moments"))
+    refuse_other_shapes(grads, moments, ("gradients", label))
     return local_leaves(redistribute(grads, shardings_of(moments)))
 
 

@@ -11,11 +11,12 @@ Law: codes and scales of an element follow from the whole leaf, the key and the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,11 +24,12 @@ from torch import Tensor
 from fsharding import random, tree
 from fsharding.calls import call_as
 from fsharding.comm.codes import largest_over
+from fsharding.comm.redistribute import in_buckets
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
 from fsharding.mesh.device_mesh import Mesh
-from fsharding.optim.base import InitContext, UpdateContext, clone, like_leaf, new_zeros
+from fsharding.optim.base import InitContext, UpdateContext, like_leaf, new_zeros
 from fsharding.optim.coded_moment import CodedMoment, carriers, is_coded, moment_leaves
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.precision import wide
@@ -39,12 +41,15 @@ from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.tree import Tree
 
 __all__ = [
-    "Chunk", "Leaf", "change_leaves", "change_moment", "chunk_size", "decoded", "init_moments", "leaves_of", "rebuilt",
-    "rounds_by_key", "step_key", "write_param",
+    "ROLES", "Batch", "Chunk", "Leaf", "change_chunks", "chunk_size", "decoded", "init_moments", "leaves_of",
+    "local_leaf", "rounds_by_key", "step_key", "write_param",
 ]  # fmt: skip
 
 _CHUNK = 1 << 16
 """Elements that are widened at once: few enough for a core's cache."""
+
+ROLES = ("mu", "nu", "xi", "pi")
+"""What the rounding of the first, second, ... moment depends on besides key, step and place."""
 
 
 def step_key(context: UpdateContext, count: Tensor) -> Tensor:
@@ -109,6 +114,11 @@ class Leaf:
         """The part in chunks of at most so many elements, or of one block."""
         if self.grid is None:
             return
+        if self.block is None and all(len(runs) == 1 for runs in self.grid):
+            box = tuple(runs[0] for runs in self.grid)
+            if 0 < boxes.volume(box) <= limit:  # The usual small leaf, of which a model may have thousands.
+                yield Chunk(box, (), ())
+                return
         factors = (*(1,) * (len(self.shape) - 2), *(self.block or (1, 1)))[-len(self.shape) or None :]
         for box, place in boxes.grid_boxes(self.grid):
             for part in _split(box, factors, limit):
@@ -170,6 +180,12 @@ def leaves_of(moments: Tree, shardings: Tree = None) -> list[Leaf]:
     ]
 
 
+@functools.lru_cache(maxsize=1024)
+def local_leaf(shape: torch.Size) -> Leaf:
+    """A local tensor as a leaf of its own, for what is neither in blocks nor rounded by key."""
+    return Leaf("", tuple(shape), None, boxes.grid_of(shape), None, (), None)
+
+
 def _leaf(path: str, shape: tuple[int, ...], sharding: NamedSharding | None, format: Blocks | None) -> Leaf:
     grid = boxes.grid_of(shape) if sharding is None else sharding.grid(shape)
     if format is None:
@@ -226,7 +242,13 @@ def init_moments(
 
 
 # ------------------------------------------------------------------------------------------------------------ an update
-_Change = Callable[[int, Chunk, list[Tensor], bool], None]
+Batch: TypeAlias = list[tuple[int, Chunk]]
+"""Chunks that are computed together, each with the number of its leaf."""
+
+_Change: TypeAlias = Callable[[Batch, list[list[Tensor]], bool], None]
+
+_CodedMoments: TypeAlias = "dict[tuple[str, int], _Coded]"
+"""By role and number of the leaf."""
 
 
 def decoded(moment: Any, leaf: Leaf) -> Tensor:
@@ -238,178 +260,163 @@ def decoded(moment: Any, leaf: Leaf) -> Tensor:
     """
     if not is_coded(moment):
         return local_of(moment).to(wide(moment.dtype))
-    local = _Held(moment, donate=True)
+    local = _Coded(moment)
     out = torch.empty(local.codes.shape, dtype=torch.float32, device=local.codes.device)
     for chunk in leaf.chunks(_CHUNK):
         out[chunk.place] = local.widened(leaf, chunk)
     return out
 
 
-class _Held:
-    """The local tensors of one moment while it is changed."""
+class _Coded:
+    """The local tensors of a moment in low precision, which are overwritten."""
 
-    def __init__(self, moment: Any, *, donate: bool) -> None:
-        self.moment, self.coded = moment, is_coded(moment)
-        parts = (moment.codes, moment.scales) if self.coded else (moment,)
-        self.codes, *rest = (local_of(x) if donate else clone(local_of(x)) for x in parts)
-        self.scales = rest[0] if rest else self.codes
+    def __init__(self, moment: CodedMoment) -> None:
+        self.format, self.root = moment.format, moment.root
+        self.codes = local_of(moment.codes)
+        self.scales = local_of(moment.scales)
+        self.keyed = moment.root or moment.format.keyed
 
     def widened(self, leaf: Leaf, chunk: Chunk) -> Tensor:
-        """A chunk of it in float32 at least, in new memory."""
-        part = self.codes[chunk.place]
-        if not self.coded:
-            return part.to(wide(part.dtype), copy=True).contiguous()
+        """A chunk of it in float32, in new memory."""
         assert leaf.block is not None
         scales = Scales(self.scales[chunk.of_scales])
-        x = codec.decode(part, scales, self.moment.format, block=leaf.block, start=chunk.start)
-        return x.square_() if self.moment.root else x
+        x = codec.decode(self.codes[chunk.place], scales, self.format, block=leaf.block, start=chunk.start)
+        return x.square_() if self.root else x
 
     def amax(self, leaf: Leaf, chunk: Chunk, x: Tensor) -> Tensor:
         """The largest magnitudes of a new chunk in its blocks."""
         assert leaf.block is not None
-        return codec.amaxes(x.sqrt() if self.moment.root else x, leaf.block, chunk.start)
+        return codec.amaxes(x.sqrt() if self.root else x, leaf.block, chunk.start)
 
     def rounded(
         self, leaf: Leaf, chunk: Chunk, x: Tensor, amax: Tensor | None, noise: Tensor | None, finite: Tensor | None
     ) -> None:
         """Writes a new chunk, or what was there where `finite` is false; and its scales, where none were given."""
-        if not self.coded:
-            self.codes[chunk.place].copy_(x)  # the kernel has left it as it was where it should be
-            return
         assert leaf.block is not None
-        format: Blocks = self.moment.format
-        if self.moment.root:
+        format = self.format
+        if self.root:
             x = x.sqrt()
             format = format.with_rounding("keyed")
         scales = codec.scales_of(codec.amaxes(x, leaf.block, chunk.start) if amax is None else amax, format)
         codes = codec.encode(x, scales, format, block=leaf.block, start=chunk.start, noise=noise)
-        if self.moment.root:
+        if self.root:
             codes = torch.where((codes == 0) & (x > 0), 1, codes)
         _write(self.codes[chunk.place], codes, finite)
         if amax is None:
             _write(self.scales[chunk.of_scales], scales.blocks, finite)
-
-    def keyed(self) -> bool:
-        """Whether it is rounded by key."""
-        return self.coded and (self.moment.root or self.moment.format.keyed)
-
-    def result(self) -> Any:
-        """The moment as the state has it."""
-        if not self.coded:
-            return like_leaf(self.moment, self.codes)
-        codes = like_leaf(self.moment.codes, self.codes)
-        scales = like_leaf(self.moment.scales, self.scales)
-        return replace(self.moment, codes=codes, scales=scales)
 
 
 def _write(held: Tensor, new: Tensor, finite: Tensor | None) -> None:
     held.copy_(new if finite is None else torch.where(finite, new, held))
 
 
-def change_leaves(
+def change_chunks(
     leaves: Sequence[Leaf],
-    columns: Sequence[Sequence[Any]],
+    moments: Sequence[Sequence[Any]],
     change: _Change,
     *,
-    roles: Sequence[str],
+    kinds: Sequence[tuple[torch.dtype, torch.device]],
     key: Callable[[], Tensor],
-    donate: bool = False,
     finite: Tensor | None = None,
-) -> list[list[Any]]:
-    """Changes moments a chunk at a time. Collective where a block is on several ranks.
+) -> None:
+    """Changes moments in place, some chunks at a time. Collective where a block is on several ranks.
 
     Args:
         leaves: where they are.
-        columns: for each kind of moment those of the leaves: tensors or `CodedMoment`s.
-        change: gets the number of a leaf, a chunk, and the chunk of each of its moments in float32 at least, which it
-            overwrites; and whether it is only a trial, in which it may overwrite nothing else.
-        roles: names of the kinds, which their rounding depends on.
+        moments: the first moments of all leaves, the second ones, ...: local tensors or `CodedMoment`s.
+        change: gets a batch of chunks of one kind, and for each of the moments its chunks, which it overwrites: decoded
+            to float32, or as they are stored; and whether this is a trial, in which it may overwrite nothing else.
+        kinds: the dtype that each leaf is computed in, and its device.
         key: gives the key of the step, for what is rounded by it.
-        donate: the moments may be overwritten.
         finite: bool, 0-d: codes and scales stay as they are where it is false.
-
-    Returns:
-        The new columns.
     """
-    held = [[_Held(m, donate=donate) for m in column] for column in columns]
-    known = _shared_amaxes(leaves, held, change)
-    drawn: list[Tensor] = []
-    for i, leaf in enumerate(leaves):
-        of_leaf = [column[i] for column in held]
-        for chunk in leaf.chunks(chunk_size(of_leaf[0].codes.device)):
-            parts = [m.widened(leaf, chunk) for m in of_leaf]
-            change(i, chunk, parts, False)
-            for k, (m, x) in enumerate(zip(of_leaf, parts, strict=True)):
-                noise = None
-                if m.keyed():
-                    drawn = drawn or [key()]
-                    noise = leaf.noise(drawn[0], roles[k], chunk.box, x.device)
-                amax = known[i, k][chunk.of_scales] if (i, k) in known else None
-                m.rounded(leaf, chunk, x, amax, noise, finite)
-        # Not before: other chunks are still widened with the old ones. And a rank has the scales of all blocks, also
-        # of those that only others have parts of.
-        for k, m in enumerate(of_leaf):
-            if (i, k) in known:
-                _write(m.scales, codec.scales_of(known[i, k], m.moment.format).blocks, finite)
-    return [[m.result() for m in column] for column in held]
+    coded = {
+        (role, i): _Coded(m)
+        for role, column in zip(ROLES, moments, strict=False)
+        for i, m in enumerate(column)
+        if is_coded(m)
+    }
+    known = _shared_amaxes(leaves, moments, coded, change, kinds)
+    for batch in _batches(leaves, kinds, range(len(leaves))):
+        parts = _widened(batch, leaves, moments, coded)
+        change(batch, parts, False)
+        for at, chunk, x in _of_coded(batch, parts, coded):
+            leaf = leaves[at[1]]
+            noise = leaf.noise(key(), at[0], chunk.box, x.device) if coded[at].keyed else None
+            amax = known[at][chunk.of_scales] if at in known else None
+            coded[at].rounded(leaf, chunk, x, amax, noise, finite)
+    # Not before: other chunks are still widened with the old ones. And a rank has the scales of all blocks, also of
+    # those that only others have parts of.
+    for at, amax in known.items():
+        _write(coded[at].scales, codec.scales_of(amax, coded[at].format).blocks, finite)
+
+
+def _batches(
+    leaves: Sequence[Leaf], kinds: Sequence[tuple[torch.dtype, torch.device]], of: Iterable[int]
+) -> Iterator[Batch]:
+    """The chunks of some leaves, of one kind in each batch and of about as many elements as fit into a cache."""
+    members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i in of:
+        members.setdefault(kinds[i], []).append(i)
+    for (_, device), numbers in members.items():
+        limit = chunk_size(device)
+        chunks = ((i, chunk) for i in numbers for chunk in leaves[i].chunks(limit))
+        yield from in_buckets(chunks, lambda part: boxes.volume(part[1].box), limit)
+
+
+def _widened(
+    batch: Batch, leaves: Sequence[Leaf], moments: Sequence[Sequence[Any]], coded: _CodedMoments
+) -> list[list[Tensor]]:
+    """The chunks of all moments: decoded, or views of what is stored."""
+    return [
+        [
+            coded[role, i].widened(leaves[i], chunk) if (role, i) in coded else column[i][chunk.place]
+            for i, chunk in batch
+        ]
+        for role, column in zip(ROLES, moments, strict=False)
+    ]
+
+
+def _of_coded(
+    batch: Batch, parts: list[list[Tensor]], coded: _CodedMoments
+) -> Iterator[tuple[tuple[str, int], Chunk, Tensor]]:
+    """Those chunks of a batch that were decoded."""
+    for role, column in zip(ROLES, parts if coded else (), strict=False):
+        for (i, chunk), x in zip(batch, column, strict=True):
+            if (role, i) in coded:
+                yield (role, i), chunk, x
 
 
 def _shared_amaxes(
-    leaves: Sequence[Leaf], held: Sequence[Sequence[_Held]], change: _Change
-) -> dict[tuple[int, int], Tensor]:
+    leaves: Sequence[Leaf],
+    moments: Sequence[Sequence[Any]],
+    coded: _CodedMoments,
+    change: _Change,
+    kinds: Sequence[tuple[torch.dtype, torch.device]],
+) -> dict[tuple[str, int], Tensor]:
     """The largest magnitudes of all blocks of leaves whose cuts go through blocks, after a trial of the update."""
-    own: dict[tuple[int, int], Tensor] = {}
-    for i, leaf in enumerate(leaves):
-        of_leaf = [column[i] for column in held]
-        if not leaf.shared or not any(m.coded for m in of_leaf):
-            continue
-        for k, m in enumerate(of_leaf):
-            if m.coded:
-                own[i, k] = torch.zeros(m.scales.shape, dtype=torch.float32, device=m.scales.device)
-        for chunk in leaf.chunks(chunk_size(of_leaf[0].codes.device)):
-            parts = [m.widened(leaf, chunk) for m in of_leaf]
-            change(i, chunk, parts, True)
-            for k, (m, x) in enumerate(zip(of_leaf, parts, strict=True)):
-                if m.coded:
-                    here = own[i, k][chunk.of_scales]
-                    here.copy_(torch.maximum(here, m.amax(leaf, chunk, x)))
+    own = {
+        at: torch.zeros(m.scales.shape, dtype=torch.float32, device=m.scales.device)
+        for at, m in coded.items()
+        if leaves[at[1]].shared
+    }
+    for batch in _batches(leaves, kinds, dict.fromkeys(i for _, i in own)):
+        parts = [[x.clone() for x in column] for column in _widened(batch, leaves, moments, coded)]
+        change(batch, parts, True)
+        for at, chunk, x in _of_coded(batch, parts, coded):
+            here = own[at][chunk.of_scales]
+            here.copy_(torch.maximum(here, coded[at].amax(leaves[at[1]], chunk, x)))
     for mesh in dict.fromkeys(leaf.mesh for leaf in leaves if leaf.shared):
         assert mesh is not None
-        of_mesh = [at for at in own if leaves[at[0]].mesh == mesh]
-        values = largest_over([own[at] for at in of_mesh], [leaves[i].shared for i, _ in of_mesh], mesh)
+        of_mesh = [at for at in own if leaves[at[1]].mesh == mesh]
+        values = largest_over([own[at] for at in of_mesh], [leaves[i].shared for _, i in of_mesh], mesh)
         own |= dict(zip(of_mesh, values, strict=True))
     return own
 
 
-def change_moment(
-    moments: Tree,
-    context: UpdateContext,
-    count: Tensor,
-    change: Callable[[int, Chunk, Tensor], None],
-) -> Tree:
-    """Changes the only moments that an optimizer has, as `change_leaves`.
-
-    Args:
-        moments: tree of tensors and of moments in low precision.
-        context: of the update.
-        count: of updates so far.
-        change: gets the number of a leaf, a chunk, and the chunk of its moment in float32 at least, which it
-            overwrites; it may be called twice for a chunk.
-    """
-    (new,) = change_leaves(
-        leaves_of(moments, context.shardings),
-        [moment_leaves(moments)],
-        lambda i, chunk, parts, _: change(i, chunk, parts[0]),
-        roles=("mu",),
-        key=lambda: step_key(context, count),
-        donate=context.donate,
-    )
-    return rebuilt(moments, new)
-
-
-def rounds_by_key(params: Tree, context: UpdateContext) -> bool:
+def rounds_by_key(params: Iterable[Tensor], context: UpdateContext) -> bool:
     """Whether an update rounds some of these parameters by key."""
-    return context.rounding == "keyed" and any(x.dtype == torch.bfloat16 for x in tree.leaves(params))
+    return context.rounding == "keyed" and any(x.dtype == torch.bfloat16 for x in params)
 
 
 def write_param(
@@ -428,8 +435,3 @@ def write_param(
     if context.rounding == "keyed" and param.dtype == torch.bfloat16:
         new = codec.to_bfloat16(new.to(torch.float32), leaf.noise(key(), "main", chunk.box, new.device))
     _write(param, new.to(param.dtype), context.finite)  # a NaN that stays has the bits that it had
-
-
-def rebuilt(moments: Tree, new: Sequence[Any]) -> Tree:
-    """A tree of other moments in the place of those of a tree, in order."""
-    return tree.unflatten(tree.flatten(moments, is_leaf=is_coded)[1], list(new))

@@ -1,13 +1,16 @@
 """Optimizers that compute each element by itself: a rule of a few lines, and the driver of all such rules.
 
 In: a rule on lists of tensors. Out: a transformation. The driver brings gradients into the shardings of the moments,
-widens moments, takes those of 8 bits a chunk at a time, keeps donated memory, and applies the rate and weight decay.
+applies the rate and weight decay, and keeps donated memory. `run_rule` gives a rule all leaves at once that it can take
+as they are; strided and narrower ones, and moments of 8 bits, go through copies that stay in the cache.
 Law: an element's update depends on its gradient, moments and parameter alone, so all strategies agree bitwise.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,8 +18,7 @@ from torch import Tensor
 
 from fsharding import _compat, tree
 from fsharding.calls import call_as
-from fsharding.comm.redistribute import redistribute
-from fsharding.errors import ConfigError, message
+from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.formats import Blocks
 from fsharding.optim.base import (
     ContextTransformation,
@@ -25,31 +27,73 @@ from fsharding.optim.base import (
     add_decay_,
     check_moments,
     check_update,
+    clone,
     like,
-    local_leaves,
+    like_leaf,
+    local_grads,
     local_params,
-    narrow,
     new_zeros,
-    refuse_no_gradients,
-    refuse_other_shapes,
-    shardings_of,
-    widen,
+    next_count,
+    refuse_other_shards,
+    writable_leaves,
 )
-from fsharding.optim.chunked_update import Chunk, change_leaves, init_moments, leaves_of, rebuilt, step_key
+from fsharding.optim.chunked_update import (
+    ROLES,
+    Batch,
+    Leaf,
+    change_chunks,
+    init_moments,
+    leaves_of,
+    local_leaf,
+    rounds_by_key,
+    step_key,
+    write_param,
+)
 from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
+from fsharding.optim.updates import change_slices
 from fsharding.optim.validation import FROM_0, check_moment_kind, check_settings
 from fsharding.precision import wide
 from fsharding.public import check_function, public
+from fsharding.sharding.named_sharding import local_of
 from fsharding.tree import Tree
 
-__all__ = ["ElementwiseState", "Rule", "State", "driven", "elementwise"]
+__all__ = [
+    "ElementwiseState", "Kernel", "Rule", "State", "Step", "driven", "elementwise", "owned", "parts_of", "run_rule",
+    "step_at",
+]  # fmt: skip
 
 Rule: TypeAlias = Callable[..., list[Tensor]]
 """`rule(grads, *moments, count) -> directions`; see `elementwise`."""
 
-_ROLES = ("mu", "nu", "xi", "pi")
-"""What the rounding of the first, second, ... moment depends on besides key, step and place."""
+Kernel: TypeAlias = Callable[..., list[Tensor]]
+"""`kernel(values, grads, *moments, step) -> values`, on lists of tensors of one dtype for each leaf, float32 at least.
+
+The moments are overwritten. The values are too, if there are any: parameters, or zeros for an update alone; a kernel
+without returns updates. Gradients may be overwritten only where `step.scale` is not 1.
+"""
+
+_WIDE = {torch.float32, torch.float64}
+
+
+class Step(NamedTuple):
+    """The numbers of one update.
+
+    Attributes:
+        count: of updates before this one: int64, 0-d, as the state has it.
+        number: of this update: float32, 0-d, where the leaves are.
+        rate: of learning.
+        decay: of the weights, in the values that the kernel changes.
+        scale: that gradients are multiplied with.
+        finite: bool, 0-d: nothing is updated where it is false; None for yes.
+    """
+
+    count: Tensor
+    number: Tensor
+    rate: float | Tensor
+    decay: float = 0.0
+    scale: float | Tensor = 1.0
+    finite: Tensor | None = None
 
 
 class ElementwiseState(NamedTuple):
@@ -119,8 +163,8 @@ def elementwise(
     check_function("a rule (grads, *moments, count)", rule, len(names) + 2)
     check_settings((FROM_0, {"learning_rate": learning_rate, "weight_decay": weight_decay}))
     named = tuple(names)
-    if len({*named}) != len(named) or len(named) > len(_ROLES):
-        mend = f"Give each moment a name of its own, and at most {len(_ROLES)}."
+    if len({*named}) != len(named) or len(named) > len(ROLES):
+        mend = f"Give each moment a name of its own, and at most {len(ROLES)}."
         raise ConfigError(message(f"got names={named!r}.", mend=mend))
     state = State(
         ElementwiseState,
@@ -135,7 +179,7 @@ def elementwise(
 
 def driven(
     name: str,
-    rule: Rule,
+    rule: Rule | Kernel,
     learning_rate: float | Schedule,
     state_of: State,
     names: Sequence[str],
@@ -144,48 +188,80 @@ def driven(
     weight_decay: float = 0.0,
     l2: float = 0.0,
     moments: torch.dtype | Blocks | None = None,
+    in_place: bool = False,
 ) -> ContextTransformation:
-    """See `elementwise`; `name` is the public function, and `l2` a weight decay that is added to gradients."""
-    own = check_moment_kind(moments)
+    """Make an optimizer of a rule, as `elementwise` does, or of a kernel.
+
+    Args:
+        name: of the public function.
+        rule: as in `elementwise`; with `in_place` a `Kernel`.
+        learning_rate: as in `elementwise`.
+        state_of: how the state holds moments.
+        names: of the moments.
+        roots: as in `elementwise`.
+        weight_decay: as in `elementwise`.
+        l2: a weight decay that is added to gradients.
+        moments: as in `elementwise`.
+        in_place: the kernel changes parameters themselves, with decay, scale and mask, so there is an `apply`.
+    """
+    kept = check_moment_kind(moments)
     rate = as_schedule(learning_rate)
+    kernel = rule if in_place else _directed(rule)
+
+    def home_of(updates: Tree, before: list[Tree], params: Tree) -> Tree:
+        """A tree in the shapes and shardings in which an update is computed."""
+        if before:
+            check_moments(**dict(zip(names, before, strict=True)))
+            return carriers(before[0])
+        return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
 
     def start(params: Tree, context: InitContext) -> Any:
-        trees = [init_moments(params, own, context, root=moment in roots) for moment in names]
+        trees = [init_moments(params, kept, context, root=moment in roots) for moment in names]
         return state_of.make(torch.zeros((), dtype=torch.int64), trees)
 
     def advance(updates: Tree, state: Any, params: Tree, context: UpdateContext) -> tuple[Tree, Any]:
         check_update(state_of.kind, updates, state, params, decay=weight_decay or l2)
         before = state_of.moments(state)
-        if before:
-            check_moments(**dict(zip(names, before, strict=True)))
-        if params is not None:
-            params = tree.prune(params, updates, ("parameters", "gradients"))
-        home = carriers(before[0]) if before else updates if params is None else params
-        lr = rate_at(rate, state.count)  # A schedule that raises does so before anything is written.
-        refuse_no_gradients(updates, home)
-        refuse_other_shapes(updates, home, ("gradients", "moments" if before else "parameters"))
-        grads = local_leaves(redistribute(updates, shardings_of(home)))
+        home = home_of(updates, before, params)
+        grads = local_grads(updates, home, "moments" if before else "parameters")
         if l2:
             main = [p.to(g.dtype) for p, g in zip(local_params(params, home), grads, strict=True)]
             grads = _compat.foreach_add(grads, _compat.foreach_mul(main, l2))
-
-        def change(grads: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
-            if parts:
-                grads = [g.to(m.dtype) for g, m in zip(grads, parts[0], strict=True)]
-            return _compat.foreach_mul(rule(grads, *parts, state.count), -lr)
-
-        if any(is_coded(m) for moment in before for m in moment_leaves(moment)):
-            deltas, after = _in_chunks(change, grads, before, state.count, context)
-        else:
-            parts = [widen(moment, donate=context.donate) for moment in before]
-            deltas = change(grads, parts)
-            pairs = zip(before, parts, strict=True)
-            after = [narrow(moment, new, donate=context.donate) for moment, new in pairs]
+        step = step_at(rate, state.count, grads)  # A schedule that raises does so before anything is written.
+        after = [owned(moment, donate=context.donate) for moment in before]
+        parts = [*map(parts_of, after)]
+        values = _zeros_of(parts[0]) if in_place else None
+        context = replace(context, finite=None)  # Where it is false the caller takes the old values.
+        deltas = run_rule(kernel, step, values, grads, parts, (after or [home])[0], context)
         if weight_decay:
-            add_decay_(deltas, params, home, -lr * weight_decay)
+            add_decay_(deltas, params, home, -step.rate * weight_decay)
         return like(home, deltas), state_of.make(state.count + 1, after)
 
-    # All optimizers share the code of these two, so errors cannot tell by it which of them was called.
+    def change(
+        updates: Tree, state: Any, params: Tree, context: UpdateContext, scale: float | Tensor
+    ) -> tuple[Tree, Any]:
+        check_update(state_of.kind, updates, state, params, decay=weight_decay)
+        before = state_of.moments(state)
+        settings = {"decay": weight_decay, "scale": scale, "finite": context.finite}
+        count = next_count(state.count, context.finite)
+        columns = writable_leaves(params, updates, *before) if context.donate else None
+        if columns is not None:
+            values, grads, *parts = columns
+            run_rule(kernel, step_at(rate, state.count, grads, **settings), values, grads, parts, updates, context)
+            return params, state_of.make(count, before)
+        home = home_of(updates, before, params)
+        grads = local_grads(updates, home)
+        step = step_at(rate, state.count, grads, **settings)
+        after = [owned(moment, donate=context.donate) for moment in before]
+
+        def change_local(slices: list[Tensor]) -> list[Tensor]:
+            main = slices if context.donate else [*map(clone, slices)]
+            return run_rule(kernel, step, main, grads, [*map(parts_of, after)], after[0], context)
+
+        changed = change_slices(params, home, change_local, donate=context.donate)
+        return changed, state_of.make(count, after)
+
+    # All optimizers share the code of these, so errors cannot tell by it which of them was called.
     @public(f"{name}(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> Any:
         return call_as(name, start, params, context)
@@ -196,29 +272,187 @@ def driven(
     ) -> tuple[Tree, Any]:
         return call_as(name, advance, updates, state, params, context)
 
-    return ContextTransformation(init, update)
+    @public(f"{name}(...).apply")
+    def apply(
+        updates: Tree,
+        state: Any,
+        params: Tree,
+        context: UpdateContext = UpdateContext(),
+        *,
+        scale: float | Tensor = 1.0,
+    ) -> tuple[Tree, Any]:
+        return call_as(name, change, updates, state, params, context, scale)
+
+    return ContextTransformation(init, update, apply if in_place else None, masks=in_place)
 
 
-def _in_chunks(
-    change: Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]],
+def _directed(rule: Rule) -> Kernel:
+    """The kernel of a rule that returns directions."""
+
+    def kernel(_: None, grads: list[Tensor], *rest: Any) -> list[Tensor]:
+        *moments, step = rest
+        return _compat.foreach_mul(rule(grads, *moments, step.count), -step.rate)
+
+    return kernel
+
+
+def step_at(rate: Schedule, count: Tensor, grads: list[Tensor], **settings: Any) -> Step:
+    """The numbers of the update after `count` others."""
+    device = grads[0].device if grads else count.device
+    return Step(count, (count.to(device, non_blocking=True) + 1).float(), rate_at(rate, count), **settings)
+
+
+def owned(moments: Tree, *, donate: bool) -> Tree:
+    """Moments that may be overwritten: copies, unless they are donated."""
+    return moments if donate else tree.map(lambda x: like_leaf(x, clone(local_of(x))), moments)
+
+
+def parts_of(moments: Tree) -> list[Any]:
+    """What a rank has of each moment of a tree: local tensors, and moments in low precision."""
+    return [m if is_coded(m) else local_of(m) for m in moment_leaves(moments)]
+
+
+# ----------------------------------------------------------------------------------------------------- a rule on leaves
+def run_rule(
+    kernel: Kernel,
+    step: Step,
+    values: list[Tensor] | None,
     grads: list[Tensor],
-    before: list[Tree],
-    count: Tensor,
+    moments: Sequence[list[Any]],
+    home: Tree,
     context: UpdateContext,
-) -> tuple[list[Tensor], list[Tree]]:
-    """Deltas, and new moments of which some have 8 bits. Collective where blocks are on several ranks."""
-    deltas = [new_zeros(g, wide(g.dtype)) for g in grads]
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Run a kernel on this rank's part of all leaves. Collective where a block of a moment is on several ranks.
 
-    def change_chunk(i: int, chunk: Chunk, parts: list[Tensor], trial: bool) -> None:
-        (delta,) = change([grads[i][chunk.place]], [[part] for part in parts])
-        deltas[i][chunk.place].copy_(delta)
+    Leaves that it takes as they are go through it at once. Others, which are strided or narrower than they are computed
+    in, go through copies of chunks, and are rounded once; so there are no wide moments of all leaves at once.
 
-    after = change_leaves(
-        leaves_of(before[0], context.shardings),
-        [moment_leaves(moment) for moment in before],
-        change_chunk,
-        roles=_ROLES[: len(before)],
-        key=lambda: step_key(context, count),
-        donate=context.donate,
-    )
-    return deltas, [rebuilt(moment, new) for moment, new in zip(before, after, strict=True)]
+    Args:
+        kernel: what to run.
+        step: the numbers of this update.
+        values: local parameters, or zeros, which are overwritten; None for a kernel that returns updates.
+        grads: local gradients, which are overwritten at most if the context donates them.
+        moments: of each tree of moments its `parts_of`, which are overwritten.
+        home: the first of these trees, or another one with paths and shardings.
+        context: of the update.
+        dtype: of what a kernel returns without values, if not the dtype in which it computes.
+
+    Returns:
+        The values, or the updates.
+
+    Raises:
+        LayoutError: local tensors of a leaf differ in shape; all such leaves are listed.
+    """
+    kept = moments if values is None else [values, *moments]
+    copied = not context.donate and (isinstance(step.scale, Tensor) or step.scale != 1.0)  # A kernel scales in place.
+    try:
+        if _alike([grads, *kept]):
+            return kernel(values, [*map(clone, grads)] if copied else grads, *moments, step)
+    except LayoutError:
+        # Nothing has changed yet; with the names of the leaves it says more.
+        _refuse_other_shards(values, grads, moments, home)
+        raise
+    _refuse_other_shards(values, grads, moments, home)
+    kinds = [(_computed_in(tuple(map(_stored_in, x))) or g.dtype, g.device) for g, *x in zip(grads, *kept, strict=True)]
+    ready = [
+        all(not is_coded(x) and x.dtype == kind[0] and x.is_contiguous() for x in leaf)
+        for kind, leaf in zip(kinds, zip(grads, *kept, strict=True), strict=True)
+    ]
+    result = dict(enumerate(values or ()))
+    for kind in dict.fromkeys(kinds):
+        direct = [i for i, other in enumerate(kinds) if ready[i] and other == kind]
+        if direct:
+            given = [clone(grads[i]) if copied else grads[i] for i in direct]
+            parts = [[column[i] for i in direct] for column in moments]
+            new = kernel(values and [values[i] for i in direct], given, *parts, step)
+            result |= dict(zip(direct, new, strict=True))
+    rest = [i for i, is_ready in enumerate(ready) if not is_ready]
+    if rest:
+        coded = any(is_coded(column[i]) for i in rest for column in moments)
+        placed = coded or (values is not None and rounds_by_key(values, context))
+        leaves = leaves_of(home, context.shardings) if placed else [local_leaf(g.shape) for g in grads]
+        if values is None:
+            # Moments of 8 bits are computed in float32 even if their gradient is wider; the update is as wide as it.
+            wider = [
+                wide(g.dtype) if any(is_coded(m[i]) for m in moments) else kinds[i][0] for i, g in enumerate(grads)
+            ]
+            result |= {i: new_zeros(grads[i], dtype or wider[i]) for i in rest}
+        _run_on_chunks(
+            kernel, step, [result[i] for i in rest], [grads[i] for i in rest], [[m[i] for i in rest] for m in moments],
+            [leaves[i] for i in rest], [kinds[i] for i in rest], context, in_place=values is not None, copied=copied,
+        )  # fmt: skip
+    return [result[i] for i in range(len(grads))]
+
+
+def _run_on_chunks(
+    kernel: Kernel,
+    step: Step,
+    result: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Any]],
+    leaves: Sequence[Leaf],
+    kinds: Sequence[tuple[torch.dtype, torch.device]],
+    context: UpdateContext,
+    *,
+    in_place: bool,
+    copied: bool,
+) -> None:
+    """Run a kernel on copies of chunks, and round what it computes: values in place, or updates into zeros."""
+    key = functools.cache(lambda: step_key(context, step.count))
+
+    def change(batch: Batch, parts: list[list[Tensor]], trial: bool) -> None:
+        dtype = kinds[batch[0][0]][0]
+        old = [result[i][chunk.place] for i, chunk in batch]
+        values = [x.to(dtype, copy=trial).contiguous() for x in old] if in_place else None
+        given = [grads[i][chunk.place].to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
+        wider = [[x.to(dtype).contiguous() for x in column] for column in parts]
+        new = kernel(values, given, *wider, step)
+        for column, computed in zip(parts, wider, strict=True):
+            changed = [(x, y) for x, y in zip(column, computed, strict=True) if x is not y]
+            _compat.foreach_copy_([x for x, _ in changed], [y for _, y in changed])
+        if trial:
+            return
+        for (i, chunk), x, y in zip(batch, old, new, strict=True):
+            if not in_place:
+                x.copy_(y)
+            elif x is not y:
+                write_param(x, y, context, leaves[i], chunk, key)
+
+    change_chunks(leaves, moments, change, kinds=kinds, key=key, finite=step.finite)
+
+
+def _alike(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether a kernel takes all tensors as they are, in one call."""
+    dtypes = {getattr(x, "dtype", None) for column in columns for x in column}
+    if len(dtypes) != 1 or not dtypes <= _WIDE or len({x.device for x in columns[0]}) != 1:
+        return False
+    return all(all(map(Tensor.is_contiguous, column)) for column in columns)
+
+
+def _stored_in(x: Any) -> torch.dtype:
+    return torch.float32 if is_coded(x) else x.dtype
+
+
+@functools.lru_cache(maxsize=256)
+def _computed_in(dtypes: tuple[torch.dtype, ...]) -> torch.dtype | None:
+    """The dtype in which parameters and moments of some dtypes are changed; a gradient makes it no wider."""
+    return functools.reduce(torch.promote_types, map(wide, dtypes)) if dtypes else None
+
+
+def _refuse_other_shards(
+    values: list[Tensor] | None, grads: list[Tensor], moments: Sequence[list[Any]], home: Tree
+) -> None:
+    named: dict[str, Sequence[Tensor]] = {} if values is None else {"parameters": values}
+    named["gradients"] = grads
+    for role, column in zip(ROLES, moments, strict=False):
+        named[role] = [local_of(x.codes) if is_coded(x) else x for x in column]
+    refuse_other_shards(carriers(home), named)
+
+
+def _zeros_of(moments: list[Any]) -> list[Tensor]:
+    """Zeros in the shapes of moments, in the dtypes in which these are computed: float32 beside any of 8 bits."""
+    if any(map(is_coded, moments)):
+        return [new_zeros(local_of(x.codes) if is_coded(x) else x, torch.float32) for x in moments]
+    return [new_zeros(x, wide(x.dtype)) for x in moments]

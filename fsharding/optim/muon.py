@@ -32,13 +32,11 @@ from fsharding.optim.base import (
     check_update,
     like,
     local_grads,
-    narrow,
-    new_zeros,
-    widen,
 )
-from fsharding.optim.chunked_update import Chunk, change_moment, init_moments
-from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
-from fsharding.optim.schedules import Schedule, as_schedule, rate_at
+from fsharding.optim.chunked_update import init_moments
+from fsharding.optim.coded_moment import carriers, moment_leaves
+from fsharding.optim.elementwise import Step, owned, parts_of, run_rule, step_at
+from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_moment_kind, check_settings
 from fsharding.precision import wide
@@ -146,34 +144,26 @@ def muon(
         check_update(MuonState, updates, state, params, decay=weight_decay)
         check_moments(mu=state.mu)
         held = carriers(state.mu)
-        lr = rate_at(rate, state.count)
         local = local_grads(updates, held)
         shardings = assigned_shardings(held, context.shardings, known=_STAGES)
         wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(held), shardings, strict=True)]
 
-        def direction(m: Tensor, g: Tensor) -> Tensor:
-            grad = g.to(m.dtype)
-            m.lerp_(grad, 1 - momentum)
-            return (grad.lerp(m, momentum) if nesterov else m).to(dtype)
+        def kernel(_: None, grads: list[Tensor], mu: list[Tensor], step: Step) -> list[Tensor]:
+            for m, g in zip(mu, grads, strict=True):
+                m.lerp_(g, 1 - momentum)
+            ahead = [g.lerp(m, momentum) for m, g in zip(mu, grads, strict=True)] if nesterov else mu
+            return [x.to(dtype) for x in ahead]
 
-        if any(map(is_coded, moment_leaves(state.mu))):
-            directions = [new_zeros(g, dtype) for g in local]
-
-            def change_chunk(i: int, chunk: Chunk, m: Tensor) -> None:
-                directions[i][chunk.place].copy_(direction(m, local[i][chunk.place]))
-
-            new_mu = change_moment(state.mu, context, state.count, change_chunk)
-        else:
-            mu = widen(state.mu, donate=context.donate)
-            directions = [direction(m, g) for m, g in zip(mu, local, strict=True)]
-            new_mu = narrow(state.mu, mu, donate=context.donate)
+        new_mu = owned(state.mu, donate=context.donate)
+        step = step_at(rate, state.count, local)
+        directions = run_rule(kernel, step, None, local, [parts_of(new_mu)], new_mu, context, dtype=dtype)
         kinds = [wide(m.dtype) if isinstance(m, Tensor) else torch.float32 for m in moment_leaves(state.mu)]
         deltas = [
-            x.to(kind) * (-lr * _ratio(adjust, whole.shape))
+            x.to(kind) * (-step.rate * _ratio(adjust, whole.shape))
             for x, kind, whole in zip(_on_whole_matrices(orthogonal, directions, wholes), kinds, wholes, strict=True)
         ]
         if weight_decay:
-            add_decay_(deltas, params, held, -lr * weight_decay)
+            add_decay_(deltas, params, held, -step.rate * weight_decay)
         return like(held, deltas), MuonState(state.count + 1, new_mu)
 
     return ContextTransformation(init, update)

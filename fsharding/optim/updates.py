@@ -153,7 +153,7 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
         context: with a step, where it rounds by key.
         donate: the parameters may be overwritten.
     """
-    if not rounds_by_key(params, context):
+    if not rounds_by_key(tree.leaves(params), context):
         return apply_updates(params, updates, donate=donate)
     deltas = local_leaves(updates)
     leaves = leaves_of(updates, context.shardings)
