@@ -9,7 +9,7 @@ from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats import Blocks
-from fsharding.formats.quantised import Quantised, dequantise, quantise
+from fsharding.formats.quantized import Quantized, dequantize, quantize
 from fsharding.interop import hf, megatron, te
 from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
@@ -67,7 +67,7 @@ __all__ = [
     "NamedSharding",
     "P",
     "Precision",
-    "Quantised",
+    "Quantized",
     "StepOptions",
     "Strategy",
     "TrainState",
@@ -79,7 +79,7 @@ __all__ = [
     "counting_bytes",
     "data",
     "data_position",
-    "dequantise",
+    "dequantize",
     "evaluate",
     "expected_traffic",
     "explain_reshard",
@@ -111,7 +111,7 @@ __all__ = [
     "policies",
     "preemption",
     "print0",
-    "quantise",
+    "quantize",
     "random",
     "recording",
     "redistribute",

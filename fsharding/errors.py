@@ -31,7 +31,7 @@ __all__ = [
     "MissingKeyError",
     "MissingNameError",
     "NonFiniteError",
-    "NotDequantisedError",
+    "NotDequantizedError",
     "NotGatheredError",
     "RandomKeyError",
     "RankError",
@@ -127,7 +127,7 @@ class NotGatheredError(TransformError, AttributeError):
         return type(self), (str(self),)
 
 
-class NotDequantisedError(TransformError, AttributeError):
+class NotDequantizedError(TransformError, AttributeError):
     """A tensor that is held in a format of low precision was used as a plain one."""
 
 

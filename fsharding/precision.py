@@ -98,7 +98,7 @@ class Precision:
     Attributes:
         params: main parameters, which the optimizer updates.
         compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter. Or
-            a format: the loss function sees weights of blocks as `fs.Quantised`, which products of `ops` take, and
+            a format: the loss function sees weights of blocks as `fs.Quantized`, which products of `ops` take, and
             `activations` is the dtype of all else.
         gather: the format in which weights travel; None, or the dtype of compute itself, for that dtype. Weights are
             rounded to it, and the loss function sees these numbers in the dtype of compute, under every strategy: also
@@ -124,9 +124,9 @@ class Precision:
             state, its step, and the place of the element in the whole leaf.
         loss_scale: dynamic loss scaling, or None.
         activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
-            format, and of those that are dequantised; by default bfloat16.
+            format, and of those that are dequantized; by default bfloat16.
         strict: products with weights in the format of compute are refused where the device has no kernel for it, see
-            `fs.ops.scaled_kernel`; else they are then dequantised and multiplied.
+            `fs.ops.scaled_kernel`; else they are then dequantized and multiplied.
         columnwise: where blocks of compute lie along one dim, the leaves that backward gathers a second time in blocks
             along their other dim, as the gradient of x in `x @ w.T` sums: patterns as in `keep`, such as
             ("wq", "wk", "wv", "gate", "up"). `fs.ops.product(x, w, 1)` multiplies by these numbers there; all other
@@ -284,7 +284,7 @@ class Precision:
         return self.params if self.params and leaf.is_floating_point else leaf
 
     def compute_dtype(self, leaf: torch.dtype) -> torch.dtype:
-        """The dtype in which the loss function sees a leaf, or dequantises it."""
+        """The dtype in which the loss function sees a leaf, or dequantizes it."""
         dtype = self.activation_dtype
         return dtype if dtype and leaf.is_floating_point else self.main_dtype(leaf)
 
@@ -301,8 +301,8 @@ class Precision:
         )  # fmt: skip
 
     @property
-    def computes_quantised(self) -> bool:
-        """Whether the loss function sees weights of blocks as `fs.Quantised`."""
+    def computes_quantized(self) -> bool:
+        """Whether the loss function sees weights of blocks as `fs.Quantized`."""
         return isinstance(self.compute, Blocks)
 
     def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:

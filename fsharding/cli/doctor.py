@@ -180,7 +180,7 @@ _FORMATS = ("TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "MXF
 
 
 def _kernels() -> Iterator[Finding]:
-    """Which formats of low precision a device has a product for; all others are dequantised first."""
+    """Which formats of low precision a device has a product for; all others are dequantized first."""
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         kernels = {name: scaled_kernel(getattr(formats, name), device) for name in _FORMATS}
         for name, kernel in kernels.items():
@@ -188,7 +188,7 @@ def _kernels() -> Iterator[Finding]:
                 yield Finding(f"{name} on {device}", str(kernel).partition(": ")[2])
         if device == "cpu":
             without = ", ".join(name for name, kernel in kernels.items() if not kernel.exists)
-            yield Finding("dequantised on cpu", without)
+            yield Finding("dequantized on cpu", without)
 
 
 def _shm() -> Finding:

@@ -26,7 +26,7 @@ from fsharding.comm.reduce import Noise, SumLayout, plain_terms
 from fsharding.comm.transport import Transport, transport_for
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
-from fsharding.formats.quantised import Quantised
+from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding
 
@@ -49,7 +49,7 @@ class Gathered(NamedTuple):
         buffers: flat tensors; each tensor of a leaf views one of them, the same one each time.
     """
 
-    leaves: Sequence[Tensor | Quantised]
+    leaves: Sequence[Tensor | Quantized]
     buffers: list[Tensor]
 
 
@@ -129,13 +129,13 @@ class Wire(Protocol):
         """
         ...
 
-    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+    def as_seen(self, leaf: Tensor | Quantized, node: Tensor, columnwise: Any) -> Tensor | Quantized:
         """Return what the loss function gets.
 
         Args:
             leaf: as it was gathered.
             node: the tensor that stands for it in autograd's graph.
-            columnwise: finds a quantized leaf in blocks along its other dim, in backward; see `Quantised`.
+            columnwise: finds a quantized leaf in blocks along its other dim, in backward; see `Quantized`.
         """
         ...
 
@@ -252,7 +252,7 @@ class Plain(NamedTuple):
         """See `Wire`."""
         return plain_terms(leaves, axis_sizes, self.dtype, scatter=scatter)
 
-    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+    def as_seen(self, leaf: Tensor | Quantized, node: Tensor, columnwise: Any) -> Tensor | Quantized:
         """See `Wire`."""
         return node
 
@@ -274,9 +274,9 @@ class Rounded(NamedTuple):
     has_slots = Plain.has_slots
     terms = Plain.terms
 
-    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+    def as_seen(self, leaf: Tensor | Quantized, node: Tensor, columnwise: Any) -> Tensor | Quantized:
         """See `Wire`."""
-        return Quantised.of_numbers(node, self.format, strict=self.strict)
+        return Quantized.of_numbers(node, self.format, strict=self.strict)
 
 
 def _bucket_of_leaves(leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Bucket:
@@ -324,7 +324,7 @@ class Quantizing:
         dtype: in which it is dequantized; of terms of a sum, in which they were computed.
         format: to which it is quantized.
         stays: the loss function gets it quantized; else it is dequantized as soon as it is gathered.
-        strict: see `Quantised`.
+        strict: see `Quantized`.
         columnwise: backward may gather it in blocks along its other dim, so it is sent apart from other leaves.
     """
 
@@ -379,7 +379,7 @@ class Quantizing:
             return plan_cut_sums(leaves, axis_sizes, self.format)
         return plan_whole_sums(tuple(shape for shape, _ in leaves), math.prod(axis_sizes), self.format)
 
-    def as_seen(self, leaf: Tensor | Quantised, node: Tensor, columnwise: Any) -> Tensor | Quantised:
+    def as_seen(self, leaf: Tensor | Quantized, node: Tensor, columnwise: Any) -> Tensor | Quantized:
         """See `Wire`."""
         if isinstance(leaf, Tensor):
             return node
@@ -438,14 +438,14 @@ class _QuantizedPayload(_CodedPayload):
 
     def _views(self, flat: Tensor, own: list[Coded]) -> Gathered:
         buffers = [flat]
-        leaves = list[Tensor | Quantised]()
+        leaves = list[Tensor | Quantized]()
         for plan, (values, scales) in zip(
             self.coded.plans, codes.packed_from_bytes(self.coded, flat, own), strict=True
         ):
             parts = [_in_buffer(x, flat, buffers) for x in (values, *scales) if x is not None]
             start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
             outer = parts[2] if len(parts) > 2 else None
-            leaf = Quantised(
+            leaf = Quantized(
                 parts[0], parts[1], plan.format, self.dtype, plan.block, plan.whole[-1], outer, start=start,
                 strict=self.strict,
             )  # fmt: skip

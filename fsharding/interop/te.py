@@ -484,7 +484,7 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
         rows = [f"{known} is {recipe}" for known, recipe in kinds.items()]
         raise ConfigError(message(f"has no recipe for {format}.", rows, "Use one of these formats."))
     if _functorch.in_functorch():
-        mend = "Use fs.value_and_grad, or dequantise and multiply."
+        mend = "Use fs.value_and_grad, or dequantize and multiply."
         raise TransformError(message(_NO_SETUP, mend=mend))
     layer = _linear(package, weight.shape[1], weight.shape[0], x.dtype, bias is not None)
     given = {"weight": weight} | ({} if bias is None else {"bias": bias})

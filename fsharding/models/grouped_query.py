@@ -17,7 +17,7 @@ from torch import Tensor
 from fsharding import ops
 from fsharding.calls import named
 from fsharding.errors import ConfigError, message
-from fsharding.formats.quantised import dequantise
+from fsharding.formats.quantized import dequantize
 from fsharding.mesh.device_mesh import axis_index
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, columns, positions_of, rows, scale_of
 from fsharding.models.cache import attend, has_earlier, store
@@ -161,7 +161,7 @@ class Grouped:
         first, last = self._key_heads(heads)
         if weight.shape[0] == (last - first) * self.head_dim < count:
             return weight  # prepared: where ranks share a key head, each has less than one
-        weight = dequantise(weight)
+        weight = dequantize(weight)
         weight = ops.vary(weight, "tp") if weight.shape[0] == count else ops.gather(weight, "tp", dim=0, size=count)
         return weight[first * self.head_dim : last * self.head_dim]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding import ops
 from fsharding.calls import named
 from fsharding.errors import ConfigError, message
-from fsharding.formats.quantised import dequantise
+from fsharding.formats.quantized import dequantize
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
 from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
@@ -142,7 +142,7 @@ class Latent:
         (DeepSeek-V2, sec. 2.1.2): the queries go through the weights instead of all keys and values.
         """
         up_k, up_v = (
-            dequantise(kv_up)
+            dequantize(kv_up)
             .unflatten(0, (-1, self.plain_dim + self.value_dim))
             .split((self.plain_dim, self.value_dim), 1)
         )
@@ -156,7 +156,7 @@ class Latent:
         q_down = params["q_down"]
         kv_down = params["kv_down"]
         if settings.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
-            q_down, kv_down = (ops.vary(dequantise(w), "tp") for w in (q_down, kv_down))
+            q_down, kv_down = (ops.vary(dequantize(w), "tp") for w in (q_down, kv_down))
         sizes = (self.q_rank, self.kv_rank, self.rotary_dim)
         kv_BTR, turning_BTE = ops.product(x_BTD, kv_down, 1).split(sizes[1:], -1)
         q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), settings)

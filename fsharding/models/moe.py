@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding import ops, random
 from fsharding.calls import named
 from fsharding.errors import ConfigError, message
-from fsharding.formats.quantised import dequantise
+from fsharding.formats.quantized import dequantize
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws
 from fsharding.ops.router import misfits
@@ -150,7 +150,7 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
         the loss (0-d).
     """
     cut = params["gate"].shape[1] != c.hidden and axis_size("tp") > 1
-    router_XD = dequantise(params["router"])
+    router_XD = dequantize(params["router"])
     router_XD = router_XD if sequence_dim is None else ops.enter(router_XD)
     high = wide(x_BTD.dtype)
     logits_BTX = F.linear(x_BTD.to(high), router_XD.to(high))

@@ -17,7 +17,7 @@ from torch.autograd.function import Function
 from fsharding import _functorch
 from fsharding.calls import named
 from fsharding.errors import DataError, message
-from fsharding.formats.quantised import Quantised, dequantise
+from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.grad_sink import put_term, takes_terms
 from fsharding.ops.linear import leave
@@ -33,7 +33,7 @@ _ADDED_IN_ORDER = (torch.float32, torch.float64)
 @named("ops.embedding")
 def embedding(
     tokens: Tensor,
-    table_VD: Tensor | Quantised,
+    table_VD: Tensor | Quantized,
     *,
     vocab: int | None = None,
     axis: str = "tp",
@@ -44,7 +44,7 @@ def embedding(
 
     Args:
         tokens: whole numbers [...], the same on all ranks of the axis.
-        table_VD: this rank's rows; all of them where nothing cuts the table. A `Quantised` is dequantised.
+        table_VD: this rank's rows; all of them where nothing cuts the table. A `Quantized` is dequantized.
         vocab: V, the number of rows of the whole table; by default those that are here.
         axis: that cuts the rows, if it does.
         sequence_dim: the dim of the result that is cut over the axis outside of regions, if it is.
@@ -63,7 +63,7 @@ def embedding(
         tensor([[2.0000, 2.5000],
                 [0.0000, 0.5000]])
     """
-    table_VD = dequantise(table_VD)
+    table_VD = dequantize(table_VD)
     rows = table_VD.shape[0]
     tokens = checked_ids("tokens", tokens, vocab or rows)
     size = axis_size(axis, mesh)

@@ -21,7 +21,7 @@ from torch.autograd.function import Function
 from fsharding import _compat, _functorch
 from fsharding.calls import named
 from fsharding.errors import SpecError, TransformError, message
-from fsharding.formats.quantised import Quantised, dequantise
+from fsharding.formats.quantized import Quantized, dequantize
 
 __all__ = ["even_shares", "grouped_matmul"]
 
@@ -162,12 +162,12 @@ def _sums(x_MK: Tensor, y_MN: Tensor, counts_X: Tensor) -> Tensor:
 
 
 @named("ops.grouped_matmul")
-def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantised, counts_X: Tensor) -> Tensor:
+def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantized, counts_X: Tensor) -> Tensor:
     """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
 
     Args:
         x_MD: rows sorted by group.
-        w_XDF: a matrix for each group; a transposed view, as `w_XFD.mT`, is as good. A `Quantised` is dequantised.
+        w_XDF: a matrix for each group; a transposed view, as `w_XFD.mT`, is as good. A `Quantized` is dequantized.
         counts_X: rows of each group (whole numbers from 0, which sum to M); any of them may be 0.
 
     Returns:
@@ -183,7 +183,7 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantised, counts_X: Tensor) ->
         >>> fs.ops.grouped_matmul(x, w, torch.tensor([1, 2])).flatten()
         tensor([ 10., 200., 300.])
     """
-    w_XDF = dequantise(w_XDF)
+    w_XDF = dequantize(w_XDF)
     counts = _functorch.unwrapped(counts_X)
     if counts is None:
         mend = "Keep the counts out of the vmap, or loop over the batch."

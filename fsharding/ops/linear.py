@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsharding.calls import named
 from fsharding.errors import SpecError, message
-from fsharding.formats.quantised import Quantised
+from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum, scatter, vary
 from fsharding.ops.matmul import product
@@ -79,7 +79,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
 
 def column_linear(
     x_D: Tensor,
-    *weights_FD: Tensor | Quantised,
+    *weights_FD: Tensor | Quantized,
     axis: str = "tp",
     sequence_dim: int | None = None,
     mesh: Mesh | None = None,
@@ -88,7 +88,7 @@ def column_linear(
 
     Args:
         x_D: [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
-        *weights_FD: this rank's rows of each weight: [F of this rank, D], as a tensor or a `Quantised`. All of them
+        *weights_FD: this rank's rows of each weight: [F of this rank, D], as a tensor or a `Quantized`. All of them
             share one `enter`.
         axis: that cuts F.
         sequence_dim: as in `enter`.
@@ -144,7 +144,7 @@ def split_parts(
 
 def row_linear(
     x_F: Tensor,
-    weight_FD: Tensor | Quantised,
+    weight_FD: Tensor | Quantized,
     *,
     axis: str = "tp",
     sequence_dim: int | None = None,
@@ -154,7 +154,7 @@ def row_linear(
 
     Args:
         x_F: [..., F of this rank], as `column_linear` makes it.
-        weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantised`.
+        weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantized`.
         axis: that cuts F.
         sequence_dim: as in `enter`.
         mesh: by default that of `fs.set_mesh`.

@@ -2,7 +2,7 @@
 
 In: activations, a weight of two dims. Out: their product. In backward the gradient of a large weight that
 `gather_unit` has made is written by the product itself to where others read it; every other one is a fresh tensor.
-A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantised. Its gradient is
+A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantized. Its gradient is
 always that of unrounded activations. One that `Precision.columnwise` names is gathered once more for the gradient of
 the activations, in blocks along the dim that this one sums.
 Law: values and gradients are those of torch's own product, bit for bit; of a scaled kernel, those of rounded
@@ -23,7 +23,7 @@ from fsharding.calls import named
 from fsharding.errors import ConfigError, message
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
-from fsharding.formats.quantised import Quantised, dequantise, numbers_of
+from fsharding.formats.quantized import Quantized, dequantize, numbers_of
 from fsharding.ops.grad_sink import put_term, takes_terms
 from fsharding.ops.scaled_mm import (
     Codes,
@@ -39,35 +39,35 @@ __all__ = ["product"]
 
 
 @named("ops.product")
-def product(x: Tensor, weight: Tensor | Quantised, dim: int) -> Tensor:
+def product(x: Tensor, weight: Tensor | Quantized, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 
     Args:
         x: [..., D].
-        weight: [F, D] for dim 1, [D, F] for dim 0; a `Quantised` too.
+        weight: [F, D] for dim 1, [D, F] for dim 0; a `Quantized` too.
         dim: 1 for `x @ weight.T`, 0 for `x @ weight`.
 
     Returns:
         [..., F] in the dtype of both.
 
     Raises:
-        ConfigError: a strict `Quantised` for which the device has no kernel.
+        ConfigError: a strict `Quantized` for which the device has no kernel.
 
     Example:
         >>> x, up, down = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3)
         >>> fs.ops.product(fs.ops.product(x, up, 1), down, 0).shape
         torch.Size([2, 3])
     """
-    return _of_quantised(x, weight, dim) if isinstance(weight, Quantised) else _of_tensor(x, weight, dim)
+    return _of_quantized(x, weight, dim) if isinstance(weight, Quantized) else _of_tensor(x, weight, dim)
 
 
 @_compat.outside_of_graphs
-def _of_quantised(x: Tensor, weight: Quantised, dim: int) -> Tensor:
+def _of_quantized(x: Tensor, weight: Quantized, dim: int) -> Tensor:
     kernel = _kernel_for(x, weight, dim)
     if kernel is None and not _takes_columns(x, weight, dim):
-        return _of_tensor(x, dequantise(weight), dim)
+        return _of_tensor(x, dequantize(weight), dim)
     held = (weight.carrier, weight.values, weight.scales, weight.outer)
-    return cast(Tensor, _QuantisedProduct.apply(x, *held, weight, kernel, dim))
+    return cast(Tensor, _QuantizedProduct.apply(x, *held, weight, kernel, dim))
 
 
 def _of_tensor(x: Tensor, weight: Tensor, dim: int) -> Tensor:
@@ -82,8 +82,8 @@ def _multiply(x: Tensor, weight: Tensor, dim: int) -> Tensor:
     return F.linear(x, weight) if dim else x @ weight
 
 
-def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
-    """The kernel for a product; None where it is dequantised, as on the CPU unless it is strict, and by transforms.
+def _kernel_for(x: Tensor, weight: Quantized, dim: int) -> ScaledKernel | None:
+    """The kernel for a product; None where it is dequantized, as on the CPU unless it is strict, and by transforms.
 
     Raises:
         ConfigError: it is strict, and there is none.
@@ -100,23 +100,23 @@ def _kernel_for(x: Tensor, weight: Quantised, dim: int) -> ScaledKernel | None:
         why = why or f"the part of this rank begins inside of a block, at {list(weight.start)}"
     if why and weight.strict:
         text = f"has no kernel for {weight.format} on {device}, which is asked for with strict=True."
-        mend = "Leave strict out, and such products dequantise; `fsharding doctor` says which formats have one."
+        mend = "Leave strict out, and such products dequantize; `fsharding doctor` says which formats have one."
         raise ConfigError(message(text, [f"{weight!r}: {why}"], mend))
     return None if why or not (dim or kernel.transposes) else kernel
 
 
-def _takes_columns(x: Tensor, weight: Quantised, dim: int) -> bool:
+def _takes_columns(x: Tensor, weight: Quantized, dim: int) -> bool:
     """Whether backward gathers a weight once more for a product, in blocks along the dim that it sums."""
     return weight.columnwise is not None and dim == 1 and _is_plain(x, weight)
 
 
-def _is_plain(x: Tensor, weight: Quantised) -> bool:
+def _is_plain(x: Tensor, weight: Quantized) -> bool:
     """Whether a product is one of matrices in one dtype, outside of transforms and of autocast."""
     fits = x.ndim >= 2 and weight.ndim == 2 and x.dtype == weight.dtype
     return fits and not _functorch.in_functorch() and not torch.is_autocast_enabled(weight.device.type)
 
 
-class _QuantisedProduct(Function):
+class _QuantizedProduct(Function):
     """A product that keeps codes for backward, or nothing of a weight that is gathered once more.
 
     By a scaled kernel where there is one: in forward, and for the gradient of activations where it takes transposed
@@ -131,7 +131,7 @@ class _QuantisedProduct(Function):
         values: Tensor | None,
         scales: Tensor | None,
         outer: Tensor | None,
-        weight: Quantised,
+        weight: Quantized,
         kernel: ScaledKernel | None,
         dim: int,
     ) -> Tensor:
@@ -173,26 +173,26 @@ class _QuantisedProduct(Function):
 def _towards_x(
     ctx: Any, grad: Tensor, values: Tensor | None, scales: Tensor | None, outer: Tensor | None, carrier: Tensor | None
 ) -> Tensor:
-    """The gradient of the activations of a `_QuantisedProduct`, from what it has saved."""
+    """The gradient of the activations of a `_QuantizedProduct`, from what it has saved."""
     format, columns, dtype, block = ctx.static
     if ctx.columnwise is not None:
         return _by_columns(grad, ctx.columnwise.gathered(), format, ctx.kernel)
-    weight = Quantised(values, scales, format, dtype, block, columns, outer, carrier)
+    weight = Quantized(values, scales, format, dtype, block, columns, outer, carrier)
     if ctx.dim and not ctx.kernel.transposes:
-        return grad.mm(dequantise(weight))
+        return grad.mm(dequantize(weight))
     codes = _codes(weight, values, scales, outer)
     return multiply_codes(grad, codes.t() if ctx.dim else codes, ctx.kernel)
 
 
-def _by_columns(grad: Tensor, weight: Quantised, format: Blocks, kernel: ScaledKernel | None) -> Tensor:
-    """`grad @ weight`, whose blocks lie along the dim that is summed; by a kernel for `format`, or dequantised."""
+def _by_columns(grad: Tensor, weight: Quantized, format: Blocks, kernel: ScaledKernel | None) -> Tensor:
+    """`grad @ weight`, whose blocks lie along the dim that is summed; by a kernel for `format`, or dequantized."""
     whole_blocks = not any(start % size for start, size in zip(weight.start, weight.block, strict=True))
     if kernel is None or not whole_blocks:
         return grad.mm(numbers_of(weight))
     return multiply_codes(grad, transposed(weight, format), kernel)
 
 
-def _codes(weight: Quantised, values: Tensor | None, scales: Tensor | None, outer: Tensor | None) -> Codes:
+def _codes(weight: Quantized, values: Tensor | None, scales: Tensor | None, outer: Tensor | None) -> Codes:
     """The codes of a weight; of one that is held as its numbers, those that stand for them."""
     if values is None:
         assert weight.carrier is not None

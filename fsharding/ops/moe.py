@@ -23,7 +23,7 @@ from fsharding.calls import named
 from fsharding.comm.transport import transport_for
 from fsharding.comm.turns import wait_in_turn
 from fsharding.errors import MeshError, SpecError, TransformError, message
-from fsharding.formats.quantised import Quantised, dequantise
+from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, vary
@@ -260,9 +260,9 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
 @named("ops.experts_swiglu")
 def experts_swiglu(
     x_ND: Tensor,
-    gate_EFD: Tensor | Quantised,
-    up_EFD: Tensor | Quantised,
-    down_EFD: Tensor | Quantised,
+    gate_EFD: Tensor | Quantized,
+    up_EFD: Tensor | Quantized,
+    down_EFD: Tensor | Quantized,
     routing: Routing,
     *,
     axis: str | Sequence[str] = "ep",
@@ -272,7 +272,7 @@ def experts_swiglu(
     """SwiGLU experts (Shazeer 2020): `sum_j weight_j * down(silu(gate(x)) * up(x))` over the k experts of each token.
 
     Weights are what `gather_unit` gives of leaves named `("expert", "mlp", "embed")`: the experts of this rank, whose
-    hidden dim `tp` may cut; those in a format are dequantised. Then x has to be the same on all ranks of `tp`, and the
+    hidden dim `tp` may cut; those in a format are dequantized. Then x has to be the same on all ranks of `tp`, and the
     result is.
 
     Args:
@@ -311,8 +311,8 @@ def experts_swiglu(
         text = f"needs weights of the {counts_E.numel()} experts of this rank, of {experts} in all."
         mend = 'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
         raise SpecError(message(text, rows, mend))
-    gate_EFD = dequantise(gate_EFD)
-    up_EFD = dequantise(up_EFD)
+    gate_EFD = dequantize(gate_EFD)
+    up_EFD = dequantize(up_EFD)
     hidden_MF = F.silu(grouped_matmul(x_MD, gate_EFD.mT, counts_E)) * grouped_matmul(x_MD, up_EFD.mT, counts_E)
     y_ND = combine(grouped_matmul(hidden_MF, down_EFD, counts_E), plan)
     return psum(y_ND, tp, mesh=mesh) if cut and tp is not None else y_ND

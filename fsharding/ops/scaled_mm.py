@@ -3,7 +3,7 @@
 In: a format and a device; or activations and codes of a weight. Out: a printable `ScaledKernel`; or the product.
 Activations are rounded as the weight is, in blocks along the dim that is summed, each token by itself: numbers of a
 token do not depend on which others a rank has. A kernel counts as there once it has multiplied two matrices and come
-to what their dequantised product is. Law: a product is that of what the codes of both sides stand for, up to the
+to what their dequantized product is. Law: a product is that of what the codes of both sides stand for, up to the
 order of float32 sums and one rounding.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from fsharding import _compat
 from fsharding.formats import E4M3, Blocks, codec
 from fsharding.formats.codec import Scales
-from fsharding.formats.quantised import Quantised
+from fsharding.formats.quantized import Quantized
 
 __all__ = ["Codes", "ScaledKernel", "codes_of", "multiply_codes", "scaled_kernel", "takes_shapes", "transposed"]
 
@@ -39,7 +39,7 @@ class ScaledKernel:
         device: a type of devices, such as "cuda".
         recipe: torch's name for how both sides are scaled; "" where there is no kernel.
         transposes: it also sums over the rows of a weight, as the gradient of the activations does. Formats whose
-            blocks lie along one dim cannot: such products are of dequantised weights.
+            blocks lie along one dim cannot: such products are of dequantized weights.
         reason: why there is none.
 
     Example:
@@ -95,7 +95,7 @@ def _recipe(format: Blocks) -> _Recipe | None:
 def scaled_kernel(format: Blocks, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> ScaledKernel:
     """Which kernel a device has for products with weights in a format.
 
-    It is tried out once in a process. On the CPU products do not use it unless they are strict: it dequantises, too.
+    It is tried out once in a process. On the CPU products do not use it unless they are strict: it dequantizes, too.
 
     Args:
         format: of the weight.
@@ -137,7 +137,7 @@ def _why_not(kernel: ScaledKernel, dtype: torch.dtype) -> str:
         rounded = _numbers(codes_of(x, kernel.activations))
         want = rounded @ _numbers(w).t()
         away = float((result.double() - want).norm() / want.norm())
-    return "" if away <= _WORST else f"it is {away:.1%} away from the dequantised product"
+    return "" if away <= _WORST else f"it is {away:.1%} away from the dequantized product"
 
 
 def takes_shapes(kernel: ScaledKernel, rows: int, summed: int, columns: int) -> str:
@@ -182,7 +182,7 @@ class Codes(NamedTuple):
         return Codes(self.values.t(), Scales(self.scales.blocks.t()), self.format, self.values.shape[0])
 
 
-def transposed(weight: Quantised, format: Blocks) -> Codes:
+def transposed(weight: Quantized, format: Blocks) -> Codes:
     """The transposed matrix of a weight whose blocks lie along its rows: there they lie along columns, as usual.
 
     Args:

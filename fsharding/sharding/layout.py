@@ -189,7 +189,7 @@ class Layout:
             rule = f"cannot serve copies of weights, which {self.strategy} keeps: they have one orientation."
             mend = "Use fs.zero(3) or fs.HSDP, which round main parameters; or leave columnwise out."
             raise ConfigError(report(f"Precision.columnwise {rule}", mend=mend))
-        if rounded and not precision.computes_quantised:
+        if rounded and not precision.computes_quantized:
             return precision.of_rounded()
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
         return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision

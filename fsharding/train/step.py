@@ -553,7 +553,7 @@ class TrainStep:
         precision = self._precision or layout.precision
         _refuse_other_formats(precision, layout)
         if schedule is not None and precision.strict:
-            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantised."
+            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantized."
             raise ConfigError(message(text, mend="Leave strict out, or keep pp at 1."))
         if schedule is not None and precision.columnwise:
             text = "cannot gather weights in a second orientation with a pipeline: its stages round them once."

@@ -60,7 +60,7 @@ def refuse_bare_casts(
     kinds = sorted({str(_compat.result_of(node)[0]).removeprefix("torch.") for node in casts})
     rule = f"differentiates casts to {', '.join(kinds)}, which round the gradient without a scale: 700 becomes 448, and"
     mend = (
-        "Write w = fs.quantise(w, fs.formats.TENSORWISE), then fs.dequantise(w) or fs.ops.product(x, w, 1), whose"
+        "Write w = fs.quantize(w, fs.formats.TENSORWISE), then fs.dequantize(w) or fs.ops.product(x, w, 1), whose"
         " gradient is not rounded; or cast w.detach(), of which there is none."
     )
     raise TransformError(message(f"{rule} 1e-4 becomes 0.", map(_describe, casts), mend))

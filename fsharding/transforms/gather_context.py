@@ -44,7 +44,7 @@ from fsharding.comm.counters import Counts, record
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain, Wire
 from fsharding.errors import ConfigError, TransformError, listed, message, report
-from fsharding.formats.quantised import Quantised
+from fsharding.formats.quantized import Quantized
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
@@ -100,7 +100,7 @@ class _Columnwise:
         assert self.unit.columns is not None
         self.unit.columns.saved_views += 1
 
-    def gathered(self) -> Quantised:
+    def gathered(self) -> Quantized:
         """See `Columnwise`."""
         return self.context.columns_of(self.unit, self.leaf)
 
@@ -236,7 +236,7 @@ class GatherContext:
     # --------------------------------------------------------------------------------------------------------- forward
     def gather(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy
-    ) -> list[Tensor | Quantised]:
+    ) -> list[Tensor | Quantized]:
         """Gathers a unit, as a node of the autograd graph, and releases the one before it.
 
         Args:
@@ -328,7 +328,7 @@ class GatherContext:
         return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
 
     @torch.no_grad()
-    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantised]:
+    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantized]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
 
         Returns:
@@ -339,7 +339,7 @@ class GatherContext:
         self.saved.forget_freed()
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
-        wholes: list[Tensor | Quantised] = [leaf.value for leaf in unit.leaves]
+        wholes: list[Tensor | Quantized] = [leaf.value for leaf in unit.leaves]
         for i, dtype in unit.plan.aliases:
             # A view, so that autograd refuses to write where the state itself is.
             value = unit.leaves[i].value
@@ -348,7 +348,7 @@ class GatherContext:
             wholes[i] = leaf
         return wholes
 
-    def _wait(self, unit: GatheredUnit) -> dict[int, Tensor | Quantised]:
+    def _wait(self, unit: GatheredUnit) -> dict[int, Tensor | Quantized]:
         """Waits for a unit, and watches for tensors that autograd saves of it."""
         full = unit.wait()
         self.saved.watch(unit)
@@ -366,7 +366,7 @@ class GatherContext:
     @property
     def computes_quantized(self) -> bool:
         """Whether the loss function gets quantized weights, which it may dequantize."""
-        return self._formats is not None and self._formats.precision.computes_quantised
+        return self._formats is not None and self._formats.precision.computes_quantized
 
     def _bring(self, unit: GatheredUnit) -> None:
         """Backward needs a buffer of a unit: gathers it again if need be, and starts the units before it."""
@@ -376,7 +376,7 @@ class GatherContext:
         if first:
             self._prefetch_before(unit.order)
 
-    def columns_of(self, unit: GatheredUnit, leaf: int) -> Quantised:
+    def columns_of(self, unit: GatheredUnit, leaf: int) -> Quantized:
         """A weight in blocks along its other dim, which backward gathers.
 
         Args:
@@ -388,7 +388,7 @@ class GatherContext:
         unit.columns.wait_for_full()
         if first:
             self._prefetch_before(unit.order)
-        return cast(Quantised, unit.columns.full[leaf])
+        return cast(Quantized, unit.columns.full[leaf])
 
     def _reach(self, unit: GatheredUnit) -> bool:
         """Backward needs a unit; returns whether that is the first time."""
@@ -547,7 +547,7 @@ class _GatherUnit(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, full: list[Tensor | Quantised]
+        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, full: list[Tensor | Quantized]
     ) -> tuple[Tensor, ...]:
         ctx.context = context
         ctx.unit = unit

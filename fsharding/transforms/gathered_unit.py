@@ -22,7 +22,7 @@ from fsharding.comm.handles import Handle
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Gathered, start_gather
 from fsharding.errors import TransformError, message
-from fsharding.formats.quantised import Quantised
+from fsharding.formats.quantized import Quantized
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GatherBucket, LeafIndex, UnitPlan
 
@@ -100,7 +100,7 @@ class GatheredUnit:
         self.kept = False
         self.in_backward = False
         self.columns = columns
-        self.full: dict[int, Tensor | Quantised] = {}
+        self.full: dict[int, Tensor | Quantized] = {}
         self.buffers: list[list[Tensor]] = []
         self._viewed: set[int] = set()
         """The buckets that autograd has saved views of; they can be told only once the unit has been alive."""
@@ -145,7 +145,7 @@ class GatheredUnit:
         return start_gather(b.payload, shards, self.plan.mesh, b.axes, self._memory, drawn)
 
     @torch.no_grad()
-    def wait(self) -> dict[int, Tensor | Quantised]:
+    def wait(self) -> dict[int, Tensor | Quantized]:
         """Waits for the all-gathers, which it starts if need be.
 
         Returns:
@@ -156,7 +156,7 @@ class GatheredUnit:
         """
         self.start()
         assert self.state is UnitState.GATHERING, self.state
-        full: dict[int, Tensor | Quantised] = {}
+        full: dict[int, Tensor | Quantized] = {}
         with _compat.region("gather"), self._streams.on("gather"):
             for number, b in enumerate(self.plan.gathers):
                 gathered = self._take(number)

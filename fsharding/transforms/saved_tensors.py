@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding import _compat
-from fsharding.formats.quantised import noting_numbers
+from fsharding.formats.quantized import noting_numbers
 from fsharding.transforms.gathered_unit import GatheredUnit
 
 __all__ = ["SavedTensors", "SavedValues", "SavedView"]

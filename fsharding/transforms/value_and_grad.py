@@ -533,7 +533,7 @@ def _check_kernel(precision: Precision, nodes: Sequence[Local | None]) -> None:
         return
     kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
     if not kernel.exists:
-        mend = "Leave strict out, and products dequantise; `fsharding doctor` says which formats have a kernel."
+        mend = "Leave strict out, and products dequantize; `fsharding doctor` says which formats have a kernel."
         raise ConfigError(message("has a strict precision without a kernel for it.", [str(kernel)], mend))
 
 

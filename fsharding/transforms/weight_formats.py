@@ -76,7 +76,7 @@ class WeightFormats:
             return Plain(dtype)
         if precision.rounded:
             return Rounded(dtype, format, precision.strict)
-        if not precision.computes_quantised:
+        if not precision.computes_quantized:
             return Quantizing(dtype, format)
         columnwise = precision.takes_columns(path, ndim)
         return Quantizing(dtype, format, stays=True, strict=precision.strict, columnwise=columnwise)

@@ -1,4 +1,4 @@
-"""Scaled kernels of a GPU: each that it has comes to what its codes stand for, and trains as dequantised products do.
+"""Scaled kernels of a GPU: each that it has comes to what its codes stand for, and trains as dequantized products do.
 
 Without a GPU every test here is skipped, and says so; tests/unit/ops/test_scaled_mm.py has the kernels of the CPU.
 """
@@ -29,11 +29,11 @@ def test_a_product_is_that_of_what_both_codes_stand_for(name):
     kernel = kernel_of(name)
     weight = torch.randn(256, 512, device=DEVICE, requires_grad=True)
     x = torch.randn(2, 64, 512, device=DEVICE).bfloat16().requires_grad_()
-    y = ops.product(x, fs.quantise(weight, kernel.format, dtype=torch.bfloat16, strict=True), 1)
+    y = ops.product(x, fs.quantize(weight, kernel.format, dtype=torch.bfloat16, strict=True), 1)
     y.backward(torch.ones_like(y))
 
     def numbers(t, format):
-        return fs.dequantise(fs.quantise(t.detach(), format, dtype=torch.float64))
+        return fs.dequantize(fs.quantize(t.detach(), format, dtype=torch.float64))
 
     want = numbers(x.flatten(0, -2), kernel.activations) @ numbers(weight, kernel.format).t()
     away = (y.flatten(0, -2).double() - want).norm() / want.norm()
@@ -42,7 +42,7 @@ def test_a_product_is_that_of_what_both_codes_stand_for(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_are_near_those_of_dequantised_products(name):
+def test_losses_are_near_those_of_dequantized_products(name):
     kernel, found = kernel_of(name), []
     model, mesh, opt = fs.models.decoder(CONFIG), fs.make_mesh(dp=1, device=DEVICE), fs.adamw(1e-3)
     tokens = torch.randint(64, (4, 65), generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding import _compat, _functorch, random, tree
 from fsharding.errors import FshardingError, TransformError, report
-from fsharding.formats.quantised import Quantised, dequantise
+from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import generator_bytes, seed_of
 from fsharding.interop.module.layers import Role
@@ -425,13 +425,13 @@ class Run:
         return torch.zeros((), dtype=self.dtype_of(absent.path), device=absent.device).expand(absent.shape)
 
     def _gather(self, number: int) -> dict[str, Tensor]:
-        """The weights of a unit by name, dequantised: a module takes tensors. The gather of the next unit starts."""
+        """The weights of a unit by name, dequantized: a module takes tensors. The gather of the next unit starts."""
         units = self._engine.units
         policy = self._policy if units[number].stack is not None else policies.save_except_gathered
         ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
         following = UnitsAhead(self._tree(n) for n in ahead)
         weights = gather_unit(self._tree(number), policy=policy, prefetch=following)
-        return {name: dequantise(w) if isinstance(w, Quantised) else w for name, w in weights.items()}
+        return {name: dequantize(w) if isinstance(w, Quantized) else w for name, w in weights.items()}
 
     def _tree(self, number: int) -> dict[str, Any]:
         if number not in self._trees:

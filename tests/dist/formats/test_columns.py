@@ -45,7 +45,7 @@ class ByHand(torch.autograd.Function):
 
 
 def rounded(w, format):
-    return fs.dequantise(fs.quantise(w, format, dtype=torch.bfloat16))
+    return fs.dequantize(fs.quantize(w, format, dtype=torch.bfloat16))
 
 
 def loss_of(product):
@@ -259,7 +259,7 @@ def test_copies_at_rest_and_pipelines_have_one_orientation():
 
 
 def strictly():
-    """By the kernel of the CPU, in both directions, beside dequantised products."""
+    """By the kernel of the CPU, in both directions, beside dequantized products."""
     return [losses(in_columns(formats.ROWWISE, strict=strict), fs.zero(3), {"dp": 2}) for strict in (True, False)]
 
 

@@ -1,4 +1,4 @@
-"""Loss functions that see weights as codes and scales: the numbers are those of dequantised weights, on every mesh."""
+"""Loss functions that see weights as codes and scales: the numbers are those of dequantized weights, on every mesh."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize(("format", "axes"), FORMATS, ids=str)
-def test_losses_do_not_depend_on_strategy_or_on_who_dequantises(format, axes):
+def test_losses_do_not_depend_on_strategy_or_on_who_dequantizes(format, axes):
     codes, numbers = in_format(format, computes=True), in_format(format, computes=False)
     same_on_ranks(
         [
@@ -90,7 +90,7 @@ def test_policies_keep_codes_and_change_no_bit():
 
 @pytest.mark.parametrize("model", ["experts", pytest.param("latent", marks=full)])
 @pytest.mark.parametrize("axes", [pytest.param(DP, marks=full), TP], ids=str)
-def test_experts_and_latent_attention_dequantise(model, axes):
+def test_experts_and_latent_attention_dequantize(model, axes):
     every = Precision(params=torch.float32, compute=formats.MXFP8, keep=("*norm*",))
     numbers = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP8, keep=("*norm*",))
     cases = [
@@ -101,14 +101,14 @@ def test_experts_and_latent_attention_dequantise(model, axes):
     same_on_ranks(cases)
 
 
-def test_a_pipeline_multiplies_dequantised_weights():
+def test_a_pipeline_multiplies_dequantized_weights():
     axes = {"pp": 2}
     codes, numbers = in_format(formats.MXFP8, computes=True), in_format(formats.MXFP8, computes=False)
     same_on_ranks([("dense", axes, ZERO3, numbers, KEPT), ("dense", axes, ZERO3, codes, KEPT)])
     strict = Precision(params=torch.float32, compute=formats.ROWWISE, strict=True)
     text = run_ranks(refused_step, 2, strict)[0]
     assert text == (
-        "train step cannot be strict with a pipeline: its stages multiply weights that are dequantised.\n"
+        "train step cannot be strict with a pipeline: its stages multiply weights that are dequantized.\n"
         "Leave strict out, or keep pp at 1."
     )
 
@@ -123,7 +123,7 @@ WIDTH, LAYERS = 128, 5
 
 def a_block(unit, x):
     hidden = fs.ops.product(F.silu(fs.ops.product(x, unit["up"], 1)), unit["down"], 0)
-    return x + hidden + F.linear(x, fs.dequantise(unit["other"]))
+    return x + hidden + F.linear(x, fs.dequantize(unit["other"]))
 
 
 def peaks(format, policy):
@@ -204,7 +204,7 @@ def test_modules_get_tensors():
 
 
 def strictly(axes):
-    """Products by the kernel that the CPU has, beside dequantised ones."""
+    """Products by the kernel that the CPU has, beside dequantized ones."""
     found = []
     for strict in (True, False):
         case = ("dense", axes, ZERO3, in_format(formats.TENSORWISE, computes=True, strict=strict), KEPT)
@@ -212,7 +212,7 @@ def strictly(axes):
     return found
 
 
-def test_kernels_of_the_cpu_train_as_dequantised_products_do():
+def test_kernels_of_the_cpu_train_as_dequantized_products_do():
     for kernel, reference in run_ranks(strictly, 2, {"dp": 2}, timeout=60):
         assert kernel != reference, "activations are rounded"
         assert kernel == pytest.approx(reference, rel=2e-2)

@@ -44,7 +44,7 @@ def losses(mesh, precision):
 def test_numbers_are_off_by_half_a_step_at_most():
     x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     step = x.view(6, 2, 64).abs().amax(-1, keepdim=True) / 127
-    error = fs.dequantise(fs.quantise(x, INT8)) - x
+    error = fs.dequantize(fs.quantize(x, INT8)) - x
     assert (error.view(6, 2, 64).abs() <= 0.5001 * step).all()
 
 

@@ -78,4 +78,4 @@ def test_few_open_files_are_told_with_the_command(monkeypatch):
 def test_which_formats_have_kernels():
     rows = {finding.name: finding for finding in doctor._kernels()}
     assert rows["TENSORWISE on cpu"].value.startswith("RowWise, with activations in float8_e4m3fn[row, float32]")
-    assert "MXFP8" in rows["dequantised on cpu"].value and not any(row.wrong or row.grave for row in rows.values())
+    assert "MXFP8" in rows["dequantized on cpu"].value and not any(row.wrong or row.grave for row in rows.values())

@@ -60,7 +60,7 @@ def reference_scale(block, format, outer):
 
 
 def reference(rows, format):
-    """The dequantised numbers of a matrix with blocks of one row."""
+    """The dequantized numbers of a matrix with blocks of one row."""
     numbers = numbers_of(format.dtype)
     columns = format.sizes((len(rows), len(rows[0])))[1]
     amax = max(abs(x) for row in rows for x in row)
@@ -101,7 +101,7 @@ ONE_ROW |= {"1x128": formats.E4M3_1x128, "row": formats.ROWWISE}
 
 @pytest.mark.parametrize("blocks", [200, pytest.param(10_000, marks=full)])
 @pytest.mark.parametrize("format", ONE_ROW.values(), ids=ONE_ROW)
-def test_dequantised_numbers_are_those_of_the_definition(format, blocks):
+def test_dequantized_numbers_are_those_of_the_definition(format, blocks):
     width = format.block[1] if isinstance(format.block, tuple) else 16
     x = drawn(blocks, width, seed=blocks)
     if format.has_outer:

@@ -1,4 +1,4 @@
-"""Scaled kernels: which there are, what they compute beside dequantised products, and who asks for one that is not."""
+"""Scaled kernels: which there are, what they compute beside dequantized products, and who asks for one that is not."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_which_kernels_there_are():
 
 def numbers(x, format):
     """What a tensor is rounded to, in float32."""
-    return fs.dequantise(fs.quantise(x, format, dtype=torch.float32))
+    return fs.dequantize(fs.quantize(x, format, dtype=torch.float32))
 
 
 def product_of_numbers(a, b):
@@ -50,7 +50,7 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
     format, transposes = getattr(formats, name), ON_CPU[name]
     weight = torch.randn(96, 160, requires_grad=True)
     x = torch.randn(2, 20, 160 if dim else 96).to(dtype).requires_grad_()
-    y = ops.product(x, fs.quantise(weight, format, dtype=dtype, strict=True), dim)
+    y = ops.product(x, fs.quantize(weight, format, dtype=dtype, strict=True), dim)
     cotangent = torch.randn_like(y)
     y.backward(cotangent)
     w, flat, grad = numbers(weight.detach(), format), x.detach().flatten(0, -2), cotangent.flatten(0, -2)
@@ -62,7 +62,7 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
     if kernel_forward:
         torch.testing.assert_close(y.flatten(0, -2), want.to(dtype), **bound)
     else:  # its blocks lie along the other dim
-        assert torch.equal(y, ops.product(x, fs.quantise(weight, format, dtype=dtype), dim))
+        assert torch.equal(y, ops.product(x, fs.quantize(weight, format, dtype=dtype), dim))
     if kernel_backward:
         torch.testing.assert_close(x.grad.flatten(0, -2), toward.to(dtype), **bound)
     else:
@@ -72,27 +72,27 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
 
 
 def test_activations_are_rounded_token_by_token():
-    x, w = torch.randn(8, 64), fs.quantise(torch.randn(32, 64), formats.TENSORWISE, strict=True)
+    x, w = torch.randn(8, 64), fs.quantize(torch.randn(32, 64), formats.TENSORWISE, strict=True)
     others = torch.cat((x[:4], 1000 * torch.randn(4, 64)))
     assert torch.equal(ops.product(x, w, 1)[:4], ops.product(others, w, 1)[:4])
 
 
 def test_a_tensor_of_numbers_is_rounded_for_the_kernel():
     w = torch.randn(32, 64)
-    once = fs.dequantise(fs.quantise(w, formats.ROWWISE))
+    once = fs.dequantize(fs.quantize(w, formats.ROWWISE))
     x = torch.randn(4, 64)
-    held = fs.Quantised.of_numbers(once, formats.ROWWISE, strict=True)
-    want = ops.product(x, fs.quantise(w, formats.ROWWISE, strict=True), 1)
+    held = fs.Quantized.of_numbers(once, formats.ROWWISE, strict=True)
+    want = ops.product(x, fs.quantize(w, formats.ROWWISE, strict=True), 1)
     torch.testing.assert_close(ops.product(x, held, 1), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_format_without_a_kernel_is_refused_where_it_is_strict():
-    q = fs.quantise(torch.ones(4, 32), formats.MXFP8, dtype=torch.bfloat16, strict=True)
+    q = fs.quantize(torch.ones(4, 32), formats.MXFP8, dtype=torch.bfloat16, strict=True)
     text = refusal(ops.product, torch.ones(2, 32, dtype=torch.bfloat16), q, 1, kind=ConfigError)
     assert text == (
         "ops.product has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which is asked for with strict=True.\n"
-        "  Quantised(bfloat16[4, 32] as float8_e4m3fn[1x32, e8m0]): torch has no such kernel for the CPU\n"
-        "Leave strict out, and such products dequantise; `fsharding doctor` says which formats have one."
+        "  Quantized(bfloat16[4, 32] as float8_e4m3fn[1x32, e8m0]): torch has no such kernel for the CPU\n"
+        "Leave strict out, and such products dequantize; `fsharding doctor` says which formats have one."
     )
 
 
@@ -103,7 +103,7 @@ def test_a_strict_precision_is_refused_before_anything_is_gathered():
     assert refusal(run, params, kind=ConfigError) == (
         "fs.value_and_grad has a strict precision without a kernel for it.\n"
         "  float8_e4m3fn[1x32, e8m0] on cpu: none, torch has no such kernel for the CPU\n"
-        "Leave strict out, and products dequantise; `fsharding doctor` says which formats have a kernel."
+        "Leave strict out, and products dequantize; `fsharding doctor` says which formats have a kernel."
     )
 
 
@@ -111,7 +111,7 @@ def test_a_wrong_kernel_does_not_count(monkeypatch):
     wrong = ScaledKernel(formats.ROWWISE, formats.ROWWISE, "cpu", "RowWise", False)
     assert scaled_mm._why_not(wrong, torch.bfloat16) == ""
     monkeypatch.setitem(scaled_mm._CALLS, "RowWise", lambda a, b, dtype: torch.zeros(256, 256, dtype=dtype))
-    assert scaled_mm._why_not(wrong, torch.bfloat16) == "it is 100.0% away from the dequantised product"
+    assert scaled_mm._why_not(wrong, torch.bfloat16) == "it is 100.0% away from the dequantized product"
 
     def fail(*_):
         raise RuntimeError("not on this device\nmore")
@@ -194,14 +194,14 @@ def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
     kernel = ScaledKernel(format, recipe.activations, "cuda", recipe.name, recipe.transposes)
     w, x = torch.randn(shape), torch.randn(64, shape[1])
     got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format), kernel)
-    rounded = fs.dequantise(fs.quantise(x, kernel.activations, dtype=torch.float64))
-    want = rounded @ fs.dequantise(fs.quantise(w, format, dtype=torch.float64)).t()
+    rounded = fs.dequantize(fs.quantize(x, kernel.activations, dtype=torch.float64))
+    want = rounded @ fs.dequantize(fs.quantize(w, format, dtype=torch.float64)).t()
     torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
     if kernel.transposes:
         x = torch.randn(64, shape[0])
         got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format).t(), kernel)
-        rounded = fs.dequantise(fs.quantise(x, kernel.activations, dtype=torch.float64))
-        want = rounded @ fs.dequantise(fs.quantise(w, format, dtype=torch.float64))
+        rounded = fs.dequantize(fs.quantize(x, kernel.activations, dtype=torch.float64))
+        want = rounded @ fs.dequantize(fs.quantize(w, format, dtype=torch.float64))
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -209,7 +209,7 @@ def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
 @pytest.mark.parametrize("name", ["ROWWISE", "E4M3_1x128", "MXFP8", "MXFP4", "NVFP4"])
 def test_codes_along_columns_are_those_of_the_transposed_matrix(name, shape):
     format, w = getattr(formats, name), torch.randn(shape)
-    got = scaled_mm.transposed(fs.quantise(w, format.across(shape)), format)
+    got = scaled_mm.transposed(fs.quantize(w, format.across(shape)), format)
     want = scaled_mm.codes_of(w.t().contiguous(), format)
     assert got.format == want.format and got.columns == want.columns == shape[0]
     assert torch.equal(got.values, want.values) and torch.equal(got.scales.blocks, want.scales.blocks)

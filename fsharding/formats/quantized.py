@@ -1,4 +1,4 @@
-"""`Quantised`: a tensor that is held as codes and scales, and how it is made and read, with gradients.
+"""`Quantized`: a tensor that is held as codes and scales, and how it is made and read, with gradients.
 
 In: a tensor and a `Blocks`. Out: a node of plain tensors, no tensor itself; and the numbers again.
 Codes are whole numbers, through which no gradient goes. So where something is differentiated, a node has one child
@@ -23,13 +23,13 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding import _compat, _functorch, tree
 from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, NotDequantisedError, message
+from fsharding.errors import ArgumentError, ConfigError, NotDequantizedError, message
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
 
-__all__ = ["Columnwise", "Quantised", "dequantise", "noting_numbers", "numbers_of", "quantise"]
+__all__ = ["Columnwise", "Quantized", "dequantize", "noting_numbers", "numbers_of", "quantize"]
 
 Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
 """Is told of numbers, of a function that makes them of codes and scales, and of these."""
@@ -42,7 +42,7 @@ class Columnwise(Protocol):
         """Says in forward that backward will ask for it."""
         ...
 
-    def gathered(self) -> Quantised:
+    def gathered(self) -> Quantized:
         """The weight; in backward. Collective over the axes along which it is cut."""
         ...
 
@@ -52,7 +52,7 @@ _note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=No
 
 @contextmanager
 def noting_numbers(note: Note) -> Generator[None]:
-    """Inside, a function is told of all that is dequantised, so that autograd may keep codes in its place."""
+    """Inside, a function is told of all that is dequantized, so that autograd may keep codes in its place."""
     token = _note.set(note)
     try:
         yield
@@ -63,23 +63,23 @@ def noting_numbers(note: Note) -> Generator[None]:
 def _refuses(use: str) -> Any:
     """A method of a node that says what to do first."""
 
-    def refuse(self: Quantised, *_: Any, **__: Any) -> Any:
-        raise _not_dequantised(self, use)
+    def refuse(self: Quantized, *_: Any, **__: Any) -> Any:
+        raise _not_dequantized(self, use)
 
     return refuse
 
 
-@named("fs.dequantise")
-def _not_dequantised(node: Quantised, use: str) -> NotDequantisedError:
-    mend = "Write fs.dequantise(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
-    return NotDequantisedError(message(f"was not called for a tensor that {use}.", [repr(node)], mend))
+@named("fs.dequantize")
+def _not_dequantized(node: Quantized, use: str) -> NotDequantizedError:
+    mend = "Write fs.dequantize(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
+    return NotDequantizedError(message(f"was not called for a tensor that {use}.", [repr(node)], mend))
 
 
 @dataclass(frozen=True, eq=False)
-class Quantised:
+class Quantized:
     """A tensor that is held as codes and scales: a node of trees, whose children are plain tensors.
 
-    `fs.dequantise`, `fs.ops.product`, `column_linear` and `row_linear` take it. It is no tensor: all other functions
+    `fs.dequantize`, `fs.ops.product`, `column_linear` and `row_linear` take it. It is no tensor: all other functions
     of torch refuse it, and say what to write.
 
     Attributes:
@@ -87,7 +87,7 @@ class Quantised:
             is held as its numbers, which codes could stand for.
         scales: of blocks: float32, or a byte as the format says; as many dims as the codes. None without codes.
         format: of both.
-        dtype: in which it is dequantised.
+        dtype: in which it is dequantized.
         block: rows and columns of a block; of a tensor of one dim, one row.
         columns: size of the last dim.
         outer: float32, scales of whole matrices, for a format that has them.
@@ -99,9 +99,9 @@ class Quantised:
         columnwise: of a weight that `Precision.columnwise` names: where backward finds it in blocks along its rows.
 
     Example:
-        >>> w = fs.quantise(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
+        >>> w = fs.quantize(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
         >>> w
-        Quantised(bfloat16[64, 64] as float8_e4m3fn[1x32, e8m0])
+        Quantized(bfloat16[64, 64] as float8_e4m3fn[1x32, e8m0])
         >>> w.values.shape, w.scales.shape, w.nbytes
         (torch.Size([64, 64]), torch.Size([64, 2]), 4224)
         >>> fs.ops.product(torch.ones(1, 64, dtype=torch.bfloat16), w, 1).sum()
@@ -121,7 +121,7 @@ class Quantised:
     columnwise: Columnwise | None = None
 
     @classmethod
-    def of_numbers(cls, x: Tensor, format: Blocks, *, strict: bool = False) -> Quantised:
+    def of_numbers(cls, x: Tensor, format: Blocks, *, strict: bool = False) -> Quantized:
         """A tensor whose numbers have been rounded to a format already, held as they are.
 
         Args:
@@ -170,20 +170,20 @@ class Quantised:
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"Quantised({dtype}[{', '.join(map(str, self.shape))}] as {self.format})"
+        return f"Quantized({dtype}[{', '.join(map(str, self.shape))}] as {self.format})"
 
     def __getattr__(self, name: str) -> Any:
         # Python itself asks for names that begin so, and for fields of a node that is not there yet.
         if name.startswith("_") or name in self.__dataclass_fields__:
             raise AttributeError(name)
-        raise _not_dequantised(self, f"is asked for .{name}")
+        raise _not_dequantized(self, f"is asked for .{name}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """No function of torch takes a node."""
-        given = torch_pytree.tree_leaves([args, kwargs or {}], is_leaf=lambda x: isinstance(x, Quantised))
-        node = next(x for x in given if isinstance(x, Quantised))
-        raise _not_dequantised(node, f"goes into {overrides.resolve_name(func) or func.__name__}")
+        given = torch_pytree.tree_leaves([args, kwargs or {}], is_leaf=lambda x: isinstance(x, Quantized))
+        node = next(x for x in given if isinstance(x, Quantized))
+        raise _not_dequantized(node, f"goes into {overrides.resolve_name(func) or func.__name__}")
 
     # Not `==`: nodes are compared, and kept in dicts, by identity.
     __add__ = __radd__ = __sub__ = __rsub__ = _refuses("is an operand of + or -")
@@ -215,60 +215,60 @@ class _Held(NamedTuple):
 _Aux: TypeAlias = tuple[_Held, tuple[str, ...]]
 
 
-def _held(node: Quantised) -> _Held:
+def _held(node: Quantized) -> _Held:
     return _Held(node.format, node.dtype, node.block, node.columns, node.start, node.strict, node.columnwise)
 
 
-def _flatten(node: Quantised) -> tuple[list[Tensor], _Aux]:
+def _flatten(node: Quantized) -> tuple[list[Tensor], _Aux]:
     names = tuple(name for name in _CHILDREN if getattr(node, name) is not None)
     return [getattr(node, name) for name in names], (_held(node), names)
 
 
-@named("fs.Quantised")
-def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantised:
+@named("fs.Quantized")
+def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantized:
     held, names = aux
     given = dict(zip(names, children, strict=True))
     codes = given.get("values")
     if isinstance(codes, Tensor) and codes.dtype != torch.uint8:
         rule = f"cannot have codes in {codes.dtype}: a function of trees has changed them."
-        mend = "Dequantise first, fs.dequantise(w), and quantise the result."
+        mend = "Dequantize first, fs.dequantize(w), and quantize the result."
         raise ArgumentError(message(rule, mend=mend))
-    return Quantised(
+    return Quantized(
         given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
         given.get("carrier"), held.start, held.strict, held.columnwise,
     )  # fmt: skip
 
 
-def _flatten_in_ours(node: Quantised) -> tuple[list[Tensor], _Aux, tuple[str, ...]]:
+def _flatten_in_ours(node: Quantized) -> tuple[list[Tensor], _Aux, tuple[str, ...]]:
     children, aux = _flatten(node)
     return children, aux, aux[1]
 
 
-tree.register_node(Quantised, _flatten_in_ours, lambda aux, children: _unflatten(children, aux), fields=True)
-torch_pytree.register_pytree_node(Quantised, _flatten, _unflatten)
+tree.register_node(Quantized, _flatten_in_ours, lambda aux, children: _unflatten(children, aux), fields=True)
+torch_pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 
 
 # ----------------------------------------------------------------------------------------------------------- in and out
 @_compat.outside_of_graphs
-@named("fs.quantise")
-def quantise(
+@named("fs.quantize")
+def quantize(
     x: Tensor,
     format: Blocks,
     *,
     key: Tensor | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> Quantised:
+) -> Quantized:
     """Rounds a tensor to a format, and holds it as codes and scales.
 
-    The gradient of what is dequantised is that of x, in the dtype of x and rounded no further. A cast,
+    The gradient of what is dequantized is that of x, in the dtype of x and rounded no further. A cast,
     `x.to(torch.float8_e4m3fn)`, would round the gradient as well, and without a scale.
 
     Args:
         x: floating point, of at least one dim.
         format: of codes and scales.
         key: int64[2], for a format whose rounding is keyed.
-        dtype: in which it is dequantised; by default that of x.
+        dtype: in which it is dequantized; by default that of x.
         strict: products refuse the result where the device has no kernel for the format.
 
     Returns:
@@ -280,9 +280,9 @@ def quantise(
 
     Example:
         >>> x = torch.tensor([1.0, 0.3, -0.1, 2.0])
-        >>> fs.dequantise(fs.quantise(x, fs.formats.MXFP8))
+        >>> fs.dequantize(fs.quantize(x, fs.formats.MXFP8))
         tensor([ 1.0000,  0.3125, -0.1016,  2.0000])
-        >>> torch.func.grad(lambda x: (fs.dequantise(fs.quantise(x, fs.formats.MXFP8)) * 700).sum())(x)
+        >>> torch.func.grad(lambda x: (fs.dequantize(fs.quantize(x, fs.formats.MXFP8)) * 700).sum())(x)
         tensor([700., 700., 700., 700.])
     """
     _check(x, format, key)
@@ -298,12 +298,12 @@ def quantise(
         parts[:2] = [part.squeeze(-2) for part in parts[:2]]
     wide = dtype or x.dtype
     carrier = cast(Tensor, _Carrier.apply(x, wide, _has_tangent(x))) if _is_differentiated(x) else None
-    return Quantised(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
+    return Quantized(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
 
 
 @_compat.outside_of_graphs
-@named("fs.dequantise")
-def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tensor:
+@named("fs.dequantize")
+def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that a node holds; a plain tensor is its own.
 
     Args:
@@ -317,15 +317,15 @@ def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tenso
         ArgumentError: something else.
 
     Example:
-        >>> w = fs.quantise(torch.tensor([[3.0, 0.7]]), fs.formats.MXFP4, dtype=torch.bfloat16)
-        >>> fs.dequantise(w), fs.dequantise(torch.ones(1))
+        >>> w = fs.quantize(torch.tensor([[3.0, 0.7]]), fs.formats.MXFP4, dtype=torch.bfloat16)
+        >>> fs.dequantize(w), fs.dequantize(torch.ones(1))
         (tensor([[3.0000, 0.7500]], dtype=torch.bfloat16), tensor([1.]))
     """
     if isinstance(q, Tensor):
         return q if dtype is None else q.to(dtype)
-    if not isinstance(q, Quantised):
-        mend = "Give what fs.quantise gives, or a tensor."
-        raise ArgumentError(message(f"takes a Quantised, got {type(q).__name__}.", mend=mend))
+    if not isinstance(q, Quantized):
+        mend = "Give what fs.quantize gives, or a tensor."
+        raise ArgumentError(message(f"takes a Quantized, got {type(q).__name__}.", mend=mend))
     if q.values is None:
         assert q.carrier is not None
         return q.carrier if dtype is None else q.carrier.to(dtype)
@@ -341,14 +341,14 @@ def dequantise(q: Quantised | Tensor, dtype: torch.dtype | None = None) -> Tenso
     return result
 
 
-def numbers_of(q: Quantised) -> Tensor:
+def numbers_of(q: Quantized) -> Tensor:
     """The numbers of codes, without gradients, for one who keeps neither them nor the codes for backward."""
     assert q.values is not None and q.scales is not None
     return _numbers(_held(q), q.values, q.scales, q.outer)
 
 
 def _check(x: Any, format: Any, key: Any) -> None:
-    mend = "Call it as fs.quantise(x, fs.formats.MXFP8)."
+    mend = "Call it as fs.quantize(x, fs.formats.MXFP8)."
     if not isinstance(format, Blocks):
         raise ArgumentError(message(f"takes a format, got {type(format).__name__}.", mend=mend))
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim or hasattr(x, "device_mesh"):
