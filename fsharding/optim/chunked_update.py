@@ -87,6 +87,10 @@ class Chunk(NamedTuple):
         """Where it begins in the last two dims of the leaf."""
         return self.box[-2][0], self.box[-1][0]
 
+    def of(self, x: Tensor) -> Tensor:
+        """The part of this rank's tensor that it is: the tensor itself where it is all of it."""
+        return x[self.place] if self.place else x
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -263,7 +267,7 @@ def decoded(moment: Any, leaf: Leaf) -> Tensor:
     local = _Coded(moment)
     out = torch.empty(local.codes.shape, dtype=torch.float32, device=local.codes.device)
     for chunk in leaf.chunks(_CHUNK):
-        out[chunk.place] = local.widened(leaf, chunk)
+        chunk.of(out).copy_(local.widened(leaf, chunk))
     return out
 
 
@@ -280,7 +284,7 @@ class _Coded:
         """A chunk of it in float32, in new memory."""
         assert leaf.block is not None
         scales = Scales(self.scales[chunk.of_scales])
-        x = codec.decode(self.codes[chunk.place], scales, self.format, block=leaf.block, start=chunk.start)
+        x = codec.decode(chunk.of(self.codes), scales, self.format, block=leaf.block, start=chunk.start)
         return x.square_() if self.root else x
 
     def amax(self, leaf: Leaf, chunk: Chunk, x: Tensor) -> Tensor:
@@ -301,7 +305,7 @@ class _Coded:
         codes = codec.encode(x, scales, format, block=leaf.block, start=chunk.start, noise=noise)
         if self.root:
             codes = torch.where((codes == 0) & (x > 0), 1, codes)
-        _write(self.codes[chunk.place], codes, finite)
+        _write(chunk.of(self.codes), codes, finite)
         if amax is None:
             _write(self.scales[chunk.of_scales], scales.blocks, finite)
 
@@ -369,10 +373,7 @@ def _widened(
 ) -> list[list[Tensor]]:
     """The chunks of all moments: decoded, or views of what is stored."""
     return [
-        [
-            coded[role, i].widened(leaves[i], chunk) if (role, i) in coded else column[i][chunk.place]
-            for i, chunk in batch
-        ]
+        [coded[role, i].widened(leaves[i], chunk) if (role, i) in coded else chunk.of(column[i]) for i, chunk in batch]
         for role, column in zip(ROLES, moments, strict=False)
     ]
 

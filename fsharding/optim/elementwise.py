@@ -404,9 +404,9 @@ def _run_on_chunks(
 
     def change(batch: Batch, parts: list[list[Tensor]], trial: bool) -> None:
         dtype = kinds[batch[0][0]][0]
-        old = [result[i][chunk.place] for i, chunk in batch]
+        old = [chunk.of(result[i]) for i, chunk in batch]
         values = [x.to(dtype, copy=trial).contiguous() for x in old] if in_place else None
-        given = [grads[i][chunk.place].to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
+        given = [chunk.of(grads[i]).to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
         wider = [[x.to(dtype).contiguous() for x in column] for column in parts]
         new = kernel(values, given, *wider, step)
         for column, computed in zip(parts, wider, strict=True):

@@ -168,8 +168,8 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
                 continue
             new = param if donate else clone(param)
             for chunk in leaf.chunks(chunk_size(new.device)):
-                value = new[chunk.place]
-                wide_sum = value.to(torch.float32) + delta[chunk.place].to(torch.float32)
+                value = chunk.of(new)
+                wide_sum = value.to(torch.float32) + chunk.of(delta).to(torch.float32)
                 write_param(value, wide_sum, context, leaf, chunk, key)
             result.append(new)
         return result

@@ -57,9 +57,13 @@ _CROWD = 40
 """Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
 _PRELOAD = (
     "torch", "torch.distributed.tensor", "numpy", "hypothesis", "pytest", "torch._dynamo", "fsharding.testing",
-    "fsharding.api",
+    "fsharding.api", "fsharding.comm.shared_memory.transport",
 )  # fmt: skip
-"""What the fork server imports once for all ranks; `fsharding` alone would import next to nothing."""
+"""What the fork server imports once for all ranks; `fsharding` alone would import next to nothing.
+
+Of other packages only those that this process has imported; of the library also transports, which a group imports when
+it is first used.
+"""
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
@@ -217,7 +221,7 @@ class RankPool:
         # IPython's %reset takes away what multiprocessing reads of every main module.
         vars(sys.modules["__main__"]).setdefault("__spec__", None)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([name for name in _PRELOAD if name in sys.modules])
+        context.set_forkserver_preload([x for x in _PRELOAD if x in sys.modules or x.startswith("fsharding.")])
         environ = {**os.environ, **local_variables()}
         for rank in range(self.size):
             ours, theirs = context.Pipe()
