@@ -175,11 +175,18 @@ def _cut(grid: PieceGrid, axis: int, low: int, high: int) -> PieceGrid:
 
 
 class _View(NamedTuple):
-    """A contiguous tensor in a flat buffer: where it begins, its shape and its strides."""
+    """A view of a contiguous tensor: where it begins, its shape and its strides."""
 
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class _Pieces(NamedTuple):
+    """Where the pieces of a member are: in a row of them, and in contiguous whole leaves, whose strides they have."""
+
+    in_row: list[_View]
+    in_leaves: list[_View]
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -219,32 +226,21 @@ class Bucket:
         return [_View(slot.start, slot.shape, _strides(slot.shape)) for slot in self.slots]
 
     @functools.cached_property
-    def _pieces(self) -> dict[int, list[_View]]:
+    def _of_members(self) -> dict[int, _Pieces]:
         return {}
 
-    @functools.cached_property
-    def _in_leaves(self) -> dict[int, list[_View]]:
-        return {}
-
-    def pieces_in_leaves(self, member: int) -> list[_View]:
-        """Where the pieces of a member are in contiguous whole leaves."""
-        views = self._in_leaves.get(member)
-        if views is None:
-            views = [
-                _View(slot.piece(member)[0] * slot.after, slot.piece_shape(member), _strides(slot.shape))
-                for slot in self.slots
-            ]
-            self._in_leaves[member] = views
-        return views
-
-    def pieces(self, member: int) -> list[_View]:
-        """Where the pieces of a member are in a row of them."""
-        views = self._pieces.get(member)
-        if views is None:
-            shapes = [slot.piece_shape(member) for slot in self.slots]
-            views = [_View(slot.offset, shape, _strides(shape)) for slot, shape in zip(self.slots, shapes, strict=True)]
-            self._pieces[member] = views
-        return views
+    def pieces(self, member: int) -> _Pieces:
+        """Where the pieces of a member are; computed once."""
+        pieces = self._of_members.get(member)
+        if pieces is None:
+            pieces = _Pieces([], [])
+            for slot in self.slots:
+                shape = slot.piece_shape(member)
+                first = slot.piece(member)[0] * slot.after
+                pieces.in_row.append(_View(slot.offset, shape, _strides(shape)))
+                pieces.in_leaves.append(_View(first, shape, _strides(slot.shape)))
+            self._of_members[member] = pieces
+        return pieces
 
 
 @functools.lru_cache(maxsize=4096)
@@ -298,7 +294,7 @@ def part(bucket: Bucket, least: int) -> Parted:
 
 def piece_views(row: Tensor, bucket: Bucket, member: int) -> list[Tensor]:
     """A row [width], contiguous, as the pieces of one member."""
-    return _views(row, bucket.pieces(member))
+    return _views(row, bucket.pieces(member).in_row)
 
 
 def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -308,7 +304,7 @@ def whole_views(flat: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Tensor]:
     """The pieces of one member, where they are in contiguous whole leaves."""
-    views = bucket.pieces_in_leaves(member)
+    views = bucket.pieces(member).in_leaves
     return [
         leaf.as_strided(shape, strides, leaf.storage_offset() + start)
         for leaf, (start, shape, strides) in zip(leaves, views, strict=True)

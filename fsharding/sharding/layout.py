@@ -47,7 +47,7 @@ from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_stra
 from fsharding.sharding.strategy_names import StrategyName
 from fsharding.tree import Tree
 
-__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "plan_layout"]
+__all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "on_mesh", "plan_layout"]
 
 
 class Memory(NamedTuple):
@@ -335,6 +335,15 @@ class Layout:
             for leaf in self.leaves
         ]
         return "\n".join([head, *rows])
+
+
+def on_mesh(layout: Layout, mesh: Mesh) -> Layout:
+    """Return the same layout on another mesh of the same shape, with devices or without; nothing is planned again."""
+    leaves = (
+        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
+        for leaf in layout.leaves
+    )
+    return replace(layout, mesh=mesh, leaves=tuple(leaves))
 
 
 @public("fs.plan_layout")

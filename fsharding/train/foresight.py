@@ -19,12 +19,12 @@ from fsharding import _compat, random, tree
 from fsharding.comm.counters import Traffic, counting_bytes
 from fsharding.errors import BatchError, MeshError, message
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, make_mesh, set_mesh
+from fsharding.mesh.device_mesh import abstract, coordinate, make_mesh, set_mesh
 from fsharding.mesh.failures import kept_as_it_was
 from fsharding.mesh.groups import groups_of_another_world
 from fsharding.optim.base import GradientTransformation
 from fsharding.public import kind_of, public, refuse
-from fsharding.sharding.layout import Layout
+from fsharding.sharding.layout import Layout, on_mesh
 from fsharding.train.state import Buffers, TrainState, init_state
 from fsharding.train.step import make_train_step
 
@@ -88,7 +88,7 @@ def expected_traffic(
     first = getattr(model, "init_buffers", dict)() if buffers is None else buffers
     with kept_as_it_was(), groups_of_another_world(), _compat.fake_world(rank, shape.size), _compat.fake_tensors():
         mesh = _mesh(shape, device)
-        state = _state(opt, _moved(layout, mesh), first)
+        state = _state(opt, on_mesh(layout, mesh), first)
         here = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), shapes)
         with set_mesh(mesh), counting_bytes() as traffic:
             step(state, here)
@@ -121,10 +121,7 @@ def _rank(shape: AbstractMesh, coord: Mapping[str, int]) -> int:
     if odd:
         mend = "Give indices from 0, each less than the size of its axis."
         raise MeshError(message(f"got a coord outside of the mesh {shape}.", odd, mend))
-    rank = 0
-    for axis, size in sizes.items():
-        rank = rank * size + coord.get(axis, 0)
-    return rank
+    return replace(shape, ranks=()).rank_at(dict(coord))
 
 
 def _mesh(shape: AbstractMesh, device: Any) -> DeviceMesh:
@@ -134,15 +131,6 @@ def _mesh(shape: AbstractMesh, device: Any) -> DeviceMesh:
     mesh = make_mesh(device=device, order=order, transport="native", **sizes)
     _compat.keep_unequal(mesh)
     return mesh
-
-
-def _moved(layout: Layout, mesh: Mesh) -> Layout:
-    """Return the same layout on another mesh of the same shape."""
-    leaves = (
-        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
-        for leaf in layout.leaves
-    )
-    return replace(layout, mesh=mesh, leaves=tuple(leaves))
 
 
 def _state(opt: GradientTransformation, layout: Layout, buffers: Buffers) -> TrainState:

@@ -50,7 +50,7 @@ from fsharding.public import (
     refuse_compiled,
 )
 from fsharding.random import fold_in
-from fsharding.sharding.layout import Layout, check_fit
+from fsharding.sharding.layout import Layout, check_fit, on_mesh
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
@@ -558,7 +558,7 @@ class TrainStep:
         if schedule is not None and precision.columnwise:
             text = "cannot gather weights in a second orientation with a pipeline: its stages round them once."
             raise ConfigError(message(text, mend="Leave columnwise out, or keep pp at 1."))
-        return StepPlan(_without_devices(layout), layout.in_flight(precision), schedule, check == "now")
+        return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "now")
 
     @named("train step")
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
@@ -569,7 +569,7 @@ class TrainStep:
         layout = state.layout
         plan = next((p for p in self._plans if p.check is not None and p.check.layout is layout), None)
         if plan is None:
-            without_devices = _without_devices(layout)
+            without_devices = on_mesh(layout, abstract(layout.mesh))
             plan = next((p for p in self._plans if p.layout == without_devices), None)
             if plan is None:
                 check_numbers(state)
@@ -722,16 +722,6 @@ def _refuse_other_formats(precision: Precision, layout: Layout) -> None:
 def _device_of(layout: Layout) -> str:
     """The type of the devices of a mesh."""
     return getattr(layout.mesh, "device_type", "cpu")
-
-
-def _without_devices(layout: Layout) -> Layout:
-    """The same layout on an abstract mesh."""
-    mesh = abstract(layout.mesh)
-    leaves = (
-        replace(leaf, **{kind: replace(getattr(leaf, kind), mesh=mesh) for kind in ("params", "grads", "main")})
-        for leaf in layout.leaves
-    )
-    return replace(layout, mesh=mesh, leaves=tuple(leaves))
 
 
 def _facts(
