@@ -19,7 +19,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.untrusted import open_plain
 
-__all__ = ["WINDOW_BYTES", "Range", "contiguous", "pieces", "read_range", "span"]
+__all__ = ["WINDOW_BYTES", "Range", "pieces", "read_range", "span"]
 
 WINDOW_BYTES = 16 << 20
 """How much of a file, and how much of a tensor, is in memory at once while it is copied."""
@@ -50,16 +50,6 @@ class Range(NamedTuple):
         return self.offset + span(self.shape, self.strides) * self.dtype.itemsize
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements follow each other, the last dim fastest."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
     """Cuts a box into boxes that span at most `WINDOW_BYTES` each, in halves, along the dim that reaches furthest.
 
@@ -69,7 +59,7 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
         strides: of the memory, in elements; by default that of the box alone, laid out by itself.
     """
     sizes = boxes.shape_of(box)
-    steps = contiguous(sizes) if strides is None else strides
+    steps = boxes.contiguous_strides(sizes) if strides is None else strides
     if 0 in sizes:
         return
     if span(sizes, steps) * itemsize <= max(WINDOW_BYTES, itemsize):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsharding.calls import call_as, named, public_name
 from fsharding.checkpoint import coded_weights
-from fsharding.checkpoint.byte_ranges import Range, contiguous, read_range
+from fsharding.checkpoint.byte_ranges import Range, read_range
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.reader import LeafInfo, open_source
@@ -26,6 +26,7 @@ from fsharding.checkpoint.safetensors_headers import LARGEST, SAFETENSORS, heade
 from fsharding.checkpoint.torch_record import WHOLE, Record, Window, parse_file
 from fsharding.checkpoint.writer import METADATA
 from fsharding.errors import CheckpointError, listed, message
+from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.untrusted import beside, open_plain, own_tree, read_json
 
@@ -308,7 +309,10 @@ def _safetensors(file: Path) -> Weights:
             header = header_of(stream)
     except EOFError as error:
         raise _Refusal(str(error), mend="It is cut off: get it again.") from error
-    ranges = {name: Range(file, at, shape, contiguous(shape), dtype) for name, (at, shape, dtype) in header.items()}
+    ranges = {
+        name: Range(file, at, shape, boxes.contiguous_strides(shape), dtype)
+        for name, (at, shape, dtype) in header.items()
+    }
     return _of_ranges(file, "safetensors", ranges)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding.checkpoint.byte_ranges import contiguous, pieces, span
+from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.chunks import Entry, Stored, from_manifest
 from fsharding.checkpoint.dcp_metadata import LARGEST, inventory
 from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
@@ -277,7 +277,9 @@ class Source:
         """Find the values of a chunk, if need be in its record: a tensor of the chunk's shape and dtype."""
         if chunk.values is not None:
             shape = boxes.shape_of(chunk.box)
-            return Record(self.leaves[chunk.path].dtype, shape, contiguous(shape), chunk.values - chunk.offset)
+            return Record(
+                self.leaves[chunk.path].dtype, shape, boxes.contiguous_strides(shape), chunk.values - chunk.offset
+            )
         if chunk in self._records:
             return self._records[chunk]
 
@@ -310,7 +312,7 @@ def _memory(x: Tensor) -> memoryview:
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether elements stand one after the other in row-major order."""
-    steps = zip(shape, stride, contiguous(shape), strict=True)
+    steps = zip(shape, stride, boxes.contiguous_strides(shape), strict=True)
     return not math.prod(shape) or all(n == 1 or step == dense for n, step, dense in steps)
 
 

@@ -98,7 +98,7 @@ class Slot:
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
         """Those of a contiguous leaf as [before, dim, after]."""
-        return _strides((self.before, self.length, self.after))
+        return boxes.contiguous_strides((self.before, self.length, self.after))
 
     @functools.cached_property
     def grids(self) -> tuple[PieceGrid, ...]:
@@ -189,15 +189,6 @@ class _Pieces(NamedTuple):
     in_leaves: list[_View]
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
-
-
 def _views(flat: Tensor, views: Sequence[_View]) -> list[Tensor]:
     """Views of a flat buffer: one call of torch for each, where a slice and `view` take three times as long."""
     first = flat.storage_offset()
@@ -223,7 +214,7 @@ class Bucket:
     @functools.cached_property
     def wholes(self) -> list[_View]:
         """Where the whole leaves are in the flat buffer."""
-        return [_View(slot.start, slot.shape, _strides(slot.shape)) for slot in self.slots]
+        return [_View(slot.start, slot.shape, boxes.contiguous_strides(slot.shape)) for slot in self.slots]
 
     @functools.cached_property
     def _of_members(self) -> dict[int, _Pieces]:
@@ -237,8 +228,8 @@ class Bucket:
             for slot in self.slots:
                 shape = slot.piece_shape(member)
                 first = slot.piece(member)[0] * slot.after
-                pieces.in_row.append(_View(slot.offset, shape, _strides(shape)))
-                pieces.in_leaves.append(_View(first, shape, _strides(slot.shape)))
+                pieces.in_row.append(_View(slot.offset, shape, boxes.contiguous_strides(shape)))
+                pieces.in_leaves.append(_View(first, shape, boxes.contiguous_strides(slot.shape)))
             self._of_members[member] = pieces
         return pieces
 

@@ -21,6 +21,7 @@ __all__ = [
     "Runs",
     "are_disjoint",
     "chunk",
+    "contiguous_strides",
     "common_step",
     "covers",
     "cut_runs",
@@ -123,6 +124,16 @@ def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool
 def full(shape: Sequence[int]) -> Box:
     """The box of the whole tensor."""
     return tuple((0, size) for size in shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements follow each other, the last dim fastest, as torch has them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
 
 
 def shape_of(box: Box) -> tuple[int, ...]:

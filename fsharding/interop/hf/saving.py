@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.calls import named
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
-from fsharding.checkpoint.byte_ranges import contiguous, pieces
+from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
@@ -419,7 +419,7 @@ def _write_box(
         values: makes what is written of a window and its values; by default a cast.
     """
     size = tensor.dtype.itemsize
-    strides = contiguous(tensor.shape)
+    strides = boxes.contiguous_strides(tensor.shape)
     for piece in pieces(box, size if values is None else torch.float32.itemsize):
         window = x[boxes.relative(piece, box)]
         window = window if values is None else values(piece, window)
