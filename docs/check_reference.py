@@ -11,7 +11,7 @@ from typing import Any
 import fsharding as fs
 
 _SPACES = (
-    *("checkpoint", "data", "errors", "formats", "hf", "megatron", "models", "notebook", "ops", "optim"),
+    *("checkpoint", "data", "errors", "foreign", "formats", "hf", "megatron", "models", "notebook", "ops", "optim"),
     *("pipeline", "policies", "preemption", "random", "te", "testing", "tree"),
 )
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fsharding.registry import register
+from fsharding.registry import find, names_of, register
 from fsharding.version import own_version
 
 __version__ = own_version()
@@ -17,15 +17,19 @@ __version__ = own_version()
 # In the order in which a group of gloo tries them.
 register("transport", "shared_memory", "fsharding.comm.shared_memory.transport:SharedMemory")
 register("transport", "pairwise", "fsharding.comm.pairwise:Pairwise")
-for _place in (
-    *("exporting:Exported", "exporting:export", "foreign_weights:Weights", "foreign_weights:open_weights"),
-    *("importing:load_weights", "name_map:Names", "name_map:Rows", "name_map:Transposed"),
-):
-    register("checkpoint", _place.partition(":")[2], f"fsharding.checkpoint.{_place}")
+# Namespaces of `fs` that are built on the library, which imports none of them.
+register("namespace", "data", "fsharding.train.data")
+register("namespace", "megatron", "fsharding.interop.megatron")
+register("namespace", "notebook", "fsharding.notebook")
+register("namespace", "te", "fsharding.interop.te")
 
 if TYPE_CHECKING:
+    from fsharding import notebook as notebook
     from fsharding.api import *  # noqa: F403
     from fsharding.api import __all__ as __all__
+    from fsharding.interop import megatron as megatron
+    from fsharding.interop import te as te
+    from fsharding.train import data as data
 
 _SHARD = "Plan it: layout = fs.plan_layout(model, mesh, strategy={}), then fs.init_state(model, opt, key, layout)."
 _LOSS_GRAD = "Call fs.value_and_grad(loss_fn)(params, batch), which returns (value, grads)."
@@ -58,9 +62,15 @@ _ELSEWHERE = {
 }
 
 
+def load_ipython_extension(shell: object) -> None:
+    """Add the cell magic `%%ranks`: what `%load_ext fsharding` calls."""
+    find("namespace", "notebook").load_ipython_extension(shell)
+
+
 def _in_namespaces(api: ModuleType) -> dict[str, str]:
     """Name the namespaces that have a name, such as `fs.optim.chain`, by that name."""
     spaces = {f"fs.{name}": getattr(api, name) for name in api.__all__ if isinstance(getattr(api, name), ModuleType)}
+    spaces |= {f"fs.{name}": find("namespace", name) for name in names_of("namespace")}
     spaces["fs.optim.schedules"] = api.optim.schedules
     found: dict[str, list[str]] = {}
     for path, space in spaces.items():
@@ -74,16 +84,19 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
     def __getattr__(name: str) -> object:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
+        if name in names_of("namespace"):
+            return globals().setdefault(name, find("namespace", name))
         # Modules alone: `from fsharding import tree` asks for one while the names of the api are still being made.
         if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")  # lazy: so that the command line answers before torch is there
         api = import_module(f"{__name__}.api")  # lazy: as above
-        globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
+        public = sorted([*api.__all__, *names_of("namespace")])
+        globals().update({own: getattr(api, own) for own in api.__all__}, __all__=public)
         if name not in globals():
             from fsharding.public import missing_name  # lazy: as above
 
-            raise missing_name("fs", name, api.__all__, _in_namespaces(api) | _ELSEWHERE)
+            raise missing_name("fs", name, public, _in_namespaces(api) | _ELSEWHERE)
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *import_module(f"{__name__}.api").__all__})  # lazy: as above
+        return sorted({*globals(), *import_module(f"{__name__}.api").__all__, *names_of("namespace")})  # lazy: as above

@@ -4,13 +4,14 @@ In: modules of every room. Out: their public names, in one place.
 Law: names in `__all__` are public, as `docs/reference/stability.md` says; all others may change.
 """
 
-from fsharding import checkpoint, formats, models, notebook, ops, optim, pipeline, random, tree
+from fsharding import checkpoint, errors, formats, models, ops, optim, pipeline, random, tree
+from fsharding.checkpoint import foreign
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats import Blocks
 from fsharding.formats.quantized import Quantized, dequantize, quantize
-from fsharding.interop import hf, megatron, te
+from fsharding.interop import hf
 from fsharding.interop.module.functionalize import functionalize
 from fsharding.interop.module.model_from import model_from
 from fsharding.mesh import preemption
@@ -23,7 +24,6 @@ from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.strategy import HFSDP, HSDP, Strategy, hybrid, parse_strategy, zero
 from fsharding.testing import run_ranks
-from fsharding.train import data
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.capture import capture
 from fsharding.train.evaluate import evaluate
@@ -77,19 +77,19 @@ __all__ = [
     "checkpoint",
     "compare_units",
     "counting_bytes",
-    "data",
     "data_position",
     "dequantize",
+    "errors",
     "evaluate",
     "expected_traffic",
     "explain_reshard",
+    "foreign",
     "formats",
     "functionalize",
     "gather_unit",
     "global_norm",
     "hessian",
     "hf",
-    "megatron",
     "hybrid",
     "init_state",
     "is_main",
@@ -102,7 +102,6 @@ __all__ = [
     "model_from",
     "model_loss",
     "models",
-    "notebook",
     "ops",
     "optim",
     "parse_strategy",
@@ -132,7 +131,6 @@ __all__ = [
     "state_bytes",
     "state_from",
     "sync_buffers",
-    "te",
     "tree",
     "typeof",
     "unshard",

@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from fsharding import tree
 from fsharding.calls import named
 from fsharding.errors import ArgumentError, ConfigError, RankError, message, report
+from fsharding.mesh.call_stacks import LIBRARY
 from fsharding.mesh.failures import is_network_error, own_rank
 from fsharding.public import Immutable
 from fsharding.testing.failures import Failure, RankFailure, worded
@@ -61,10 +62,7 @@ _GRACE = 3.0
 _STREAMS = ("stdout", "stderr")
 _PIPE = 65536
 """Bytes: no more are in a pipe at any time."""
-_LIBRARIES = tuple(
-    f"{folder}{os.sep}"
-    for folder in (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), Path(__file__).parent)
-)
+_LIBRARIES = (LIBRARY, *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")))
 _MOST_FRAMES = 8
 
 
@@ -667,7 +665,7 @@ def ranks(size: int, timeout: float | None = None) -> Ranks:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Adds the cell magic `%%ranks`, after `%load_ext fsharding.notebook`.
+    """Adds the cell magic `%%ranks`, after `%load_ext fsharding`.
 
     `%%ranks` runs its cell on all ranks of the latest pool, as `Ranks.execute` does; `%%ranks 2` starts two if there
     is no pool of that size.

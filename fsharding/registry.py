@@ -1,6 +1,6 @@
 """Implementations that are found by name, so that the code that uses them does not import them.
 
-In: a kind, a name, and a place "module:attribute". Out: the attribute, whose module is imported at the first use.
+In: a kind, a name, and a place, "module" or "module:attribute". Out: what is there, imported at the first use.
 Law: names of a kind come in the order of their registration, and registering a name again replaces its place.
 """
 
@@ -20,7 +20,7 @@ def register(kind: str, name: str, place: str) -> None:
     Args:
         kind: the set of names that it joins, such as "transport".
         name: how it is found.
-        place: its module and its attribute there, such as "package.module:Class".
+        place: its module, such as "package.module", or an attribute of one, such as "package.module:Class".
     """
     _places.setdefault(kind, {})[name] = place
 
@@ -37,4 +37,5 @@ def find(kind: str, name: str) -> Any:
         KeyError: the name is not registered.
     """
     module, _, attribute = _places[kind][name].partition(":")
-    return getattr(import_module(module), attribute)  # lazy: the importer must not depend on what registers
+    found = import_module(module)  # lazy: the importer must not depend on what registers
+    return getattr(found, attribute) if attribute else found

@@ -7,7 +7,7 @@ from typing import Any, get_origin
 import fsharding as fs
 
 NAMESPACES = [
-    "checkpoint", "data", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
+    "checkpoint", "data", "foreign", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
     "pipeline", "policies", "preemption", "random", "te", "testing", "tree",
 ]  # fmt: skip
 

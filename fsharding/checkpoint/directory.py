@@ -467,7 +467,7 @@ def _bytes_beside(folder: Path) -> int:
 def _something_else(folder: Path) -> tuple[str, str] | None:
     """Recognizes a directory without a manifest, and says what to do with it; None if it is nothing that is known."""
     names = set(os.listdir(folder))
-    foreign = "fs.checkpoint.load_weights(path, layout, names)"
+    foreign = "fs.foreign.load_weights(path, layout, names)"
     if ".metadata" in names:
         what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
         return f"{what}: it has no {MANIFEST}", f"Read the tensors of such a directory with {foreign}."

@@ -37,7 +37,7 @@ from fsharding.sharding.leaf_names import RESERVED
 
 __all__ = ["FORMATS", "Exported", "export"]
 
-_FUNCTION = "fs.checkpoint.export"
+_FUNCTION = "fs.foreign.export"
 
 _WHAT = ("params", "all", "fsdp2")
 FORMATS = ("torch", "safetensors", "dcp")
@@ -58,7 +58,7 @@ class Exported:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
         >>> fs.checkpoint.save("run/5", state)
-        >>> exported = fs.checkpoint.export("run/5", "run/weights", "safetensors")
+        >>> exported = fs.foreign.export("run/5", "run/weights", "safetensors")
         >>> exported.tensors, list(exported.files)
         (1, ['model.safetensors'])
     """
@@ -128,7 +128,7 @@ def export(
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
         >>> fs.checkpoint.save("run/5", state)
-        >>> exported = fs.checkpoint.export("run/5", "run/model.pt", "torch", {"w": "linear.weight"})
+        >>> exported = fs.foreign.export("run/5", "run/model.pt", "torch", {"w": "linear.weight"})
         >>> torch.load(exported.path, weights_only=True)
         {'linear.weight': tensor([1., 1., 1., 1.])}
     """

@@ -32,7 +32,7 @@ from fsharding.untrusted import beside, open_plain, own_tree, read_json
 
 __all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "weights_at"]
 
-_FUNCTION = "fs.checkpoint.open_weights"
+_FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
 
 _INDEX_LIMIT = 64 << 20
@@ -54,7 +54,7 @@ class Weights:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"w": torch.arange(6.0).view(3, 2)}, f"{folder}/model.pt")
-        ...     weights = fs.checkpoint.open_weights(f"{folder}/model.pt")
+        ...     weights = fs.foreign.open_weights(f"{folder}/model.pt")
         ...     weights.read("w", ((1, 3), (0, 1)), column := torch.empty(2, 1))
         >>> column.flatten()
         tensor([2., 4.])
@@ -110,7 +110,7 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"model": {"w": torch.zeros(3, 2)}, "epoch": 7}, f"{folder}/model.pt")
-        ...     weights = fs.checkpoint.open_weights(f"{folder}/model.pt", "model.")
+        ...     weights = fs.foreign.open_weights(f"{folder}/model.pt", "model.")
         >>> weights.format, weights.leaves["w"].shape
         ('torch', (3, 2))
     """

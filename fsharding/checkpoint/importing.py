@@ -42,7 +42,7 @@ from fsharding.tree import Tree
 
 __all__ = ["load_weights"]
 
-_FUNCTION = "fs.checkpoint.load_weights"
+_FUNCTION = "fs.foreign.load_weights"
 
 
 @called_by_all
@@ -82,7 +82,7 @@ def load_weights(
         >>> layout = fs.plan_layout({"w": torch.zeros(2, 3)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"linear.weight": torch.ones(2, 3)}, f"{folder}/model.pt")
-        ...     params = fs.checkpoint.load_weights(f"{folder}/model.pt", layout, {"w": "linear.weight"})
+        ...     params = fs.foreign.load_weights(f"{folder}/model.pt", layout, {"w": "linear.weight"})
         >>> state = fs.state_from(params, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> fs.unshard(state.params["w"]).shape
         torch.Size([2, 3])

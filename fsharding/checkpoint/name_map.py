@@ -49,8 +49,8 @@ class Transposed(NamedTuple):
         >>> linear = torch.nn.Linear(2, 3, bias=False)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save(linear.state_dict(), f"{folder}/linear.pt")
-        ...     names = {"w": fs.checkpoint.Transposed("weight")}
-        ...     loaded = fs.checkpoint.load_weights(f"{folder}/linear.pt", {"w": torch.zeros(2, 3)}, names)
+        ...     names = {"w": fs.foreign.Transposed("weight")}
+        ...     loaded = fs.foreign.load_weights(f"{folder}/linear.pt", {"w": torch.zeros(2, 3)}, names)
         >>> torch.equal(loaded["w"], linear.weight.T)
         True
     """
@@ -69,8 +69,8 @@ class Rows(NamedTuple):
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"layers.3.w": torch.zeros(2), "layers.4.w": torch.ones(2)}, f"{folder}/model.pt")
-        ...     names = {"routed.w": fs.checkpoint.Rows("layers.{i}.w", (3, 4))}
-        ...     params = fs.checkpoint.load_weights(f"{folder}/model.pt", {"routed": {"w": torch.zeros(2, 2)}}, names)
+        ...     names = {"routed.w": fs.foreign.Rows("layers.{i}.w", (3, 4))}
+        ...     params = fs.foreign.load_weights(f"{folder}/model.pt", {"routed": {"w": torch.zeros(2, 2)}}, names)
         >>> params["routed"]["w"]
         tensor([[0., 0.],
                 [1., 1.]])

@@ -369,7 +369,7 @@ def save(
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
         >>> saved = fs.megatron.save("iter_0000000", state, config)
-        >>> names = list(fs.checkpoint.open_weights(saved.path).leaves)
+        >>> names = list(fs.foreign.open_weights(saved.path).leaves)
         >>> "decoder.layers.self_attention.linear_qkv.weight" in names
         True
     """

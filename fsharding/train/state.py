@@ -479,7 +479,7 @@ def _told(x: Any) -> str:
 def state_from(
     params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
 ) -> TrainState:
-    """The first state of a run that starts from given parameters, such as `checkpoint.load_weights` reads. Collective.
+    """The first state of a run that starts from given parameters, such as `fs.foreign.load_weights` reads. Collective.
 
     Args:
         params: tree of DTensors, which the state takes over: main parameters in `layout.main` and their dtype, frozen

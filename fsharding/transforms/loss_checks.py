@@ -36,6 +36,7 @@ from fsharding.errors import (
     listed,
     message,
 )
+from fsharding.mesh.call_stacks import LIBRARY
 from fsharding.public import YIELDS, kind_of, yields_batches
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
@@ -50,10 +51,7 @@ _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same de
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 """The error of an operation that a compiler has tried on tensors without values."""
 _FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
-_NOT_THE_USERS = (
-    *(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, tree)),
-    sysconfig.get_paths()["stdlib"],
-)
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, sysconfig.get_paths()["stdlib"])
 
 
 @named(_NAME)

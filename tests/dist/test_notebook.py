@@ -518,7 +518,7 @@ def test_cells_and_their_errors(kernel: Kernel):
 def test_the_cell_magic(kernel: Kernel):
     shown = kernel.cells(
         START.replace("ranks(2)", "ranks(1)"),
-        "pool.close()\n%load_ext fsharding.notebook",
+        "pool.close()\n%load_ext fsharding",
         "%%ranks two\n1",
         "%%ranks 2\nimport torch\nx = torch.distributed.get_world_size()\nx",
         "%%ranks\nx + 1",

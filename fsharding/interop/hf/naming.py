@@ -52,7 +52,7 @@ class Joined(NamedTuple):
         >>> params = fs.shard({"qk": torch.ones(4, 2)}, layout)
         >>> names = {"qk": fs.hf.Joined(("q.weight", "k.weight"), dim=-2)}
         >>> saved = fs.hf.save("out", params, {"model_type": "mine"}, layout, names=names)
-        >>> sorted(fs.checkpoint.open_weights(saved.path).leaves)
+        >>> sorted(fs.foreign.open_weights(saved.path).leaves)
         ['k.weight', 'q.weight']
     """
 

@@ -48,7 +48,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         names: tree of tuples of dim names, for `plan_layout`.
         frozen: paths of leaves whose parameters do not require gradients; `plan_layout` freezes them.
         roles: of its layers over `tp`, by path, and which layers cannot have theirs.
-        sources: what the leaves are called in a state dict of the module, for `checkpoint.load_weights` and `export`:
+        sources: what the leaves are called in a state dict of the module, for `fs.foreign.load_weights` and `export`:
             `layers.up.weight` is `layers.{i}.up.weight`, or `Rows` where blocks have other numbers than 0, 1, 2.
         files: what they are called in files of Hugging Face, for `hf.load` and `hf.save`: the same, but for families
             whose experts are apart there. Both carry the module's persistent buffers, which are constants: who writes

@@ -27,7 +27,7 @@ NAMES = {
     "table": "table.weight",
     "blocks.w": "layers.{i}.up.weight",
     "blocks.b": "layers.{i}.up.bias",
-    "blocks.down": ck.Transposed("layers.{i}.down.weight"),
+    "blocks.down": fs.foreign.Transposed("layers.{i}.down.weight"),
 }
 LAYOUTS = {
     "zero3": ({"dp": -1}, fs.zero(3), fs.FP32),
@@ -137,9 +137,9 @@ def of_moments(path):
         return "optim.state.table.weight.step"
     kind, _, rest = path.partition(".")
     name = NAMES[rest]
-    text = name.name if isinstance(name, ck.Transposed) else name
+    text = name.name if isinstance(name, fs.foreign.Transposed) else name
     full = f"optim.state.{text}.{'exp_avg' if kind == 'mu' else 'exp_avg_sq'}"
-    return ck.Transposed(full) if isinstance(name, ck.Transposed) else full
+    return fs.foreign.Transposed(full) if isinstance(name, fs.foreign.Transposed) else full
 
 
 def gathered(values):
@@ -148,9 +148,9 @@ def gathered(values):
 
 def read_fsdp2(folder, layout_name):
     layout = planned(layout_name)
-    params = ck.load_weights(folder, layout, NAMES, prefix="model.")
+    params = fs.foreign.load_weights(folder, layout, NAMES, prefix="model.")
     state = fs.state_from(params, fs.adamw(1e-2), fs.random.key(0), layout)
-    moments = ck.load_weights(folder, state.opt_state, of_moments, cast=True, extra="ignore")
+    moments = fs.foreign.load_weights(folder, state.opt_state, of_moments, cast=True, extra="ignore")
     state = state.replace(opt_state=moments, step=moments.count.clone())
     ck.save(f"{folder}.ours", state)
     main = main_of(state)
@@ -177,14 +177,18 @@ def test_a_run_of_fsdp2_goes_on_here_and_back(ranks, layout, tmp_path):
     table = {f"params.{path}": at(name, "model.{}") for path, name in NAMES.items()}
     for kind, there in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
         table |= {f"opt_state.{kind}.{p}": at(name, f"optim.state.{{}}.{there}") for p, name in NAMES.items()}
-    done = ck.export(f"{tmp_path}/theirs.ours", tmp_path / "back", "dcp", table, what="all", max_file_bytes=500)
+    done = fs.foreign.export(f"{tmp_path}/theirs.ours", tmp_path / "back", "dcp", table, what="all", max_file_bytes=500)
     assert len(done.files) > 3
     for found in run_ranks(load_fsdp2, 2, tmp_path / "back"):
         assert_bitwise_equal(found, (params, mu, nu))
 
 
 def at(name, pattern):
-    return ck.Transposed(pattern.format(name.name)) if isinstance(name, ck.Transposed) else pattern.format(name)
+    return (
+        fs.foreign.Transposed(pattern.format(name.name))
+        if isinstance(name, fs.foreign.Transposed)
+        else pattern.format(name)
+    )
 
 
 def load_fsdp2(folder):
@@ -266,7 +270,9 @@ def go_on_here(folder, kind):
                     up = [name for name in names if ".up." in name]
                     groups = up, [name for name in names if name not in up]
                     settings = [{**settings, "params": group} for group in groups]
-                ck.export(f"{folder}/ours", f"{folder}/theirs", "dcp", net.sources, what="fsdp2", settings=settings)
+                fs.foreign.export(
+                    f"{folder}/ours", f"{folder}/theirs", "dcp", net.sources, what="fsdp2", settings=settings
+                )
         state, _ = step(state, whole_batch(number))
     return net.state_dict(fs.unshard(state.params))
 
@@ -315,18 +321,18 @@ def test_what_fsdp2_cannot_have_is_refused(tmp_path):
 
     def refused(source, settings, format="dcp"):
         with pytest.raises(CheckpointError) as caught:
-            ck.export(tmp_path / source, tmp_path / "out", format, net.sources, what="fsdp2", settings=settings)
+            fs.foreign.export(tmp_path / source, tmp_path / "out", format, net.sources, what="fsdp2", settings=settings)
         assert not (tmp_path / "out").exists()
         return str(caught.value).splitlines()
 
     assert refused("adamw", None) == [
-        "fs.checkpoint.export cannot name 1 tensors.",
+        "fs.foreign.export cannot name 1 tensors.",
         "  settings= is missing: dcp.load takes the groups of the optimizer over, such as its learning rate",
         "names={ours: theirs} gives every leaf a name of its own, blocks with {i}. settings=optimizer.defaults are those "
         "of the optimizer there.",
     ]
     assert refused("adamw", ADAM, "torch") == [
-        "fs.checkpoint.export cannot write.",
+        "fs.foreign.export cannot write.",
         "  what='fsdp2' is for format 'dcp', not 'torch'",
     ]
     names = [name for name, _ in Whole().named_parameters()]
@@ -356,7 +362,7 @@ def save_ddp(folder):
 
 def read_weights(path, layout_name, prefix):
     layout = planned(layout_name)
-    params = ck.load_weights(path, layout, NAMES, prefix=prefix)
+    params = fs.foreign.load_weights(path, layout, NAMES, prefix=prefix)
     state = fs.state_from(params, fs.sgd(0.1), fs.random.key(0), layout)
     ck.save(f"{path}.{layout_name}", state)
     return gathered(params)
@@ -369,7 +375,7 @@ def test_weights_of_ddp_go_into_any_layout_and_out(layout, tmp_path):
         for found in run_ranks(read_weights, 4, tmp_path / "ddp" / file, layout, prefix):
             assert_bitwise_equal(found, stacked(params))
         out = tmp_path / f"{file}.out"
-        ck.export(f"{tmp_path}/ddp/{file}.{layout}", out, "torch", NAMES)
+        fs.foreign.export(f"{tmp_path}/ddp/{file}.{layout}", out, "torch", NAMES)
         model = Net()
         model.load_state_dict(torch.load(out, weights_only=True))
         assert_bitwise_equal({**model.state_dict()}, params)

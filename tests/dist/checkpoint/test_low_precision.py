@@ -65,6 +65,6 @@ def resumed(how, path):
 @pytest.mark.parametrize("name", [x if x == "keyed" else pytest.param(x, marks=full) for x in PRECISIONS])
 def test_a_run_goes_on_bitwise_from_its_checkpoint(name, tmp_path):
     run_ranks(resumed, 2, PRECISIONS[name], tmp_path / "2")
-    leaves = checkpoint.open_weights(tmp_path / "2").leaves
+    leaves = fs.foreign.open_weights(tmp_path / "2").leaves
     assert {leaf.dtype for path, leaf in leaves.items() if path.startswith("params")} == {torch.float32}
     assert not any("scale" in path for path in leaves)

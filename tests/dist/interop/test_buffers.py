@@ -344,7 +344,7 @@ def test_checkpoints_and_reshard_carry_buffers(tmp_path):
     fs.checkpoint.reshard_checkpoint(tmp_path / "2", tmp_path / "offline", {"dp": 4}, fs.zero(3))
     assert_bitwise_equal(bits(fs.checkpoint.load(tmp_path / "offline", layout)), (params, buffers), "offline")
     # Weights for other programs, and for torch itself.
-    exported = fs.checkpoint.export(tmp_path / "2", tmp_path / "model.pt", "torch", net.sources)
+    exported = fs.foreign.export(tmp_path / "2", tmp_path / "model.pt", "torch", net.sources)
     plain = torch.load(exported.path, weights_only=True)
     assert_bitwise_equal(plain, net.state_dict(params, buffers), "exported")
     Deep(nn.BatchNorm1d).load_state_dict(plain)

@@ -283,7 +283,7 @@ def check_module(name, module, batch, want, losses, trained, folder):
     params = fs.hf.load(folder, layout, hollow.files)
     assert_bitwise_equal(params, state.params, "read from files")
     if hollow.files == hollow.sources:
-        assert_bitwise_equal(fs.checkpoint.load_weights(folder, layout, hollow.sources), params, "by load_weights")
+        assert_bitwise_equal(fs.foreign.load_weights(folder, layout, hollow.sources), params, "by load_weights")
     entries = json.loads((folder / "config.json").read_text())
     for kind, names in (("sources", hollow.sources), ("files", hollow.files)):
         there = fs.hf.save(Path(f"{folder} {kind}"), params, entries, names=names).path

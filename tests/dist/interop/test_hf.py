@@ -309,7 +309,7 @@ def test_transformers_reads_the_same_numbers_out_of_codes(transformers, tmp_path
     assert known.weight_block_size in ([128, 128], (128, 128)) and known.activation_scheme == "dynamic"
     assert known.modules_to_not_convert == entries["quantization_config"]["modules_to_not_convert"]
     tensors, read = safetensors.torch.load_file(tmp_path / "out/model.safetensors"), Fp8Dequantize(None)
-    ours = checkpoint.open_weights(tmp_path / "out")
+    ours = fs.foreign.open_weights(tmp_path / "out")
     coded = [name for name, x in tensors.items() if x.dtype == torch.float8_e4m3fn]
     assert len(coded) == 7
     for name in coded:
@@ -340,7 +340,7 @@ def test_a_warning_names_the_tensors_that_transformers_dequantizes_wrongly(trans
     codes, scales = tensors["w.weight"], tensors["w.weight_scale_inv"]
     want = codes.float() * scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     assert torch.equal(
-        checkpoint.load_weights(tmp_path / "out", {"w": torch.zeros(rows, columns)}, {"w": "w.weight"})["w"], want
+        fs.foreign.load_weights(tmp_path / "out", {"w": torch.zeros(rows, columns)}, {"w": "w.weight"})["w"], want
     )
     try:
         theirs = Fp8Dequantize(None).convert({"weight": codes, "weight_scale_inv": scales})["weight"]
@@ -406,13 +406,13 @@ def modules_out(kinds, folder):
         hf.save(out, state, entries, names=net.files, dtype=torch.float64)
         there = fs.tree.map(lambda x: x.double(), fs.unshard(state.params))
         zero1 = layout.with_strategy(fs.zero(1))
-        for read in (hf.load(out, zero1, net.files), checkpoint.load_weights(out, zero1, net.sources, cast=True)):
+        for read in (hf.load(out, zero1, net.files), fs.foreign.load_weights(out, zero1, net.sources, cast=True)):
             assert_bitwise_equal(fs.tree.map(lambda x: x.double(), fs.unshard(read)), there, name)
         with torch.no_grad():
             found[name] = net(fs.unshard(state.params), TOKENS, use_cache=False, **more).logits
             checkpoint.save(f"{out} saved", state)
             if dist.get_rank() == 0:
-                checkpoint.export(f"{out} saved", f"{out}.pt", "torch", net.sources)
+                fs.foreign.export(f"{out} saved", f"{out}.pt", "torch", net.sources)
     return found
 
 
@@ -479,7 +479,7 @@ def test_files_with_other_buffers_than_the_module_are_refused(transformers, tmp_
     row = (
         "model.layers.1.mlp.gate.e_score_correction_bias is float32[8], and float32[8] of other values in the module, "
     )
-    for load in (hf.load, checkpoint.load_weights):
+    for load in (hf.load, fs.foreign.load_weights):
         for extra in ("refuse", "ignore"):
             with pytest.raises(CheckpointError) as caught:
                 load(tmp_path / "out", layout, new.files if load is hf.load else new.sources, extra=extra)

@@ -59,7 +59,7 @@ class Run:
         fs.checkpoint.load(self.folder / "ckpt", self.layout, opt=self.opt)
 
     def load_weights(self):
-        fs.checkpoint.load_weights(self.folder / "ckpt", self.layout)
+        fs.foreign.load_weights(self.folder / "ckpt", self.layout)
 
     def hf_save(self):
         fs.hf.save(self.folder / "hf", self.state, CONFIG)
@@ -157,7 +157,7 @@ NAMES = {
     "save_async": "fs.checkpoint.save_async",
     "checkpointer": "fs.checkpoint.Checkpointer.save",
     "load": "fs.checkpoint.load",
-    "load_weights": "fs.checkpoint.load_weights",
+    "load_weights": "fs.foreign.load_weights",
     "hf_save": "fs.hf.save",
     "hf_load": "fs.hf.load",
     "unshard": "fs.unshard",

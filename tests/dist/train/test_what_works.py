@@ -103,7 +103,7 @@ def halfway(kind, state, opt, folder):
 
 def check_export(case, folder):
     """What one process exports of a checkpoint of ranks is what it loads of it."""
-    exported = fs.checkpoint.export(folder, folder.with_suffix(".pt"), "torch")
+    exported = fs.foreign.export(folder, folder.with_suffix(".pt"), "torch")
     layout = fs.plan_layout(case.model, device_mesh(BASE.mesh), strategy=fs.zero(0))
     params = whole(fs.checkpoint.load(folder, layout).params)
     assert_bitwise_equal(torch.load(exported.path, weights_only=True), params)

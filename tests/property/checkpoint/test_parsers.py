@@ -174,7 +174,7 @@ def torch_file(folder: Path) -> tuple[bytes, Reader]:
 def _of_weights(file: Path) -> Reader:
     def read(data: bytes) -> None:
         file.write_bytes(data)
-        weights = ck.open_weights(file)
+        weights = fs.foreign.open_weights(file)
         for name, leaf in weights.leaves.items():
             weights.read(name, tuple((0, size) for size in leaf.shape), torch.empty(leaf.shape, dtype=leaf.dtype))
 
@@ -193,7 +193,7 @@ def safetensors_header(folder: Path) -> tuple[bytes, Reader]:
         if data[:1] == b"{" or data[:2] == b"PK":
             return
         with safetensors.safe_open(file, "pt") as theirs:
-            found = ck.open_weights(file)
+            found = fs.foreign.open_weights(file)
             assert {*theirs.keys()} == {*found.leaves}
             for name, leaf in found.leaves.items():
                 want = theirs.get_tensor(name)
@@ -215,7 +215,7 @@ def index(folder: Path) -> tuple[bytes, Reader]:
 
     def read(data: bytes) -> None:
         file.write_bytes(data)
-        for each in (open_folder, ck.open_weights):
+        for each in (open_folder, fs.foreign.open_weights):
             with contextlib.suppress(FshardingError):
                 each(folder)
 
@@ -236,7 +236,7 @@ def config(folder: Path) -> tuple[bytes, Reader]:
     def read(data: bytes) -> None:
         file.write_bytes(data)
         with contextlib.suppress(FshardingError):
-            weights = ck.open_weights(folder)
+            weights = fs.foreign.open_weights(folder)
             for name, leaf in weights.leaves.items():
                 weights.read(name, tuple((0, n) for n in leaf.shape), torch.empty(leaf.shape))
         found = hf.config_of(folder)

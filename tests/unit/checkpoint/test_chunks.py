@@ -50,7 +50,7 @@ def without_chunks(folder: Path) -> Path:
 def test_no_pickle_of_our_own_checkpoint_is_read(saved, tmp_path, read):
     assert_bitwise_equal(ck.load(saved, planned()), state_of(planned()))
     leaves = everything(saved)
-    ck.export(saved, tmp_path / "weights", "torch")
+    fs.foreign.export(saved, tmp_path / "weights", "torch")
     ck.reshard_checkpoint(saved, tmp_path / "two", {"dp": 2})
     assert read == []
     assert_bitwise_equal(everything(tmp_path / "two"), leaves)
@@ -155,15 +155,15 @@ def test_places_that_are_none_are_refused(saved, tmp_path, text, row):
     text = text.format(end=size - 83, past=size + 1)
     reseal(saved, chunks=found.chunks | {"params.table": text})
     calls = {
-        "load": lambda: ck.load(saved, planned()),
-        "load_leaves": lambda: ck.load_leaves(saved, "params.counts"),
-        "export": lambda: ck.export(saved, tmp_path / "out", "torch"),
-        "reshard_checkpoint": lambda: ck.reshard_checkpoint(saved, tmp_path / "out", {"dp": 2}),
+        "fs.checkpoint.load": lambda: ck.load(saved, planned()),
+        "fs.checkpoint.load_leaves": lambda: ck.load_leaves(saved, "params.counts"),
+        "fs.foreign.export": lambda: fs.foreign.export(saved, tmp_path / "out", "torch"),
+        "fs.checkpoint.reshard_checkpoint": lambda: ck.reshard_checkpoint(saved, tmp_path / "out", {"dp": 2}),
     }
     for name, call in calls.items():
         said = refusal(call)
         assert said.startswith(
-            f"fs.checkpoint.{name} cannot read {saved}: its manifest.json does not fit its files.\n  params.table: {row}"
+            f"{name} cannot read {saved}: its manifest.json does not fit its files.\n  params.table: {row}"
         )
         assert said.endswith(f"\n{NEEDED}")
     assert ck.inspect(saved).damaged == (".metadata: its chunks are not where manifest.json says",)

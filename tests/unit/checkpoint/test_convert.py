@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 
 import fsharding as fs
-from fsharding import checkpoint as ck
 from fsharding.checkpoint import byte_ranges
 from fsharding.checkpoint.name_map import naming, our_box, parts
 from fsharding.errors import LayoutError
@@ -63,7 +62,7 @@ def write(kind: str, path: Path, tensors: dict) -> Path:
 def test_every_dtype_and_any_slice_is_read_bit_by_bit(kind, window, tmp_path, monkeypatch):
     monkeypatch.setattr(byte_ranges, "WINDOW_BYTES", window)
     tensors = every_dtype()
-    weights = ck.open_weights(write(kind, tmp_path / "weights", tensors))
+    weights = fs.foreign.open_weights(write(kind, tmp_path / "weights", tensors))
     assert weights.format == kind
     assert {name: tuple(leaf) for name, leaf in weights.leaves.items()} == {
         name: (tuple(x.shape), x.dtype) for name, x in tensors.items()
@@ -83,7 +82,7 @@ def test_a_state_dict_may_be_nested_strided_shared_and_wrapped(tmp_path):
     model = {"module.w": base.t(), "module.v": base[1:, ::2], "module.tied": base, "module.p": nn.Parameter(base)}
     optimizer = {"state": {0: {"exp_avg": base + 1, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
     torch.save({"model": model, "optimizer": optimizer, "epoch": 7}, tmp_path / "weights")
-    weights = ck.open_weights(tmp_path / "weights")
+    weights = fs.foreign.open_weights(tmp_path / "weights")
     assert [*weights.leaves] == [
         "model.w", "model.v", "model.tied", "model.p", "optimizer.state.0.exp_avg", "optimizer.state.0.step"
     ]  # fmt: skip
@@ -94,13 +93,13 @@ def test_a_state_dict_may_be_nested_strided_shared_and_wrapped(tmp_path):
     out = torch.empty(2, 3)
     weights.read("model.v", ((1, 3), (0, 3)), out)
     assert torch.equal(out, base[2:, ::2])
-    assert [*ck.open_weights(tmp_path / "weights", "model.").leaves] == ["w", "v", "tied", "p"]
+    assert [*fs.foreign.open_weights(tmp_path / "weights", "model.").leaves] == ["w", "v", "tied", "p"]
 
 
 def test_the_state_dict_of_a_wrapped_module_has_the_names_of_the_module(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     torch.save({f"module.{name}": x for name, x in model.state_dict().items()}, tmp_path / "weights")
-    assert {*ck.open_weights(tmp_path / "weights").leaves} == {*model.state_dict()}
+    assert {*fs.foreign.open_weights(tmp_path / "weights").leaves} == {*model.state_dict()}
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
@@ -113,7 +112,7 @@ def test_several_files_are_read_through_their_index(kind, tmp_path):
         table |= dict.fromkeys(part, f"part-{number}")
     (tmp_path / "model.index.json").write_text(json.dumps({"weight_map": table}))
     for path in (tmp_path, tmp_path / "model.index.json"):
-        weights = ck.open_weights(path)
+        weights = fs.foreign.open_weights(path)
         assert {*weights.leaves} == {*tensors}
         for name, x in tensors.items():
             weights.read(name, boxes.full(x.shape), out := torch.empty_like(x))
@@ -217,9 +216,9 @@ REFUSALS = {
 def test_what_cannot_be_read_is_refused_by_name(case, tmp_path):
     make, rows = REFUSALS[case]
     make(path := tmp_path / "weights")
-    text = refusal(ck.open_weights, path)
+    text = refusal(fs.foreign.open_weights, path)
     file = path / "model.safetensors.index.json" if rows[-1] == BESIDE else path
-    assert text == "\n".join([f"fs.checkpoint.open_weights cannot read {file}.", *rows]).replace("{}", str(path))
+    assert text == "\n".join([f"fs.foreign.open_weights cannot read {file}.", *rows]).replace("{}", str(path))
 
 
 @pytest.mark.parametrize(
@@ -237,12 +236,12 @@ def test_what_cannot_be_read_is_refused_by_name(case, tmp_path):
 def test_nothing_runs_and_nothing_is_guessed(make, tmp_path, monkeypatch):
     make(path := tmp_path / "weights")
     monkeypatch.setattr(os, "system", lambda command: pytest.fail("code ran"))
-    text = refusal(ck.open_weights, path)
+    text = refusal(fs.foreign.open_weights, path)
     assert str(path) in text or "posix.system" in text
 
 
 def test_a_file_that_shrinks_is_an_error(tmp_path):
-    weights = ck.open_weights(write("safetensors", tmp_path / "weights", {"w": torch.ones(1000)}))
+    weights = fs.foreign.open_weights(write("safetensors", tmp_path / "weights", {"w": torch.ones(1000)}))
     os.truncate(tmp_path / "weights", 2000)
     text = refusal(weights.read, "w", ((0, 1000),), torch.empty(1000))
     assert "w: the file ends at byte 2,000, before the tensor does" in text
@@ -254,14 +253,14 @@ def test_names_cut_stacks_and_transpose():
     assert [(part.name, part.lead, part.shape) for part in found] == [
         ("layers.0.w", (0,), (3, 4)), ("layers.1.w", (1,), (3, 4))
     ]  # fmt: skip
-    (part,) = parts(ck.Transposed("w"), (5, 3, 4))
+    (part,) = parts(fs.foreign.Transposed("w"), (5, 3, 4))
     assert part.shape == (5, 4, 3) and our_box(part, ((0, 5), (1, 2), (0, 3))) == ((0, 5), (0, 3), (1, 2))
     experts = [part.name for part in parts("layers.{i}.experts.{j}.w", (2, 2, 3))]
     assert experts == [f"layers.{i}.experts.{j}.w" for i in (0, 1) for j in (0, 1)]
     assert naming({"a": "b"})("a") == "b" and naming({"a": "b"})("c") == "c" and naming(str.upper)("c") == "C"
 
 
-MODEL_NAMES = {"blocks.w": ck.Transposed("h.{i}.mlp.weight"), "blocks.b": "h.{i}.mlp.bias", "table": "wte"}
+MODEL_NAMES = {"blocks.w": fs.foreign.Transposed("h.{i}.mlp.weight"), "blocks.b": "h.{i}.mlp.bias", "table": "wte"}
 
 
 planned = functools.partial(checkpoints.planned, model=weight_draws)
@@ -290,7 +289,7 @@ def test_a_run_starts_from_weights_as_from_the_same_draws(kind, level, precision
     path = write(
         kind, tmp_path / "weights", foreign(fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned()))
     )
-    params = ck.load_weights(path, layout, MODEL_NAMES)
+    params = fs.foreign.load_weights(path, layout, MODEL_NAMES)
     assert_bitwise_equal(fs.state_from(params, optimizer(), fs.random.key(3), layout), begun)
 
 
@@ -299,7 +298,7 @@ def test_moments_are_read_into_a_tree_like_them(tmp_path):
     expected = fs.tree.map(lambda x: x + 4, state.opt_state)
     saved = {f"optim.{path}": local_of(x) for path, x in fs.tree.named_leaves(expected).items()}
     torch.save(saved | {"model.other": torch.ones(2)}, tmp_path / "weights")
-    found = ck.load_weights(tmp_path / "weights", state.opt_state, lambda path: f"optim.{path}", extra="ignore")
+    found = fs.foreign.load_weights(tmp_path / "weights", state.opt_state, lambda path: f"optim.{path}", extra="ignore")
     assert_bitwise_equal(found, expected)
 
 
@@ -307,7 +306,7 @@ def test_other_dtypes_are_cast_when_asked(tmp_path):
     state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     narrow = {name: x.bfloat16() if x.is_floating_point() else x for name, x in foreign(state).items()}
     torch.save(narrow, tmp_path / "weights")
-    found = ck.load_weights(tmp_path / "weights", planned(), MODEL_NAMES, cast=True)
+    found = fs.foreign.load_weights(tmp_path / "weights", planned(), MODEL_NAMES, cast=True)
     assert torch.equal(local_of(found["table"]), narrow["wte"].float())
 
 
@@ -318,8 +317,8 @@ def test_weights_that_do_not_fit_are_refused_with_every_reason(tmp_path):
     tensors |= {"h.0.mlp.weight": torch.ones(5, 3), "wte": tensors["wte"].half(), "spare": torch.ones(2)}
     torch.save(tensors, tmp_path / "weights")
     names = MODEL_NAMES | {"scale": "{i}.scale", "heads": "head"}
-    assert refusal(ck.load_weights, tmp_path / "weights", planned(), names) == (
-        f"fs.checkpoint.load_weights cannot use {tmp_path}/weights: 8 tensors are not as they should be.\n"
+    assert refusal(fs.foreign.load_weights, tmp_path / "weights", planned(), names) == (
+        f"fs.foreign.load_weights cannot use {tmp_path}/weights: 8 tensors are not as they should be.\n"
         "  heads is no leaf of ours; names has it\n"
         "  blocks.b: h.1.mlp.bias is missing; wanted is float32[3]\n"
         "  blocks.w: h.0.mlp.weight is float32[5, 3], wanted is float32[3, 5]\n"
@@ -334,14 +333,14 @@ def test_weights_that_do_not_fit_are_refused_with_every_reason(tmp_path):
 def test_weights_below_a_prefix_are_found_with_it(tmp_path):
     state = fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned())
     torch.save({"model": foreign(state), "optimizer": {"exp": torch.ones(2)}}, tmp_path / "weights")
-    text = refusal(ck.load_weights, tmp_path / "weights", planned(), MODEL_NAMES)
+    text = refusal(fs.foreign.load_weights, tmp_path / "weights", planned(), MODEL_NAMES)
     assert text.endswith("extra='ignore' leaves the rest; prefix='model.' looks below it.")
-    found = ck.load_weights(tmp_path / "weights", planned(), MODEL_NAMES, prefix="model.")
+    found = fs.foreign.load_weights(tmp_path / "weights", planned(), MODEL_NAMES, prefix="model.")
     assert_bitwise_equal(found, fs.main_params(state.params, state.layout) | {"counts": state.params["counts"]})
 
 
 def test_an_abstract_mesh_is_refused(tmp_path):
     layout = fs.plan_layout(weight_draws(fs.random.key(0)), fs.AbstractMesh(("dp",), (2,)))
-    assert refusal(ck.load_weights, tmp_path, layout, kind=LayoutError) == (
-        "fs.checkpoint.load_weights cannot load onto the abstract mesh {dp: 2}.\nPlan the layout on a mesh of fs.make_mesh."
+    assert refusal(fs.foreign.load_weights, tmp_path, layout, kind=LayoutError) == (
+        "fs.foreign.load_weights cannot load onto the abstract mesh {dp: 2}.\nPlan the layout on a mesh of fs.make_mesh."
     )

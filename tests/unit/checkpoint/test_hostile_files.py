@@ -114,7 +114,7 @@ def test_pickles_that_never_end_are_refused_at_once(saved, name):
     for call in (
         lambda: ck.load(saved, planned()),
         lambda: ck.load_leaves(saved, "params"),
-        lambda: ck.export(saved, saved.parent / "out", "torch"),
+        lambda: fs.foreign.export(saved, saved.parent / "out", "torch"),
         lambda: ck.reshard_checkpoint(saved, saved.parent / "out", {"dp": 2}),
     ):
         with soon():
@@ -122,11 +122,11 @@ def test_pickles_that_never_end_are_refused_at_once(saved, name):
     assert ck.inspect(saved).damaged
     (saved / "manifest.json").unlink()
     with soon():
-        assert "its .metadata does not describe what is there" in refusal(ck.open_weights, saved)
+        assert "its .metadata does not describe what is there" in refusal(fs.foreign.open_weights, saved)
     with zipfile.ZipFile(saved.parent / "weights", "w") as archive:
         archive.writestr("a/data.pkl", LAUGHS[name])
     with soon():
-        assert "cannot read " in refusal(ck.open_weights, saved.parent / "weights")
+        assert "cannot read " in refusal(fs.foreign.open_weights, saved.parent / "weights")
 
 
 def test_a_dict_of_dicts_of_dicts_is_refused_by_what_it_would_become(tmp_path):
@@ -136,7 +136,7 @@ def test_a_dict_of_dicts_of_dicts_is_refused_by_what_it_would_become(tmp_path):
     with zipfile.ZipFile(tmp_path / "weights", "w") as archive:
         archive.writestr("a/data.pkl", pickle.dumps(inner, protocol=2))
     with soon(5.0, 200 << 20):
-        text = refusal(ck.open_weights, tmp_path / "weights")
+        text = refusal(fs.foreign.open_weights, tmp_path / "weights")
     assert "what it holds is too deep, or too much for its size" in text
 
 
@@ -155,14 +155,14 @@ def test_pickles_are_read_as_data():
 
 def test_complex_conjugates_are_not_read_as_they_lie(tmp_path):
     torch.save({"w": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "weights")
-    assert "  w: only dense tensors can be read by slices" in refusal(ck.open_weights, tmp_path / "weights")
+    assert "  w: only dense tensors can be read by slices" in refusal(fs.foreign.open_weights, tmp_path / "weights")
 
 
 def test_buffers_and_parameters_with_attributes_are_tensors(tmp_path):
     parameter = torch.nn.Parameter(torch.arange(2.0))
     parameter.note = "a"
     torch.save({"b": torch.nn.Buffer(torch.arange(3.0)), "p": parameter, "s": torch.Size([1])}, tmp_path / "weights")
-    weights = ck.open_weights(tmp_path / "weights")
+    weights = fs.foreign.open_weights(tmp_path / "weights")
     assert [*weights.leaves] == ["b", "p"] and weights.others == ("s",)
     weights.read("b", ((1, 3),), out := torch.empty(2))
     assert out.tolist() == [1.0, 2.0]
@@ -219,7 +219,7 @@ def test_headers_are_refused_as_safetensors_refuses_them(name, tmp_path):
     data, reason = BAD_HEADERS[name]
     (tmp_path / "weights").write_bytes(data)
     with soon():
-        assert reason in refusal(ck.open_weights, tmp_path / "weights")
+        assert reason in refusal(fs.foreign.open_weights, tmp_path / "weights")
     if name in ("wide shape", "deep"):  # torch cannot make such a tensor; and its own limit of depth is another
         return
     with pytest.raises(safetensors.SafetensorError):
@@ -233,7 +233,7 @@ def test_headers_of_any_length_are_headers(spaces, tmp_path):
     ).encode()
     data = raw(text + b" " * (spaces - len(text)) if spaces > len(text) else text)
     (tmp_path / "weights").write_bytes(data)
-    assert {*safetensors.torch.load(data)} == {*ck.open_weights(tmp_path / "weights").leaves} == {"a", "z"}
+    assert {*safetensors.torch.load(data)} == {*fs.foreign.open_weights(tmp_path / "weights").leaves} == {"a", "z"}
 
 
 def test_a_long_header_is_refused_before_it_is_read(tmp_path):
@@ -241,11 +241,13 @@ def test_a_long_header_is_refused_before_it_is_read(tmp_path):
     file.write_bytes((1 << 30).to_bytes(8, "little") + b'{"a":1}')
     os.truncate(file, (1 << 30) + (1 << 20))
     with soon(0.5, 1 << 20):
-        assert "  its header has 1,073,741,824 bytes; the format allows 100,000,000" in refusal(ck.open_weights, file)
+        assert "  its header has 1,073,741,824 bytes; the format allows 100,000,000" in refusal(
+            fs.foreign.open_weights, file
+        )
     file.write_bytes((99_999_999).to_bytes(8, "little") + b'{"a":1}')
     os.truncate(file, 100 << 20)
     with soon(5.0, 700 << 20):
-        assert "its header is no JSON" in refusal(ck.open_weights, file)
+        assert "its header is no JSON" in refusal(fs.foreign.open_weights, file)
 
 
 def test_the_directory_of_a_zip_is_not_read_without_end(tmp_path):
@@ -258,7 +260,7 @@ def test_the_directory_of_a_zip_is_not_read_without_end(tmp_path):
     with file.open("ab") as stream:
         stream.write(data[-22:])
     with soon(1.0, 5 << 20):
-        assert "cannot read " in refusal(ck.open_weights, file)
+        assert "cannot read " in refusal(fs.foreign.open_weights, file)
 
 
 # ---------------------------------------------------------------------------------------------------------------- FIFOs
@@ -269,14 +271,14 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
     target = tmp_path / "out"
     calls = {
         model / "config.json": [lambda: hf.config_of(model), lambda: hf.load(model, layout), lambda: hf.config_of(model / "config.json")],
-        model / "model.safetensors.index.json": [lambda: hf.load(model, layout), lambda: ck.open_weights(model)],
-        model / part: [lambda: hf.load(model, layout), lambda: ck.load_weights(model, layout), lambda: ck.open_weights(model / part)],
+        model / "model.safetensors.index.json": [lambda: hf.load(model, layout), lambda: fs.foreign.open_weights(model)],
+        model / part: [lambda: hf.load(model, layout), lambda: fs.foreign.load_weights(model, layout), lambda: fs.foreign.open_weights(model / part)],
         saved / "manifest.json": [lambda: ck.load(saved, planned()), lambda: ck.metadata(saved)],
         saved / ".metadata": [
-            lambda: ck.load(saved, planned()), lambda: ck.export(saved, target, "torch"),
+            lambda: ck.load(saved, planned()), lambda: fs.foreign.export(saved, target, "torch"),
             lambda: ck.reshard_checkpoint(saved, target, {"dp": 2}),
         ],
-        saved / "__0_0.distcp": [lambda: ck.load(saved, planned()), lambda: ck.export(saved, target, "dcp")],
+        saved / "__0_0.distcp": [lambda: ck.load(saved, planned()), lambda: fs.foreign.export(saved, target, "dcp")],
     }  # fmt: skip
     for file, tried in calls.items():
         kept = file.read_bytes()
@@ -302,7 +304,7 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
         assert "no plain file" in refusal(read, fifo, kind=ConfigError)
     (foreign := tmp_path / "foreign").mkdir()
     os.mkfifo(foreign / ".metadata")
-    assert "no plain file" in refusal(ck.open_weights, foreign)
+    assert "no plain file" in refusal(fs.foreign.open_weights, foreign)
     os.mkfifo(foreign / "metadata.json")
     assert "finds no checkpoint" in refusal(ck.load, foreign, planned())
 
@@ -333,13 +335,13 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(files, tmp_path):
     assert_bitwise_equal(hf.load(snapshot, layout), want)
     paths = [snapshot, next(snapshot.glob("model.safetensors*"))]
     for path in paths:
-        assert ck.open_weights(path).leaves == ck.open_weights(model).leaves
+        assert fs.foreign.open_weights(path).leaves == fs.foreign.open_weights(model).leaves
     (tmp_path / "link").symlink_to(snapshot)
     assert_bitwise_equal(hf.load(tmp_path / "link", layout), want)
     name = hf.names_of(CONFIG)["embed.table"]
     like = {"t": torch.empty(16, 8)}
     for path in paths:
-        found = ck.load_weights(path, like, {"t": name}, extra="ignore")
+        found = fs.foreign.load_weights(path, like, {"t": name}, extra="ignore")
         assert torch.equal(found["t"], want["embed"]["table"].to_local())
 
 
@@ -354,9 +356,9 @@ def test_links_that_lead_out_are_refused(tmp_path):
         link.symlink_to(model / link.name)
         assert f"link that leads out of {snapshot.parents[1]}" in refusal(hf.load, snapshot, layout)
         if link.name != "config.json":
-            text = refusal(ck.load_weights, snapshot, layout, hf.names_of(CONFIG))
+            text = refusal(fs.foreign.load_weights, snapshot, layout, hf.names_of(CONFIG))
             assert f"link that leads out of {snapshot.parents[1]}" in text
-            assert text.startswith("fs.checkpoint.load_weights cannot read ")
+            assert text.startswith("fs.foreign.load_weights cannot read ")
         link.unlink()
         link.symlink_to(kept)
     plain = tmp_path / "plain"
@@ -371,7 +373,7 @@ def test_links_that_lead_out_are_refused(tmp_path):
 def test_ten_thousand_extra_tensors_are_ten_and_a_count(tmp_path):
     tensors = {f"{'x' * 2_000}{i}": torch.zeros(0) for i in range(10_000)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    text = refusal(ck.load_weights, tmp_path, {"w": torch.ones(2)})
+    text = refusal(fs.foreign.load_weights, tmp_path, {"w": torch.ones(2)})
     assert len(text) < 20_000 and len(text.splitlines()) == 13
     assert "10001 tensors are not as they should be." in text and "\n  and 9,991 more\n" in text
 
@@ -397,7 +399,7 @@ SHOWN = r"w\x1b]0;owned\x07\nparams.fine: all is well\x1b[31m"
 
 def test_names_cannot_act_on_a_terminal(saved, tmp_path, capsys):
     safetensors.torch.save_file({EVIL: torch.zeros(2)}, tmp_path / "model.safetensors")
-    text = refusal(ck.load_weights, tmp_path / "model.safetensors", {"w": torch.ones(2)})
+    text = refusal(fs.foreign.load_weights, tmp_path / "model.safetensors", {"w": torch.ones(2)})
     assert "\x1b" not in text and "\x07" not in text and "\nparams.fine" not in text
     state = a_state()
     ck.save(tmp_path / "named", state.replace(opt_state={EVIL: torch.zeros(3)}))
@@ -463,13 +465,13 @@ def test_inspect_says_what_a_directory_is_instead(saved, tmp_path, capsys):
     (run / "metrics.jsonl").touch()
     (empty := tmp_path / "new").mkdir()
     (empty / "metrics.jsonl").touch()
-    hugging = "Read its weights with fs.hf.load(path, layout), or fs.checkpoint.load_weights(path, layout, names)."
+    hugging = "Read its weights with fs.hf.load(path, layout), or fs.foreign.load_weights(path, layout, names)."
     for path, what, mend in (
         (model, "it is a directory of Hugging Face", hugging),
         (
             tmp_path / "fsdp2",
             "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished: it has no manifest.json",
-            "Read the tensors of such a directory with fs.checkpoint.load_weights(path, layout, names).",
+            "Read the tensors of such a directory with fs.foreign.load_weights(path, layout, names).",
         ),
         (run, "it is the directory of a run", f"Give one of its checkpoints, such as the newest: {run}/ckpt/0"),
         (run / "ckpt", "it is a directory of checkpoints", f"Give one of its checkpoints, such as the newest: {run}/ckpt/0"),
@@ -490,36 +492,36 @@ def test_refusals_name_the_function_that_was_called(saved, tmp_path):
     evil_metadata(saved)
     layout = planned()
     for name, call in {
-        "load": lambda: ck.load(saved, layout),
-        "load_leaves": lambda: ck.load_leaves(saved, "params"),
-        "export": lambda: ck.export(saved, tmp_path / "out", "torch"),
-        "reshard_checkpoint": lambda: ck.reshard_checkpoint(saved, tmp_path / "out", {"dp": 2}),
+        "checkpoint.load": lambda: ck.load(saved, layout),
+        "checkpoint.load_leaves": lambda: ck.load_leaves(saved, "params"),
+        "foreign.export": lambda: fs.foreign.export(saved, tmp_path / "out", "torch"),
+        "checkpoint.reshard_checkpoint": lambda: ck.reshard_checkpoint(saved, tmp_path / "out", {"dp": 2}),
     }.items():
-        assert refusal(call).startswith(f"fs.checkpoint.{name} refuses to unpickle os.system")
+        assert refusal(call).startswith(f"fs.{name} refuses to unpickle os.system")
     (saved / "__0_0.distcp").unlink()
     for name, call in {
-        "load_leaves": lambda: ck.load_leaves(saved, "params"),
-        "load": lambda: ck.load(saved, layout),
+        "checkpoint.load_leaves": lambda: ck.load_leaves(saved, "params"),
+        "checkpoint.load": lambda: ck.load(saved, layout),
     }.items():
-        assert refusal(call).startswith(f"fs.checkpoint.{name} refuses ")
+        assert refusal(call).startswith(f"fs.{name} refuses ")
     (saved / "manifest.json").unlink()
     for name, call in {
-        "open_weights": lambda: ck.open_weights(saved),
-        "load_weights": lambda: ck.load_weights(saved, layout),
+        "open_weights": lambda: fs.foreign.open_weights(saved),
+        "load_weights": lambda: fs.foreign.load_weights(saved, layout),
     }.items():
-        assert refusal(call).startswith(f"fs.checkpoint.{name} refuses to unpickle os.system")
-    assert refusal(ck.load_weights, tmp_path / "no", layout).startswith("fs.checkpoint.load_weights cannot read ")
+        assert refusal(call).startswith(f"fs.foreign.{name} refuses to unpickle os.system")
+    assert refusal(fs.foreign.load_weights, tmp_path / "no", layout).startswith("fs.foreign.load_weights cannot read ")
 
 
 def test_errors_of_a_file_that_was_cut_off_since_begin_with_the_call_that_reads_it(tmp_path):
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.zeros(4)}, file)
-    weights = ck.open_weights(file)
+    weights = fs.foreign.open_weights(file)
     os.truncate(file, file.stat().st_size - 4)
     out = torch.empty(4)
     texts = [refusal(weights.read, "w", ((0, 4),), out)]
     texts.append(refusal(call_as, "fs.hf.load", weights.read, "w", ((0, 4),), out))
-    for text, caller in zip(texts, ("fs.checkpoint.open_weights", "fs.hf.load"), strict=True):
+    for text, caller in zip(texts, ("fs.foreign.open_weights", "fs.hf.load"), strict=True):
         assert text.startswith(f"{caller} cannot read {file}.")
 
 
@@ -530,8 +532,8 @@ class Code:
 
 def test_no_text_tells_anybody_to_unpickle_it_anyway(tmp_path):
     torch.save({"w": Code()}, tmp_path / "weights")
-    assert refusal(ck.open_weights, tmp_path / "weights") == (
-        f"fs.checkpoint.open_weights cannot read {tmp_path}/weights.\n"
+    assert refusal(fs.foreign.open_weights, tmp_path / "weights") == (
+        f"fs.foreign.open_weights cannot read {tmp_path}/weights.\n"
         "  it names subprocess.check_call, which no state dict needs; nothing of it was run\n"
         "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
     )
@@ -624,7 +626,7 @@ def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
     for call in (
         lambda: ck.load(saved, planned()),
         lambda: ck.metadata(saved),
-        lambda: ck.export(saved, saved / "o", "dcp"),
+        lambda: fs.foreign.export(saved, saved / "o", "dcp"),
     ):
         text = refusal(call, kind=CheckpointError)
         assert "its manifest.json is damaged" in text and reason in text
@@ -717,16 +719,16 @@ def test_paths_that_no_system_has_are_errors_of_ours(name, saved, tmp_path, monk
     for call in (
         lambda: ck.load(name, layout),
         lambda: ck.load_leaves(name, "params"),
-        lambda: ck.load_weights(name, layout),
-        lambda: ck.open_weights(name),
+        lambda: fs.foreign.load_weights(name, layout),
+        lambda: fs.foreign.open_weights(name),
         lambda: ck.inspect(name),
         lambda: ck.metadata(name),
         lambda: ck.latest(name),
         lambda: ck.save(name, state),
         lambda: ck.save_async(name, state).wait(),
-        lambda: ck.export(name, "out", "torch"),
-        lambda: ck.export(saved, name, "dcp"),
-        lambda: ck.export(saved, name, "torch"),
+        lambda: fs.foreign.export(name, "out", "torch"),
+        lambda: fs.foreign.export(saved, name, "dcp"),
+        lambda: fs.foreign.export(saved, name, "torch"),
         lambda: ck.reshard_checkpoint(name, "out", {"dp": 2}),
         lambda: ck.reshard_checkpoint(saved, name, {"dp": 2}),
         lambda: ck.Checkpointer(name, background=False).save(state),
@@ -749,8 +751,8 @@ def test_paths_of_leaves_may_be_long(tmp_path):
         assert ck.load_leaves(tmp_path / "a", f"opt_state.{long}")[f"opt_state.{long}"].tolist() == [0.0, 1.0, 2.0]
         assert len(refusal(ck.load_leaves, tmp_path / "a", long)) < 5_000
         assert len(refusal(ck.load, tmp_path / "a", planned(), opt=fs.adamw(1e-2))) < 5_000
-    ck.export(tmp_path / "a", tmp_path / "out", "safetensors", what="all")
-    assert f"opt_state.{long}" in ck.open_weights(tmp_path / "out").leaves
+    fs.foreign.export(tmp_path / "a", tmp_path / "out", "safetensors", what="all")
+    assert f"opt_state.{long}" in fs.foreign.open_weights(tmp_path / "out").leaves
 
 
 @pytest.mark.parametrize(
@@ -897,7 +899,7 @@ def write_out(call: str, saved: Path, out: Path) -> None:
         layout = fs.plan_layout(fs.models.decoder(CONFIG), fs.make_mesh(device="cpu"))
         hf.save(out, fs.init_state(fs.models.decoder(CONFIG), fs.adamw(1e-2), fs.random.key(0), layout), CONFIG)
     else:
-        ck.export(saved, out, call)
+        fs.foreign.export(saved, out, call)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("a bug")])

@@ -29,7 +29,7 @@ from tests.helpers import full
 
 ROOT = Path(__file__).resolve().parents[3]
 FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=8.0))
-NAMES = {"blocks.w": ck.Transposed("h.{i}.weight"), "blocks.b": "h.{i}.bias"}
+NAMES = {"blocks.w": fs.foreign.Transposed("h.{i}.weight"), "blocks.b": "h.{i}.bias"}
 
 
 def read_back(kind: str, path: Path) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def test_a_failure_leaves_nothing_behind(make, trouble, saved, tmp_path, monkeyp
     if make == "reshard":
         text = refusal(ck.reshard_checkpoint, saved, tmp_path / "b", {"dp": 2})
     else:
-        text = refusal(ck.export, saved, tmp_path / "b", "dcp", what="all")
+        text = refusal(fs.foreign.export, saved, tmp_path / "b", "dcp", what="all")
     assert trouble == "damaged" or "OSError: [Errno 28] No space left on device" in text
     assert os.listdir(tmp_path) == ["12"]
 
@@ -186,7 +186,7 @@ def test_a_failure_leaves_nothing_behind(make, trouble, saved, tmp_path, monkeyp
 def test_every_leaf_is_exported_bit_by_bit(kind, saved, window, tmp_path):
     state = state_of(planned())
     main = {path: local_of(x) for path, x in fs.tree.named_leaves(state.params).items()}
-    done = ck.export(saved, tmp_path / "out", kind, NAMES)
+    done = fs.foreign.export(saved, tmp_path / "out", kind, NAMES)
     found = read_back(kind, tmp_path / "out")
     expected = {path: x for path, x in main.items() if path not in NAMES}
     for i in range(2):
@@ -194,25 +194,27 @@ def test_every_leaf_is_exported_bit_by_bit(kind, saved, window, tmp_path):
     assert {*found} == {*expected} and all(same_bits(found[name], x) for name, x in expected.items())
     assert done.tensors == len(expected) and done.format == kind
     assert f"{tmp_path}/out: 8 tensors, " in str(done)
-    assert_bitwise_equal(ck.load_weights(tmp_path / "out", planned(), NAMES), state.replace(layout=planned()).params)
+    assert_bitwise_equal(
+        fs.foreign.load_weights(tmp_path / "out", planned(), NAMES), state.replace(layout=planned()).params
+    )
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_whole_state_is_exported(kind, saved, tmp_path):
-    ck.export(saved, tmp_path / "out", kind, what="all")
+    fs.foreign.export(saved, tmp_path / "out", kind, what="all")
     found, tree = read_back(kind, tmp_path / "out"), ck.load_leaves(saved, [*ck.metadata(saved).tree])
     assert {*found} == {*tree} and all(same_bits(found[path], x) for path, x in tree.items())
 
 
 def test_large_exports_are_several_files_with_an_index(saved, tmp_path):
-    done = ck.export(saved, tmp_path / "out", "safetensors", max_file_bytes=100)
+    done = fs.foreign.export(saved, tmp_path / "out", "safetensors", max_file_bytes=100)
     shards = [name for name in done.files if name != "model.safetensors.index.json"]
     assert shards == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert {*index["weight_map"].values()} == {*shards}
     found = read_back("safetensors", tmp_path / "out")
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
-    weights = ck.open_weights(tmp_path / "out")
+    weights = fs.foreign.open_weights(tmp_path / "out")
     for name, x in found.items():
         weights.read(name, boxes.full(x.shape), out := torch.empty_like(x))
         assert same_bits(out, x)
@@ -220,8 +222,8 @@ def test_large_exports_are_several_files_with_an_index(saved, tmp_path):
 
 def test_an_export_writes_over_nothing(saved, tmp_path):
     (tmp_path / "out").touch()
-    assert refusal(ck.export, saved, tmp_path / "out", "numpy") == (
-        "fs.checkpoint.export cannot write.\n"
+    assert refusal(fs.foreign.export, saved, tmp_path / "out", "numpy") == (
+        "fs.foreign.export cannot write.\n"
         "  format is 'numpy': formats are torch, safetensors, dcp\n"
         f"  {tmp_path}/out: something is there, and nothing is ever overwritten"
     )
@@ -229,15 +231,15 @@ def test_an_export_writes_over_nothing(saved, tmp_path):
 
 def test_a_name_that_torch_misreads_is_refused(saved, tmp_path):
     assert "torch.load takes a name that ends in .safetensors" in refusal(
-        ck.export, saved, tmp_path / "out.safetensors", "torch"
+        fs.foreign.export, saved, tmp_path / "out.safetensors", "torch"
     )
 
 
 def test_names_that_do_not_fit_are_refused_with_every_reason(saved, tmp_path):
-    names = {"table": "scale", "blocks.b": "{i}.{j}.{k}", "counts": ck.Transposed("counts"), "heads": "head"}
-    names |= {"blocks.w": ck.Rows("h.{i}.w", (3, 4, 5)), "none": ck.Rows("none", ())}
-    assert refusal(ck.export, saved, tmp_path / "out", "torch", names) == (
-        "fs.checkpoint.export cannot name 6 tensors.\n"
+    names = {"table": "scale", "blocks.b": "{i}.{j}.{k}", "counts": fs.foreign.Transposed("counts"), "heads": "head"}
+    names |= {"blocks.w": fs.foreign.Rows("h.{i}.w", (3, 4, 5)), "none": fs.foreign.Rows("none", ())}
+    assert refusal(fs.foreign.export, saved, tmp_path / "out", "torch", names) == (
+        "fs.foreign.export cannot name 6 tensors.\n"
         "  heads is no leaf of ours; names has it\n"
         "  blocks.b: '{i}.{j}.{k}': indices are {i}, {j}, {k} in this order, at most one for each dim\n"
         "  blocks.w: 'h.{i}.w': 3 keys for rows, and 2 rows\n"
@@ -322,7 +324,7 @@ def test_a_damaged_checkpoint_has_status_1_and_its_file_is_named(saved, capsys):
         (["inspect", "{0}/12/manifest.json"], "CheckpointError: fsharding inspect: fs.checkpoint.inspect finds no checkpoint at "),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp"], "ConfigError: fsharding reshard cannot read 'dp' in --mesh dp."),
         (["reshard", "{0}/12", "{0}/b", "--mesh", "dp=2", "--strategy", "zero4"], "ConfigError: fsharding reshard knows no strategy"),
-        (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fsharding export: fs.checkpoint.export cannot write."),
+        (["export", "{0}/12", "{0}/12", "--format", "dcp"], "CheckpointError: fsharding export: fs.foreign.export cannot write."),
         (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/no"], "ConfigError: fsharding export finds nothing at 1 of its paths."),
         (["export", "{0}/12", "{0}/b", "--format", "dcp", "--names", "{0}/12"], "ConfigError: fsharding export cannot read --names"),
     ],
@@ -341,8 +343,8 @@ import torch
 from fsharding import checkpoint as ck
 folder, allowed = sys.argv[1], int(sys.argv[2])
 for kind in ("torch", "safetensors"):  # what is imported and compiled once is not counted
-    ck.export(f"{folder}/small", f"{folder}/small.{kind}", kind)
-    ck.open_weights(f"{folder}/small.{kind}").read("w", ((0, 1), (0, 1), (0, 1)), torch.empty(1, 1, 1))
+    fs.foreign.export(f"{folder}/small", f"{folder}/small.{kind}", kind)
+    fs.foreign.open_weights(f"{folder}/small.{kind}").read("w", ((0, 1), (0, 1), (0, 1)), torch.empty(1, 1, 1))
 ck.reshard_checkpoint(f"{folder}/small", f"{folder}/small.dp", {"dp": 2, "tp": 2})
 held = {line.split(":")[0]: int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("Vm")}
 resource.setrlimit(resource.RLIMIT_DATA, (held["VmData"] + allowed, -1))
@@ -352,8 +354,8 @@ except RuntimeError:
     print("the limit holds")
 ck.reshard_checkpoint(f"{folder}/large", f"{folder}/large.dp", {"dp": 2, "tp": 2})
 for kind in ("torch", "safetensors"):  # dcp is written as a reshard is
-    ck.export(f"{folder}/large", f"{folder}/large.{kind}", kind)
-    weights = ck.open_weights(f"{folder}/large.{kind}")
+    fs.foreign.export(f"{folder}/large", f"{folder}/large.{kind}", kind)
+    weights = fs.foreign.open_weights(f"{folder}/large.{kind}")
     shape = weights.leaves["w"].shape
     out = torch.empty(1, shape[1], 8)
     weights.read("w", ((1, 2), (0, shape[1]), (64, 72)), out)

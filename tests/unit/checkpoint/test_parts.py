@@ -22,6 +22,7 @@ from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import METADATA, Writer, write_metadata
 from fsharding.errors import ConfigError, LayoutError
+from fsharding.precision import KEEP
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal
@@ -229,7 +230,7 @@ def test_formats_come_out_of_a_manifest(tmp_path, strategy):
         format = getattr(fs.formats, name)
         precision = fs.Precision(
             params=torch.float32, compute=torch.bfloat16, gather=format.with_rounding("keyed" if number % 2 else "nearest"),
-            reduce=format if number % 2 else torch.bfloat16, keep=("pair", "blocks[-1]") if number % 3 else fs.precision.KEEP,
+            reduce=format if number % 2 else torch.bfloat16, keep=("pair", "blocks[-1]") if number % 3 else KEEP,
         )  # fmt: skip
         layout = planned(strategy, precision, names=names)
         ck.save(tmp_path / name, state := state_of(layout))

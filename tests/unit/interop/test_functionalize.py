@@ -141,11 +141,11 @@ def test_the_plan_is_a_value_that_says_what_is_gathered_together():
     sources = fs.functionalize(Net(), UNITS).sources
     assert sources["layers.up.weight"] == "layers.{i}.up.weight" and sources["heat"] == "heat"
     apart = fs.functionalize(Net(), ("embed", "layers.1", "layers.*", ("norm", "head"))).sources
-    assert apart["layers.up.weight"] == fs.checkpoint.Rows("layers.{i}.up.weight", (0, 2))
+    assert apart["layers.up.weight"] == fs.foreign.Rows("layers.{i}.up.weight", (0, 2))
     assert apart["layers.1.up.weight"] == "layers.1.up.weight"
     keyed = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 4)), "b": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))})
     sources = fs.functionalize(keyed, "*.*").sources
-    assert sources["weight"] == fs.checkpoint.Rows("{i}.weight", ("a.0", "b.0", "b.1"))
+    assert sources["weight"] == fs.foreign.Rows("{i}.weight", ("a.0", "b.0", "b.1"))
     shared = fs.functionalize(Shared(), ("steps.*", "wide.*", "back.*")).anatomy
     assert [leaf.path for leaf in shared.leaves] == [
         "steps.weight", "steps.bias", "wide.weight", "wide.bias", "back.weight", "back.0.bias",

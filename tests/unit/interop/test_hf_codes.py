@@ -8,12 +8,13 @@ import safetensors.torch
 import torch
 
 import fsharding as fs
-from fsharding import checkpoint, formats
+from fsharding import formats
 from fsharding.checkpoint import byte_ranges
 from fsharding.errors import CheckpointError, ConfigError
 from fsharding.formats import codec
 from fsharding.interop import hf
 from fsharding.models import DecoderConfig, Experts
+from fsharding.precision import KEEP
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal
 
@@ -74,7 +75,7 @@ def test_what_is_loaded_is_what_was_saved_rounded_once(name, tmp_path, monkeypat
     hf.save(tmp_path / "plain", params, config, layout)
     hf.save(tmp_path / "coded", params, config, layout, format=SMALL)
     plain, coded = in_file(tmp_path / "plain"), in_file(tmp_path / "coded")
-    read = checkpoint.open_weights(tmp_path / "coded")
+    read = fs.foreign.open_weights(tmp_path / "coded")
     assert {*read.leaves} == {*plain}
     for weight, x in plain.items():
         out = torch.empty(x.shape)
@@ -113,7 +114,7 @@ def test_files_have_the_numbers_that_a_run_in_this_format_computes_with(tmp_path
         params=torch.float32,
         compute=torch.bfloat16,
         gather=formats.E4M3_128x128,
-        keep=(*fs.precision.KEEP, "blocks[-1]"),
+        keep=(*KEEP, "blocks[-1]"),
     )
     layout = layout_of(config, strategy=fs.zero(0), precision=precision)
     state = fs.init_state(fs.models.decoder(config), fs.adamw(1e-3), fs.random.key(0), layout)
@@ -129,10 +130,10 @@ def test_other_names_load_it_as_well(tmp_path):
     layout = layout_of(CONFIGS["llama"])
     hf.save(tmp_path / "out", params_of(layout), CONFIGS["llama"], format=SMALL)
     want, names = hf.load(tmp_path / "out", layout), hf.names_of(CONFIGS["llama"])
-    assert_bitwise_equal(checkpoint.load_weights(tmp_path / "out", layout, names), want)
+    assert_bitwise_equal(fs.foreign.load_weights(tmp_path / "out", layout, names), want)
     assert_bitwise_equal(hf.load(tmp_path / "out", layout, names), want)
     # The file itself has codes and scales, for who wants these.
-    raw = checkpoint.open_weights(tmp_path / "out/model.safetensors").leaves
+    raw = fs.foreign.open_weights(tmp_path / "out/model.safetensors").leaves
     assert raw["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     assert raw["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (3, 4)
 
@@ -185,8 +186,8 @@ def test_directories_in_other_formats_are_refused(tmp_path):
         folder = published(tmp_path / name, good, **entries)
         for function, load in (
             ("fs.hf.load", lambda folder: hf.load(folder, layout, {"x": "w"})),
-            ("fs.checkpoint.open_weights", checkpoint.open_weights),
-            ("fs.checkpoint.load_weights", lambda folder: checkpoint.load_weights(folder, layout, {"x": "w"})),
+            ("fs.foreign.open_weights", fs.foreign.open_weights),
+            ("fs.foreign.load_weights", lambda folder: fs.foreign.load_weights(folder, layout, {"x": "w"})),
         ):
             assert refusal(load, folder, kind=CheckpointError) == (f"{function} cannot read {folder}.\n  {row}\n{mend}")
         said = hf.config_json(CONFIGS["llama"]) | json.loads((folder / "config.json").read_text())
@@ -197,7 +198,7 @@ def test_directories_in_other_formats_are_refused(tmp_path):
     assert hf.config_of(hf.config_json(CONFIGS["llama"], quantization_config=None)) == CONFIGS["llama"]
     torn = published(tmp_path / "torn", good)
     (torn / "config.json").write_text("{")
-    assert "\n  config.json: " in refusal(checkpoint.open_weights, torn, kind=CheckpointError)
+    assert "\n  config.json: " in refusal(fs.foreign.open_weights, torn, kind=CheckpointError)
 
 
 def test_codes_and_scales_that_do_not_fit_are_refused(tmp_path):
@@ -206,7 +207,7 @@ def test_codes_and_scales_that_do_not_fit_are_refused(tmp_path):
         "a": codes, "b": codes.clone(), "b_scale_inv": torch.ones(2, 3), "c": codes.clone(), "c_scale_inv": torch.ones(2, 2).int(),
         "d": torch.ones(4, 6), "d_scale_inv": torch.ones(2, 2), "e": codes[0, 0].clone(),
     })  # fmt: skip
-    rows = refusal(checkpoint.open_weights, folder, kind=CheckpointError).splitlines()
+    rows = refusal(fs.foreign.open_weights, folder, kind=CheckpointError).splitlines()
     assert sorted(rows[1:-1]) == [
         "  a is float8_e4m3fn[4, 6], and a_scale_inv is missing; wanted is float32[2, 2]",
         "  b_scale_inv is float32[2, 3], wanted is float32[2, 2]: b is float8_e4m3fn[4, 6] in blocks of (2, 3)",

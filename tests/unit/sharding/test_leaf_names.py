@@ -43,7 +43,7 @@ def test_trees_without_a_layout_are_refused_as_well(tmp_path):
     row = "  'a.b' is the path of 2 leaves\n"
     tree = {"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}
     assert row in refusal(fs.tree.named_leaves, tree, kind=TreeError)
-    assert row in refusal(fs.checkpoint.load_weights, tmp_path / "model.pt", tree, kind=CheckpointError)
+    assert row in refusal(fs.foreign.load_weights, tmp_path / "model.pt", tree, kind=CheckpointError)
     layout = planned({"w": torch.zeros(2)})
     params = fs.shard({"w": torch.ones(2)}, layout)
     fs.checkpoint.save(tmp_path / "5", fs.state_from(params, fs.sgd(0.1), fs.random.key(0), layout))
@@ -51,7 +51,7 @@ def test_trees_without_a_layout_are_refused_as_well(tmp_path):
     row = "  w: __metadata__ is reserved by the safetensors format\n"
     assert row in refusal(fs.hf.save, tmp_path / "out", params, {}, names=names, kind=CheckpointError)
     assert "__metadata__ is reserved by the safetensors format\n" in refusal(
-        fs.checkpoint.export, tmp_path / "5", tmp_path / "out", "safetensors", names, kind=CheckpointError
+        fs.foreign.export, tmp_path / "5", tmp_path / "out", "safetensors", names, kind=CheckpointError
     )
 
 
@@ -70,11 +70,11 @@ def test_a_path_is_refused_or_goes_out_to_files_and_comes_back(tree, tmp_path_fa
     folder = tmp_path_factory.mktemp("names")
     state = fs.state_from(fs.shard(leaves, layout), fs.sgd(0.1), fs.random.key(0), layout)
     fs.checkpoint.save(folder / "5", state)
-    fs.checkpoint.export(folder / "5", folder / "out", "safetensors")
+    fs.foreign.export(folder / "5", folder / "out", "safetensors")
     want = dict(zip(fs.tree.paths(leaves), fs.tree.leaves(leaves), strict=True))
     found = safetensors.torch.load_file(folder / "out/model.safetensors")
     assert {*found} == {*want} and all(torch.equal(found[path], want[path]) for path in want)
-    read = fs.unshard(fs.checkpoint.load_weights(folder / "out", layout))
+    read = fs.unshard(fs.foreign.load_weights(folder / "out", layout))
     assert all(torch.equal(a, b) for a, b in zip(fs.tree.leaves(read), fs.tree.leaves(leaves), strict=True))
     loaded = fs.unshard(fs.checkpoint.load(folder / "5", layout).params)
     assert all(torch.equal(a, b) for a, b in zip(fs.tree.leaves(loaded), fs.tree.leaves(leaves), strict=True))

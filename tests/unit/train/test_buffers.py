@@ -185,9 +185,7 @@ def test_a_module_is_evaluated_with_its_running_statistics_and_saved_with_them(t
     fs.checkpoint.save(tmp_path / "old", state.replace(buffers={}))
     old = fs.checkpoint.load(tmp_path / "old", state.layout)
     assert "1.running_mean is written by the forward, and not given" in refusal(step, old, X, kind=TransformError)
-    text = refusal(
-        fs.checkpoint.export, tmp_path / "old", tmp_path / "w.pt", "torch", net.sources, kind=CheckpointError
-    )
+    text = refusal(fs.foreign.export, tmp_path / "old", tmp_path / "w.pt", "torch", net.sources, kind=CheckpointError)
     assert "1.running_mean is written by the forward, and not given in the checkpoint" in text
 
 

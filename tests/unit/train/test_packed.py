@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import pickle
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -284,7 +285,9 @@ def test_a_worker_reads_ahead(tokenizer, monkeypatch):
     again.load_state_dict(first.state_dict())
     got += [batch["tokens"] for batch in itertools.islice(again, 2)]
     assert all(torch.equal(x, want.batch(step)["tokens"]) for step, x in enumerate(got))
-    monkeypatch.setattr("fsharding.train.packed.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr(
+        sys.modules["fsharding.train.packed"], "get_worker_info", lambda: SimpleNamespace(num_workers=2)
+    )
     assert "cannot divide its rows among 2 workers of a loader" in refusal(iter, want)
 
 
