@@ -19,7 +19,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.precision import Precision
+from fsharding.formats.precision import Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import DecoderCase, device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from fsharding.bench.rounds import print_rows
+from fsharding.apps.bench.rounds import print_rows
 
 SKIP = ("compiled", "dtype", "ranks")
 

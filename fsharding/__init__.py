@@ -9,27 +9,27 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fsharding.registry import find, names_of, register
-from fsharding.version import own_version
+from fsharding.base.registry import find, names_of, register
+from fsharding.base.version import own_version
 
 __version__ = own_version()
 
 # In the order in which a group of gloo tries them.
-register("transport", "shared_memory", "fsharding.comm.shared_memory.transport:SharedMemory")
-register("transport", "pairwise", "fsharding.comm.pairwise:Pairwise")
+register("transport", "shared_memory", "fsharding.contrib.shared_memory.transport:SharedMemory")
+register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")
 # Namespaces of `fs` that are built on the library, which imports none of them.
-register("namespace", "data", "fsharding.train.data")
-register("namespace", "megatron", "fsharding.interop.megatron")
-register("namespace", "notebook", "fsharding.notebook")
-register("namespace", "te", "fsharding.interop.te")
+register("namespace", "data", "fsharding.apps.data")
+register("namespace", "megatron", "fsharding.contrib.megatron")
+register("namespace", "notebook", "fsharding.apps.notebook")
+register("namespace", "te", "fsharding.contrib.te")
 
 if TYPE_CHECKING:
-    from fsharding import notebook as notebook
     from fsharding.api import *  # noqa: F403
     from fsharding.api import __all__ as __all__
-    from fsharding.interop import megatron as megatron
-    from fsharding.interop import te as te
-    from fsharding.train import data as data
+    from fsharding.apps import data as data
+    from fsharding.apps import notebook as notebook
+    from fsharding.contrib import megatron as megatron
+    from fsharding.contrib import te as te
 
 _SHARD = "Plan it: layout = fs.plan_layout(model, mesh, strategy={}), then fs.init_state(model, opt, key, layout)."
 _LOSS_GRAD = "Call fs.value_and_grad(loss_fn)(params, batch), which returns (value, grads)."
@@ -93,7 +93,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
         public = sorted([*api.__all__, *names_of("namespace")])
         globals().update({own: getattr(api, own) for own in api.__all__}, __all__=public)
         if name not in globals():
-            from fsharding.public import missing_name  # lazy: as above
+            from fsharding.base.public import missing_name  # lazy: as above
 
             raise missing_name("fs", name, public, _in_namespaces(api) | _ELSEWHERE)
         return globals()[name]

@@ -6,7 +6,7 @@ Signals are blocked before anything else is imported: a run that is told to stop
 
 import sys
 
-from fsharding.cli.starting import hold
+from fsharding.apps.cli.starting import hold
 
 __all__ = ["run"]
 
@@ -14,7 +14,7 @@ __all__ = ["run"]
 def run() -> None:
     """Run the command line of this process and exit."""
     hold(sys.argv[1:])
-    from fsharding.cli.main import main  # lazy: it takes a while, in which signals may come
+    from fsharding.apps.cli.main import main  # lazy: it takes a while, in which signals may come
 
     main()
 

@@ -4,12 +4,13 @@ In: modules of every room. Out: their public names, in one place.
 Law: names in `__all__` are public, as `docs/reference/stability.md` says; all others may change.
 """
 
-from fsharding import checkpoint, errors, formats, models, ops, optim, pipeline, random, tree
-from fsharding.checkpoint import foreign
+from fsharding import checkpoint, foreign, formats, models, ops, optim, pipeline
+from fsharding.base import errors, tree
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import counting_bytes, recording
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats import Blocks
+from fsharding.formats.precision import BF16, FP8, FP8_BLOCK, FP16, FP32, MXFP8, NVFP4, LossScale, Precision
 from fsharding.formats.quantized import Quantized, dequantize, quantize
 from fsharding.interop import hf
 from fsharding.interop.module.functionalize import functionalize
@@ -18,7 +19,7 @@ from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import data_position, is_main, is_member, make_mesh, print0, set_mesh
 from fsharding.optim import adamw, global_norm, sgd
-from fsharding.precision import BF16, FP8, FP8_BLOCK, FP16, FP32, MXFP8, NVFP4, LossScale, Precision
+from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P

@@ -14,8 +14,8 @@ import torch
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import CheckpointError
 from fsharding.checkpoint import manifest as manifests
-from fsharding.errors import CheckpointError
 from fsharding.sharding.named_sharding import local_of
 from tests import helpers
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding import random
-from fsharding.errors import CheckpointError
-from fsharding.precision import ScaleState
+from fsharding.base.errors import CheckpointError
+from fsharding.formats.precision import ScaleState
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.train.state import main_of, spread_main

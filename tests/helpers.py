@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding import _compat
-from fsharding.comm import pairwise
-from fsharding.errors import FshardingError
+from fsharding.base import _compat
+from fsharding.base.errors import FshardingError
+from fsharding.contrib import pairwise
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import local_of

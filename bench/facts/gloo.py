@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding.comm.native import Native
-from fsharding.comm.pairwise import Pairwise
 from fsharding.comm.reduce import sum_rows
+from fsharding.contrib.pairwise import Pairwise
 from fsharding.mesh.device_mesh import axis_group
 
 

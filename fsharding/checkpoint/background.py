@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fsharding.calls import call_as, public_name
+from fsharding.base.calls import call_as, public_name
+from fsharding.base.errors import CheckpointError, FshardingError, message, report
+from fsharding.base.public import check_timeout
 from fsharding.checkpoint.directory import naming_path
-from fsharding.errors import CheckpointError, FshardingError, message, report
 from fsharding.mesh.failures import is_fake_world, own_rank
-from fsharding.public import check_timeout
 
 __all__ = ["SAVE_TIMEOUT", "PendingSave", "own_group", "settle", "start", "watched"]
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsharding.base.untrusted import open_plain
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
-from fsharding.untrusted import open_plain
 
 __all__ = ["WINDOW_BYTES", "Range", "pieces", "read_range", "span"]
 

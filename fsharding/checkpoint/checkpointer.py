@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, settle
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.positions import Stateful, check_stateful
 from fsharding.checkpoint.saving import in_background, plan_save
-from fsharding.errors import CheckpointError, ConfigError, message
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fsharding.base.errors import CheckpointError, message
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, is_plain_name
-from fsharding.errors import CheckpointError, message
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 

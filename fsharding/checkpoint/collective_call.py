@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.checkpoint.background import watched
 from fsharding.checkpoint.directory import PartialOutput
-from fsharding.errors import CheckpointError, FshardingError, message
 from fsharding.mesh.device_mesh import own_rank, world_size
 
 __all__ = ["UNLIKE", "UNLIKE_ROW", "agreed", "on_all", "together", "write_together"]

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.untrusted import open_plain
 from fsharding.checkpoint.chunks import Place, Stored, checked, unfit
 from fsharding.checkpoint.inert_pickle import Find, Global, Made, Pairs, named, unpickled
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_plain_name, is_shape
 from fsharding.checkpoint.writer import METADATA
-from fsharding.errors import CheckpointError, message
 from fsharding.sharding.boxes import Box
-from fsharding.untrusted import open_plain
 
 __all__ = ["LARGEST", "inventory", "value_places"]
 

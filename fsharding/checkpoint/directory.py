@@ -17,11 +17,11 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, TypeAlias
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, message, report
+from fsharding.base.untrusted import read_json, read_plain
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
-from fsharding.errors import CheckpointError, message, report
-from fsharding.untrusted import read_json, read_plain
 
 __all__ = [
     "Partial",

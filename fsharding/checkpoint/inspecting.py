@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, printable
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
 from fsharding.checkpoint.reader import damage, open_source
 from fsharding.checkpoint.writer import METADATA
-from fsharding.errors import CheckpointError, printable
 
 __all__ = ["Inspection", "inspect"]
 

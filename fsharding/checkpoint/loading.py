@@ -18,8 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.calls import named
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.public import check_path, public, refuse
+from fsharding.base.tree import Tree
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import StrPath
@@ -29,15 +32,12 @@ from fsharding.checkpoint.reader import DamagedError, Source, damage, open_sourc
 from fsharding.checkpoint.serialized_layout import rebuild
 from fsharding.checkpoint.state_leaves import BUFFERS, Want, device_of, leaves_in, main_wants, saved_sharding, staged
 from fsharding.checkpoint.writer import METADATA
-from fsharding.errors import CheckpointError, message
+from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
-from fsharding.precision import ScaleState
-from fsharding.public import check_path, public, refuse
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, rounding_key, sealed, spread
-from fsharding.tree import Tree
 
 __all__ = ["load", "load_leaves"]
 

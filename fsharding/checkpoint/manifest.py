@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fsharding.errors import CheckpointError, listed, message, report
-from fsharding.untrusted import parse_json, values_of
+from fsharding.base.errors import CheckpointError, listed, message, report
+from fsharding.base.untrusted import parse_json, values_of
 
 __all__ = [
     "BLOCK",

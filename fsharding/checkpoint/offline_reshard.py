@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, MeshError, message
+from fsharding.base.version import own_version
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
@@ -25,13 +27,11 @@ from fsharding.checkpoint.saving import finish
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
 from fsharding.checkpoint.state_leaves import Shards, saved_sharding
 from fsharding.checkpoint.writer import Writer, Written
-from fsharding.errors import CheckpointError, MeshError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.strategy import Strategy
-from fsharding.version import own_version
 
 __all__ = ["reshard_checkpoint"]
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
+from fsharding.base.errors import ArgumentError, CheckpointError, message
+from fsharding.base.public import kind_of
 from fsharding.checkpoint.manifest import Manifest
-from fsharding.errors import ArgumentError, CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, coordinate, data_position, is_member
-from fsharding.public import kind_of
 from fsharding.sharding.layout import Layout
 
 __all__ = ["Stateful", "check_stateful", "joined", "own_position", "restore", "select"]

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.untrusted import open_plain
 from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.chunks import Entry, Stored, from_manifest
 from fsharding.checkpoint.dcp_metadata import LARGEST, inventory
 from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
 from fsharding.checkpoint.torch_record import Record, Window, parse_record
 from fsharding.checkpoint.writer import METADATA
-from fsharding.errors import CheckpointError, message
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
-from fsharding.untrusted import open_plain
 
 __all__ = ["DamagedError", "LeafInfo", "Source", "damage", "open_source"]
 

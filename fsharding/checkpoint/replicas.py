@@ -12,15 +12,15 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.errors import ReplicaError, message
+from fsharding.base.public import public, refuse
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.save_plan import holders_of
 from fsharding.checkpoint.state_leaves import Shards, leaves_beside, shards_of, staged
-from fsharding.errors import ReplicaError, message
 from fsharding.mesh.consistency import checksum, digest
 from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.mesh.failures import called_by_all
-from fsharding.public import public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState, constants_of

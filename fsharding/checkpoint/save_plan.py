@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fsharding._compat import cache_on_its_mesh
+from fsharding.base._compat import cache_on_its_mesh
 from fsharding.checkpoint.state_leaves import Shards
 from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding import boxes

@@ -23,7 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.public import check_path, public, refuse
+from fsharding.base.version import own_version
 from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start
 from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.collective_call import together, write_together
@@ -35,14 +38,11 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import Shards, StateLeaf, content, digest, objections, shards_of
 from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
-from fsharding.errors import CheckpointError, message
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
-from fsharding.public import check_path, public, refuse
 from fsharding.sharding.boxes import Box
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
-from fsharding.version import own_version
 
 __all__ = ["Job", "finish", "in_background", "plan_save", "save", "save_async"]
 

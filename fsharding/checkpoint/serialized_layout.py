@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from fsharding import tree
-from fsharding.calls import named, public_name
+from fsharding.base import tree
+from fsharding.base.calls import named, public_name
+from fsharding.base.errors import CheckpointError, FshardingError, listed, message
+from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
-from fsharding.errors import CheckpointError, FshardingError, listed, message
 from fsharding.formats import Blocks
+from fsharding.formats.precision import KEEP, LossScale, Precision, ScaleState
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.optim import (
     AdafactorState,
@@ -35,12 +37,10 @@ from fsharding.optim import (
     SgdState,
     TorchState,
 )
-from fsharding.precision import KEEP, LossScale, Precision, ScaleState
 from fsharding.sharding.block_scales import CODES, scales_name
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
-from fsharding.tree import Tree
 
 __all__ = [
     "KNOWN",

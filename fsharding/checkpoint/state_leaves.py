@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, LayoutError, message
+from fsharding.base.public import refuse
+from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
-from fsharding.errors import CheckpointError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.public import refuse
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
 from fsharding.sharding.layout import Layout, LeafLayout
 from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
-from fsharding.tree import Tree
 
 __all__ = [
     "BUFFERS",

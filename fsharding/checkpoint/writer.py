@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.checkpoint.chunks import Entry, file_name
 from fsharding.checkpoint.manifest import BLOCK, SavedFile, dtype_name
 from fsharding.sharding import boxes

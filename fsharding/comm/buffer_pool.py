@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm.streams import OneStream, Streams, streams_for
 
 __all__ = ["Pool", "PoolMemory"]

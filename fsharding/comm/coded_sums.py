@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.codes import is_packed
@@ -27,8 +27,8 @@ from fsharding.comm.reduce import Fill, Noise, copy_terms, sum_rows, sums_at_onc
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
+from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group, index_of
-from fsharding.precision import wide
 from fsharding.sharding import boxes
 
 __all__ = ["QuantizedTerms", "TermPlan", "plan_cut_sums", "plan_whole_sums"]

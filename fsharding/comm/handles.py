@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 
 __all__ = ["Exchange", "FreshMemory", "Handle", "Memory", "Reduction", "Rows", "Terms", "Work", "done"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.handles import Handle, Memory, Reduction, Terms, done
 from fsharding.comm.native_sums import native_reduction

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
-from fsharding._compat import cache_on_its_mesh
-from fsharding.calls import named
+from fsharding.base import _compat, tree
+from fsharding.base._compat import cache_on_its_mesh
+from fsharding.base.calls import named
+from fsharding.base.errors import LayoutError, message
+from fsharding.base.public import public, refuse
+from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
 from fsharding.comm.move import Move
 from fsharding.comm.steps import Step, full_lengths, kinds_of, plan_steps
 from fsharding.comm.wires import Plain
-from fsharding.errors import LayoutError, message
 from fsharding.mesh.device_mesh import Mesh, is_member
-from fsharding.public import public, refuse
 from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
-from fsharding.tree import Tree
 
 __all__ = [
     "BUCKET_BYTES", "Moving", "Route", "in_buckets", "memory_for", "redistribute", "reduce_grads", "route_of",

@@ -17,12 +17,12 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Rows, Terms
+from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group, index_of
-from fsharding.precision import wide
 
 __all__ = [
     "Fill", "Noise", "OrderedSum", "PlainTerms", "RowTransport", "SumLayout", "copy_terms", "plain_terms", "sum_pieces",

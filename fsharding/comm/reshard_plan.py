@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fsharding._compat import cache_on_its_mesh
+from fsharding.base._compat import cache_on_its_mesh
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding import boxes

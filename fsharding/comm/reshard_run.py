@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm.handles import done
 from fsharding.comm.native import Message, as_bytes
 from fsharding.comm.reshard_plan import Piece, Plan, grids

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding._compat import cache_on_mesh
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base._compat import cache_on_mesh
+from fsharding.base.calls import named
+from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
 from fsharding.comm.move import axis_sizes
@@ -39,7 +40,6 @@ from fsharding.comm.wires import Plain, Quantizing, SentLeaf, agree, start_gathe
 from fsharding.formats.blocks import Blocks
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
-from fsharding.tree import Tree
 
 __all__ = ["Part", "Rounding", "batches_of", "plan_parts", "start_rounded", "travels_as_codes"]
 

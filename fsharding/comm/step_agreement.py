@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding._compat import cache_on_mesh
+from fsharding.base import _compat
+from fsharding.base._compat import cache_on_mesh
 from fsharding.comm.transport import start_sum
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsharding._compat import cache_on_its_mesh
+from fsharding.base._compat import cache_on_its_mesh
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
 

@@ -13,15 +13,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.errors import MeshError, message
+from fsharding.base.registry import find, names_of
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
 from fsharding.comm.native import Message, Native
 from fsharding.comm.reduce import Noise, SumLayout, plain_terms
-from fsharding.errors import MeshError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group
-from fsharding.registry import find, names_of
 
 __all__ = ["Choice", "Transport", "choice_for", "send_recv", "start_sum", "transport_for"]
 

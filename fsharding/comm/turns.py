@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.mesh.device_mesh import Group

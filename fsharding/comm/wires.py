@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm import codes
 from fsharding.comm.bucket import Bucket, plan_bucket

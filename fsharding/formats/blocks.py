@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
 from fsharding.formats.elements import E2M1, E4M3, E5M2, ELEMENTS, Element
 
 __all__ = [

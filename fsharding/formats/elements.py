@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
 
 __all__ = ["E2M1", "E4M3", "E5M2", "ELEMENTS", "Element", "register_element"]
 

@@ -21,9 +21,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.utils import _pytree as torch_pytree
 
-from fsharding import _compat, _functorch, tree
-from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, NotDequantizedError, message
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ArgumentError, ConfigError, NotDequantizedError, message
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales

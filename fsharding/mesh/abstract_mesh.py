@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, MeshError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, MeshError, message
 
 __all__ = ["AXES", "DATA_AXES", "AbstractMesh", "make_shape", "parse_axes", "unknown_axis"]
 

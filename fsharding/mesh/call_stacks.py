@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsharding.errors import printable
+from fsharding.base.errors import printable
 
 __all__ = [
     "DISTRIBUTED",
@@ -49,7 +49,7 @@ _REGIONS = (
     ("optim/", "optimizer update"),
     ("mesh/consistency", "comparison of settings"),
     ("checkpoint/loading", "load"),
-    ("checkpoint/importing", "load"),
+    ("foreign/importing", "load"),
     ("checkpoint/", "save"),
     ("interop/hf/loading", "load"),
     ("interop/hf/saving", "save"),

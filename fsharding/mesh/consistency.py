@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from fsharding.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 
 __all__ = ["agree", "checksum", "compare", "digest", "facts_of", "gather_numbers", "refuse_differences"]

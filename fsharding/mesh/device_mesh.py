@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat
-from fsharding._compat import cache_on_mesh, kept_by
-from fsharding.calls import named
-from fsharding.errors import ConfigError, MeshError, RankError, message
+from fsharding.base import _compat
+from fsharding.base._compat import cache_on_mesh, kept_by
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, MeshError, RankError, message
+from fsharding.base.public import check_timeout, public, refuse
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import agree
@@ -35,7 +36,6 @@ from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, wo
 from fsharding.mesh.groups import close_unused, find_group, group_among, meet_first
 from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
-from fsharding.public import check_timeout, public, refuse
 
 __all__ = [
     "AxisSizes",

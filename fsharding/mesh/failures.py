@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import _compat
-from fsharding.calls import call_as, name_of
-from fsharding.errors import CheckpointError, RankError, message, report
+from fsharding.base import _compat
+from fsharding.base.calls import call_as, name_of
+from fsharding.base.errors import CheckpointError, RankError, message, report
 from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.backends import default_store, has_fake_backend, is_served_by_rank, own_connection

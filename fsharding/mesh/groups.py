@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.mesh.backends import backend_of, default_store, own_connection
 from fsharding.mesh.failures import among, meet, own_rank, world_size
 

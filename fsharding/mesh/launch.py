@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, cast
 
-from fsharding.errors import RankError, report
+from fsharding.base.errors import RankError, report
 from fsharding.mesh.preemption import SIGNALS, announce
 from fsharding.mesh.rank_process import Answer, run_rank
 from fsharding.mesh.rendezvous import INIT_METHOD, local_variables

@@ -19,13 +19,13 @@ from types import FrameType
 
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ArgumentError, ConfigError, message
+from fsharding.base.public import public, refuse
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, everyone, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.rendezvous import under_launcher
-from fsharding.public import public, refuse
 
 __all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from fsharding.errors import FshardingError
+from fsharding.base.errors import FshardingError
 
 __all__ = ["Answer", "run_rank"]
 

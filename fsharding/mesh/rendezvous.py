@@ -18,8 +18,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, RankError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, RankError, message
 from fsharding.mesh.backends import launchers_store, open_store, prefixed
 from fsharding.mesh.failures import rank_numbers
 

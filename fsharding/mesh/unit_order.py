@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from fsharding.errors import message
+from fsharding.base.errors import message
 from fsharding.mesh import call_stacks
 
 __all__ = [

@@ -14,14 +14,15 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from fsharding import ops, random
+from fsharding import ops
+from fsharding.base.tree import Tree
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
-from fsharding.random import Draw
+from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules
-from fsharding.tree import Tree
+from fsharding.sharding.random import Draw
 
 __all__ = [
     "AttentionPart",

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsharding import ops, random
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding import ops
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
 from fsharding.models.cache import at_each
@@ -29,8 +30,8 @@ from fsharding.models.model import Decode, Model
 from fsharding.models.moe import Experts, Mixture
 from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
+from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules
-from fsharding.tree import Tree
 
 __all__ = ["DecoderConfig", "Stack", "decoder"]
 
@@ -93,7 +94,7 @@ class DecoderConfig:
         >>> fs.models.DecoderConfig(heads=4, kv_heads=3)
         Traceback (most recent call last):
             ...
-        fsharding.errors.ConfigError: DecoderConfig has sizes that do not fit.
+        fsharding.base.errors.ConfigError: DecoderConfig has sizes that do not fit.
           4 heads are not a multiple of 3 kv_heads
     """
 

@@ -22,9 +22,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, ops, random, tree
-from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, DataError, NonFiniteError, TransformError, TreeError, message
+from fsharding import ops
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import (
+    ArgumentError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    TransformError,
+    TreeError,
+    message,
+)
+from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import FP32, Precision, check_precision
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
 from fsharding.mesh.failures import naming_lost
@@ -32,13 +44,11 @@ from fsharding.models.cache import at_each, store
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import Decode, Model
 from fsharding.ops.embedding import checked_ids
-from fsharding.precision import FP32, Precision, check_precision
-from fsharding.public import check_function, kind_of, public, refuse, refuse_compiled
+from fsharding.sharding import random
 from fsharding.sharding.mesh_view import slice_of
 from fsharding.sharding.named_sharding import hides_owners, to_local, typeof
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.scan import unstack_units
-from fsharding.tree import Tree
 
 __all__ = ["generate"]
 

@@ -16,15 +16,15 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.tree import Tree
 from fsharding.formats.quantized import dequantize
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
 from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
-from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName
-from fsharding.tree import Tree
+from fsharding.sharding.random import Draw
 
 __all__ = ["Latent"]
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding import ops
+from fsharding.base.tree import Tree
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, columns, rows
-from fsharding.random import Draw
 from fsharding.sharding.partition_spec import DimName, Fused
-from fsharding.tree import Tree
+from fsharding.sharding.random import Draw
 
 __all__ = ["Dense"]
 

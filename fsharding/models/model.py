@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fsharding.public import missing_name
-from fsharding.tree import Tree
+from fsharding.base.public import missing_name
+from fsharding.base.tree import Tree
 
 __all__ = ["Decode", "Model"]
 

@@ -15,17 +15,18 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from fsharding import ops, random
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding import ops
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import wide
 from fsharding.formats.quantized import dequantize
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws
 from fsharding.ops.router import misfits
-from fsharding.precision import wide
-from fsharding.random import Draw
+from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules, DimName
-from fsharding.tree import Tree
+from fsharding.sharding.random import Draw
 
 __all__ = ["Experts", "Mixture", "expert_draws", "expert_names", "mixture", "uncut"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, did_you_mean, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, did_you_mean, message
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.latent_attention import Latent
 from fsharding.models.model import Model

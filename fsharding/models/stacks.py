@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fsharding import _compat, tree
+from fsharding.base import _compat, tree
+from fsharding.base.tree import Tree
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import prefetch_depth
 from fsharding.transforms.gather_unit import UnitsAhead, select_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.scan import scan_units
-from fsharding.tree import Tree
 
 __all__ = ["first_unit", "first_units", "map_stacks", "scan_stacks", "stacks_of"]
 

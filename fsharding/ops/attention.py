@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsharding import _compat, _functorch
-from fsharding.calls import named
+from fsharding.base import _compat, _functorch
+from fsharding.base.calls import named
+from fsharding.base.errors import SpecError, TransformError, message, report
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
-from fsharding.errors import SpecError, TransformError, message, report
+from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_to_all, gather
 from fsharding.ops.context_parallel import zigzag, zigzag_order
-from fsharding.precision import wide
 
 __all__ = ["Kind", "RingStep", "attention", "plan_ring"]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsharding import tree
-from fsharding.calls import named
-from fsharding.errors import BatchError, SpecError, message
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import BatchError, SpecError, message
+from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather
 from fsharding.sharding.leaf_plan import kind_text
-from fsharding.tree import Tree
 
 __all__ = ["cut_leaves", "cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
 

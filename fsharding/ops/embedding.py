@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _functorch
-from fsharding.calls import named
-from fsharding.errors import DataError, message
+from fsharding.base import _functorch
+from fsharding.base.calls import named
+from fsharding.base.errors import DataError, message
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.grad_sink import put_term, takes_terms

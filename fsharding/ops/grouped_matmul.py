@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _compat, _functorch
-from fsharding.calls import named
-from fsharding.errors import SpecError, TransformError, message
+from fsharding.base import _compat, _functorch
+from fsharding.base.calls import named
+from fsharding.base.errors import SpecError, TransformError, message
 from fsharding.formats.quantized import Quantized, dequantize
 
 __all__ = ["even_shares", "grouped_matmul"]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.errors import SpecError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import SpecError, message
 from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum, scatter, vary

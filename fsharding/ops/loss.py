@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding.calls import named
+from fsharding.base.calls import named
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import gather, psum
 from fsharding.ops.embedding import checked_ids

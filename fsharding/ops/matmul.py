@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from fsharding import _compat, _functorch
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.base import _compat, _functorch
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.quantized import Quantized, dequantize, numbers_of

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import _compat, _functorch
-from fsharding.calls import named
+from fsharding.base import _compat, _functorch
+from fsharding.base.calls import named
+from fsharding.base.errors import MeshError, SpecError, TransformError, message
 from fsharding.comm.transport import transport_for
 from fsharding.comm.turns import wait_in_turn
-from fsharding.errors import MeshError, SpecError, TransformError, message
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh

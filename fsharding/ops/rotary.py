@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, SpecError, message, report
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, SpecError, message, report
 
 __all__ = ["LlamaScaling", "Scaling", "YarnScaling", "rotary", "rotary_frequencies"]
 

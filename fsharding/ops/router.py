@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _compat, _functorch
-from fsharding.calls import named
-from fsharding.errors import ConfigError, SpecError, TransformError, message
+from fsharding.base import _compat, _functorch
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, SpecError, TransformError, message
+from fsharding.formats.precision import wide
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
-from fsharding.precision import wide
 
 __all__ = [
     "Routing",

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.formats import E4M3, Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.quantized import Quantized

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from fsharding.base.public import missing_name as _missing_name
 from fsharding.optim import schedules
 from fsharding.optim.adafactor import AdafactorState, adafactor
 from fsharding.optim.adam import AdamState, adamw
@@ -27,7 +28,6 @@ from fsharding.optim.schedules import Schedule
 from fsharding.optim.sgd import SgdState, sgd
 from fsharding.optim.stacked import label_matrices, sum_dims
 from fsharding.optim.updates import apply_gradients, apply_updates
-from fsharding.public import missing_name as _missing_name
 
 __all__ = [
     "AdafactorState",

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
+from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -36,11 +39,8 @@ from fsharding.optim.base import (
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
 from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings, refuse_format
-from fsharding.precision import wide
-from fsharding.public import public
 from fsharding.sharding.leaf_plan import mean_over
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
-from fsharding.tree import Tree
 
 __all__ = ["AdafactorState", "adafactor"]
 

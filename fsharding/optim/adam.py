@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
 from fsharding.optim.base import ContextTransformation
 from fsharding.optim.elementwise import State, Step, driven
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.validation import BELOW_1, FROM_0, check_settings
-from fsharding.public import public
-from fsharding.tree import Tree
 
 __all__ = ["AdamState", "adamw"]
 

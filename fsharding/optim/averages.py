@@ -13,9 +13,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.calls import named
-from fsharding.errors import TreeError, message
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import TreeError, message
+from fsharding.base.public import check_optimizer, public
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     GradientTransformation,
@@ -32,9 +35,6 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.validation import FROM_1, TO_1, check_settings
-from fsharding.precision import wide
-from fsharding.public import check_optimizer, public
-from fsharding.tree import Tree
 
 __all__ = ["EmaState", "LookaheadState", "ema", "ema_of", "lookahead"]
 

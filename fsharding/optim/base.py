@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding.base import _compat, tree
+from fsharding.base.errors import LayoutError, TreeError, message
+from fsharding.base.public import kind_of, refuse_state
+from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.errors import LayoutError, TreeError, message
 from fsharding.formats import Blocks
 from fsharding.formats.blocks import Rounding
+from fsharding.formats.precision import wide
 from fsharding.optim.coded_moment import is_coded
-from fsharding.precision import wide
-from fsharding.public import kind_of, refuse_state
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
-from fsharding.tree import Tree
 
 __all__ = [
     "ContextTransformation",

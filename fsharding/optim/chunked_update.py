@@ -21,24 +21,24 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding import random, tree
-from fsharding.calls import call_as
+from fsharding.base import tree
+from fsharding.base.calls import call_as
+from fsharding.base.public import refuse_state
+from fsharding.base.tree import Tree
 from fsharding.comm.codes import largest_over
 from fsharding.comm.redistribute import in_buckets
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
+from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.optim.base import InitContext, UpdateContext, like_leaf, new_zeros
 from fsharding.optim.coded_moment import CodedMoment, carriers, is_coded, moment_leaves
 from fsharding.optim.stacked import assigned_shardings, whole_shape
-from fsharding.precision import wide
-from fsharding.public import refuse_state
-from fsharding.sharding import boxes
+from fsharding.sharding import boxes, random
 from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.boxes import Box, Grid, Runs
 from fsharding.sharding.named_sharding import NamedSharding, local_of
-from fsharding.tree import Tree
 
 __all__ = [
     "ROLES", "Batch", "Chunk", "Leaf", "change_chunks", "chunk_size", "decoded", "init_moments", "leaves_of",

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, LayoutError, message
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
-from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, axis_group
 from fsharding.optim.base import ContextTransformation, EmptyState, InitContext, UpdateContext, multiply
-from fsharding.public import public
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.transforms.norms import counts_here, norm_in_flight
-from fsharding.tree import Tree
 
 __all__ = ["LeafSquares", "carrier_sum", "clip_by_global_norm", "global_norm", "norm_axes", "square_sums"]
 

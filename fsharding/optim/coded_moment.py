@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
 from fsharding.sharding.block_scales import CODES, scales_name
-from fsharding.tree import Tree
 
 __all__ = ["CodedMoment", "carriers", "is_coded", "moment_leaves"]
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fsharding import tree
-from fsharding.errors import TreeError, listed, message
+from fsharding.base import tree
+from fsharding.base.errors import TreeError, listed, message
+from fsharding.base.public import check_optimizer, public
+from fsharding.base.tree import Tree
 from fsharding.optim.base import (
     ContextTransformation,
     GradientTransformation,
@@ -24,8 +26,6 @@ from fsharding.optim.base import (
     multiply,
     where_finite,
 )
-from fsharding.public import check_optimizer, public
-from fsharding.tree import Tree
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
 

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.calls import call_as
-from fsharding.errors import ConfigError, LayoutError, message
+from fsharding.base import _compat, tree
+from fsharding.base.calls import call_as
+from fsharding.base.errors import ConfigError, LayoutError, message
+from fsharding.base.public import check_function, public
+from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
+from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -53,10 +56,7 @@ from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.updates import change_slices
 from fsharding.optim.validation import FROM_0, check_moment_kind, check_settings
-from fsharding.precision import wide
-from fsharding.public import check_function, public
 from fsharding.sharding.named_sharding import local_of
-from fsharding.tree import Tree
 
 __all__ = [
     "ElementwiseState", "Kernel", "Rule", "State", "Step", "driven", "elementwise", "owned", "parts_of", "run_rule",

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsharding import tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.errors import ConfigError, message
+from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -37,10 +40,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.schedules import as_schedule
 from fsharding.optim.validation import check_dtype, refuse_format
-from fsharding.precision import wide
-from fsharding.public import public
 from fsharding.sharding.named_sharding import local_of
-from fsharding.tree import Tree
 
 __all__ = ["TorchState", "from_torch"]
 

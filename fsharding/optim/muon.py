@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.errors import ConfigError, LayoutError, message
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.comm.reshard_plan import Leaf, plan_routes
 from fsharding.comm.reshard_run import exchange
-from fsharding.errors import ConfigError, LayoutError, message
 from fsharding.formats import Blocks
+from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.optim.base import (
     ContextTransformation,
@@ -39,12 +42,9 @@ from fsharding.optim.elementwise import Step, owned, parts_of, run_rule, step_at
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_moment_kind, check_settings
-from fsharding.precision import wide
-from fsharding.public import public
 from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
-from fsharding.tree import Tree
 
 __all__ = ["MuonState", "muon"]
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import random, tree
+from fsharding.base import tree
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.optim.base import ContextTransformation, InitContext, UpdateContext, check_state, like_leaf
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, check_settings
-from fsharding.public import public
-from fsharding.sharding import boxes
+from fsharding.sharding import boxes, random
 from fsharding.sharding.named_sharding import NamedSharding, local_of
-from fsharding.tree import Tree
 
 __all__ = ["NoiseState", "add_noise", "annealed"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.tree import Tree
 from fsharding.sharding.named_sharding import like, local_of
-from fsharding.tree import Tree
 
 __all__ = ["update_against_load", "split_loads"]
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
 
 __all__ = [
     "Schedule", "as_schedule", "constant", "linear", "noting_rates", "rate_at", "tensor_schedule", "warmup_cosine",

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.errors import LayoutError, message
+from fsharding.base.tree import Tree
 from fsharding.comm.transport import start_sum
-from fsharding.errors import LayoutError, message
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
 from fsharding.sharding.boxes import length
 from fsharding.sharding.mesh_view import base
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of, to_local
 from fsharding.sharding.stage_owners import begins
-from fsharding.tree import Tree
 
 __all__ = ["assigned_shardings", "label_matrices", "stacked_dims", "sum_dims", "whole_shape"]
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.public import check_optimizer, public, refuse, refuse_state
+from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
 from fsharding.optim.base import (
@@ -30,10 +32,8 @@ from fsharding.optim.base import (
     where_finite,
 )
 from fsharding.optim.chunked_update import chunk_size, leaves_of, rounds_by_key, step_key, write_param
-from fsharding.public import check_optimizer, public, refuse, refuse_state
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
-from fsharding.tree import Tree
 
 __all__ = ["add_updates", "apply_gradients", "apply_updates", "change_slices"]
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import without_parameters
 from fsharding.formats import Blocks
-from fsharding.precision import DTYPES
-from fsharding.public import without_parameters
+from fsharding.formats.precision import DTYPES
 
 __all__ = [
     "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_moment_kind", "check_settings",

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from fsharding.calls import named
-from fsharding.errors import ScheduleError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import ScheduleError, message
 
 __all__ = [
     "COMPUTES",

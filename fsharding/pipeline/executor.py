@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from fsharding import tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import TransformError, report
+from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
@@ -28,7 +30,7 @@ from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import send_recv, start_sum
 from fsharding.comm.turns import Partner
-from fsharding.errors import TransformError, report
+from fsharding.formats.precision import Precision, scaled_loss
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.backends import has_fake_backend
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
@@ -39,14 +41,12 @@ from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
 from fsharding.pipeline.stages import check_ends
-from fsharding.precision import Precision, scaled_loss
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit, prefetch_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.value_and_grad import Tape
-from fsharding.tree import Tree
 
 __all__ = ["Messages", "pipeline_grads", "pipeline_loss"]
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message, report
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.untrusted import open_plain, parse_json
 from fsharding.pipeline.actions import Action, computes_in
 from fsharding.pipeline.schedule import Schedule
-from fsharding.untrusted import open_plain, parse_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, cast, get_args
 
-from fsharding import _compat
-from fsharding.calls import named
-from fsharding.errors import ScheduleError, did_you_mean, message
+from fsharding.base import _compat
+from fsharding.base.calls import named
+from fsharding.base.errors import ScheduleError, did_you_mean, message
 from fsharding.pipeline import simulation, validation
 from fsharding.pipeline.actions import Action, Entry, Kind, Owner, Pair, Table, flat, parse_entry, peer
 from fsharding.pipeline.lowering import Frequency, lower

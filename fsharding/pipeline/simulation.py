@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsharding.errors import ScheduleError, message
+from fsharding.base.errors import ScheduleError, message
 from fsharding.pipeline.actions import Action, Entry, Owner, Pair, Table, computes_in, flat
 
 __all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]

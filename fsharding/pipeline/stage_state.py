@@ -20,26 +20,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
-from fsharding.calls import named
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.events import note
 from fsharding.comm.handles import done
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
 from fsharding.comm.rounded_moves import Rounding, start_rounded
+from fsharding.formats.precision import Precision
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
 from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.schedule import Schedule
 from fsharding.pipeline.stages import layers_by_stage, over_owners
-from fsharding.precision import Precision
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
 from fsharding.transforms.weight_formats import round_params, roundings_in_flight
-from fsharding.tree import Tree
 
 __all__ = ["IN_FLIGHT_BYTES", "StageState"]
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding.base import _compat, tree
+from fsharding.base.errors import LayoutError, report
 from fsharding.comm.native import Message, as_bytes
 from fsharding.comm.reduce import sum_rows
 from fsharding.comm.transport import send_recv
-from fsharding.errors import LayoutError, report
+from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.schedule import Schedule, layers_of
-from fsharding.precision import wide
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of
 from fsharding.sharding.stage_owners import Owners, begins, normal, stage_of

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fsharding._compat import cache_on_mesh
+from fsharding.base._compat import cache_on_mesh
 from fsharding.formats import E4M3, Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import _compat, tree
-from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError, message, report
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ArgumentError, ConfigError, LayoutError, TreeError, message, report
+from fsharding.base.public import check_optimizer, kind_of, public, refuse, refuse_module
+from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
+from fsharding.formats.precision import FP32, PatternLeaf, Precision, check_precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.precision import FP32, PatternLeaf, Precision, check_precision
-from fsharding.public import check_optimizer, kind_of, public, refuse, refuse_module
 from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.leaf_names import MEND, objections_to_names
 from fsharding.sharding.leaf_plan import (
@@ -45,7 +46,6 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
 from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
 from fsharding.sharding.strategy_names import StrategyName
-from fsharding.tree import Tree
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "on_mesh", "plan_layout"]
 

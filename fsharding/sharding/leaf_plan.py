@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.errors import LayoutError, SpecError, did_you_mean, listed, message
+from fsharding.base.calls import named
+from fsharding.base.errors import LayoutError, SpecError, did_you_mean, listed, message
 from fsharding.formats import Blocks
+from fsharding.formats.precision import DTYPES
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.precision import DTYPES
 from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.block_scales import coded_part, plan_scales

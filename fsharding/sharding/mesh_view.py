@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat
-from fsharding._compat import cache_on_mesh, kept_by
-from fsharding.errors import LayoutError, report
+from fsharding.base import _compat
+from fsharding.base._compat import cache_on_mesh, kept_by
+from fsharding.base.errors import LayoutError, report
 from fsharding.mesh.device_mesh import abstract, is_member, of_same_groups, own_rank
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.partition_spec import PartitionSpec

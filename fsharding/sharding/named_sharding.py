@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as torch_pytree
 
-from fsharding import _compat, _functorch, tree
-from fsharding._compat import cache_on_its_mesh, cache_on_mesh
-from fsharding.calls import named
-from fsharding.errors import NotGatheredError, SpecError, TransformError, message, report
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
+from fsharding.base.calls import named
+from fsharding.base.errors import NotGatheredError, SpecError, TransformError, message, report
+from fsharding.base.public import public, refuse
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is_member
-from fsharding.public import public, refuse
 from fsharding.sharding import boxes, mesh_view
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.boxes import Box, Grid, Runs

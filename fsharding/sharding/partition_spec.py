@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Never, TypeAlias, cast
 
-from fsharding.calls import named
-from fsharding.errors import SpecError, did_you_mean, message, report
+from fsharding.base.calls import named
+from fsharding.base.errors import SpecError, did_you_mean, message, report
+from fsharding.base.public import Immutable, refuse
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
-from fsharding.public import Immutable, refuse
 
 __all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsharding.errors import ConfigError, message
-from fsharding.public import kind_of, public
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import kind_of, public
 from fsharding.sharding.strategy_names import meant_strategy
 
 __all__ = [

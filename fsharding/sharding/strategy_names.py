@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
-from fsharding.errors import did_you_mean
+from fsharding.base.errors import did_you_mean
 
 __all__ = ["STRATEGY_NAMES", "StrategyName", "meant_strategy"]
 

@@ -6,11 +6,11 @@ Law: what passes on a CPU issues the same operations in every call, and its host
 
 from __future__ import annotations
 
-from fsharding.public import public
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.train.capture import refuse_host_work
 from fsharding.train.state import TrainState
 from fsharding.train.step import TrainStep
-from fsharding.tree import Tree
 
 __all__ = ["assert_capturable"]
 

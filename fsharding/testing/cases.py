@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import tree
+from fsharding.base import tree
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, make_mesh
 from fsharding.ops.collectives import gather, psum, vary
-from fsharding.precision import FP32, Precision
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.named_sharding import Local, NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName
 from fsharding.sharding.strategy import NO_SHARD, Strategy
 from fsharding.transforms.gather_unit import gather_unit
-from fsharding.tree import Tree
 
 __all__ = [
     "Home",

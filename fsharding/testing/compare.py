@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
-from fsharding.errors import message
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import message
 
 __all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fsharding import optim, random
+from fsharding import optim
+from fsharding.base.errors import ScheduleError
 from fsharding.comm.counters import Traffic, counting_bytes
-from fsharding.errors import ScheduleError
+from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, data_position, own_rank
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
@@ -31,7 +32,7 @@ from fsharding.ops.context_parallel import cut_sequence
 from fsharding.optim.base import GradientTransformation
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
-from fsharding.precision import FP32, Precision
+from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import NO_SHARD, Strategy

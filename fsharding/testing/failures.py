@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from fsharding.errors import RankError, message
+from fsharding.base.errors import RankError, message
 
 __all__ = ["Failure", "RankFailure", "name_of", "repeat", "worded"]
 

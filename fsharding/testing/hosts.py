@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fsharding.calls import named
-from fsharding.errors import ConfigError, RankError, message, report
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, RankError, message, report
 
 __all__ = ["Host", "HostPair"]
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
-from fsharding.errors import message
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import message
+from fsharding.base.tree import Tree
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
 from fsharding.ops.collectives import psum
 from fsharding.sharding.named_sharding import Local, NamedSharding, local_of, opened, sharding_of
 from fsharding.testing.cases import local_part
 from fsharding.testing.compare import compare
-from fsharding.tree import Tree
 
 __all__ = ["assert_adjoint", "assert_matches_reference", "rank_values"]
 

@@ -36,8 +36,8 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fsharding.calls import named
-from fsharding.errors import message, report
+from fsharding.base.calls import named
+from fsharding.base.errors import message, report
 from fsharding.mesh.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
@@ -57,7 +57,7 @@ _CROWD = 40
 """Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
 _PRELOAD = (
     "torch", "torch.distributed.tensor", "numpy", "hypothesis", "pytest", "torch._dynamo", "fsharding.testing",
-    "fsharding.api", "fsharding.comm.shared_memory.transport",
+    "fsharding.api", "fsharding.contrib.shared_memory.transport",
 )  # fmt: skip
 """What the fork server imports once for all ranks; `fsharding` alone would import next to nothing.
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fsharding import tree
-from fsharding.errors import ConfigError, report
+from fsharding.base import tree
+from fsharding.base.errors import ConfigError, report
 
 try:
     from hypothesis import strategies as st
@@ -26,9 +26,10 @@ except ModuleNotFoundError as error:
     _mend = 'Install the extra that has it: pip install "fsharding[testing]".'
     raise ConfigError(report("fsharding.testing.strategies needs hypothesis.", mend=_mend)) from error
 
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import BF16, FP32, Precision
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.pipeline.schedule import SCHEDULES
-from fsharding.precision import BF16, FP32, Precision
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.layout import LAYERS, Layout
 from fsharding.sharding.named_sharding import NamedSharding
@@ -37,7 +38,6 @@ from fsharding.sharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
 from fsharding.testing.decoders import DecoderCase, decoder_kinds, expert_sizes, fitting_schedules
 from fsharding.transforms.policies import POLICIES
-from fsharding.tree import Tree
 
 __all__ = [
     "decoder_cases",

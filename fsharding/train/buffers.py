@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
+from fsharding.base.public import public
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.device_mesh import Mesh, everyone
 from fsharding.mesh.failures import naming_lost
-from fsharding.public import public
 from fsharding.train.state import Buffers
 
 __all__ = ["sync_buffers"]

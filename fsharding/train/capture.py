@@ -22,14 +22,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.calls import named
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
+from fsharding.base.public import kind_of, public
+from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
 from fsharding.mesh import preemption
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.mesh.failures import naming_lost
-from fsharding.public import kind_of, public
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.operations import check_operations
@@ -37,7 +38,6 @@ from fsharding.train.state import STATE_FIELDS, TrainState, refuse_changed, seal
 from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics, Verdict
 from fsharding.train.verdict import PendingVerdict
 from fsharding.transforms.value_and_grad import refuse_backward
-from fsharding.tree import Tree
 
 __all__ = ["CapturedStep", "CudaGraph", "StepGraph", "capture", "captured", "refuse_host_work"]
 

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
-from fsharding.calls import named
-from fsharding.errors import ArgumentError, ConfigError, ScheduleError, message
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ArgumentError, ConfigError, ScheduleError, message
+from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
-from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
@@ -28,7 +29,6 @@ from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.step import TrainStep, model_loss, planned_schedule, refuse_model
 from fsharding.transforms.value_and_grad import Loss, global_loss
-from fsharding.tree import Tree
 
 __all__ = ["Evaluate", "evaluate"]
 

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
+from fsharding.base import _compat, tree
+from fsharding.base.errors import BatchError, RankError, message
+from fsharding.base.tree import Tree
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, comparison_of, numbers_of_all
-from fsharding.errors import BatchError, RankError, message
 from fsharding.mesh.consistency import compare, facts_of, refuse_differences
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone, world_size
 from fsharding.mesh.failures import is_fake_world, meet
@@ -28,7 +29,6 @@ from fsharding.sharding.named_sharding import hides_owners
 from fsharding.train.microbatches import uncut, uneven
 from fsharding.train.row_hashes import hash_of_all, hash_rows
 from fsharding.train.state import TrainState
-from fsharding.tree import Tree
 
 __all__ = ["FirstStep", "agree_on_setup", "words_of_rows"]
 

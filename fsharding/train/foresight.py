@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding import _compat, random, tree
+from fsharding.base import _compat, tree
+from fsharding.base.errors import BatchError, MeshError, message
+from fsharding.base.public import kind_of, public, refuse
 from fsharding.comm.counters import Traffic, counting_bytes
-from fsharding.errors import BatchError, MeshError, message
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import abstract, coordinate, make_mesh, set_mesh
 from fsharding.mesh.failures import kept_as_it_was
 from fsharding.mesh.groups import groups_of_another_world
 from fsharding.optim.base import GradientTransformation
-from fsharding.public import kind_of, public, refuse
+from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, on_mesh
 from fsharding.train.state import Buffers, TrainState, init_state
 from fsharding.train.step import make_train_step

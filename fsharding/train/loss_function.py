@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import public_name
-from fsharding.errors import TransformError, listed, report
-from fsharding.precision import scaled_loss
-from fsharding.public import kind_of
-from fsharding.random import fold_in
+from fsharding.base import tree
+from fsharding.base.calls import public_name
+from fsharding.base.errors import TransformError, listed, report
+from fsharding.base.public import kind_of
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import scaled_loss
 from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.random import fold_in
 from fsharding.train.state import Buffers, TrainState
 from fsharding.transforms.value_and_grad import Loss, results_text
-from fsharding.tree import Tree
 
 __all__ = ["Beside", "LossFunction", "scaled"]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fsharding import tree
-from fsharding.errors import BatchError, message
+from fsharding.base import tree
+from fsharding.base.errors import BatchError, message
+from fsharding.base.public import YIELDS, public, yields_batches
+from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract, current_mesh, data_position
 from fsharding.ops.context_parallel import cut_leaves
-from fsharding.public import YIELDS, public, yields_batches
 from fsharding.sharding.leaf_plan import kind_text
-from fsharding.tree import Tree
 
 __all__ = ["local_batch", "split_batch", "uncut", "uneven"]
 

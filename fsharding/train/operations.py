@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsharding import tree
-from fsharding.errors import TransformError, message
+from fsharding.base import tree
+from fsharding.base.errors import TransformError, message
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.train.host_reads import HostReads, counting_host_reads, line_of_caller
 

@@ -17,16 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
-from fsharding.calls import public_name
+from fsharding.base import _compat, tree
+from fsharding.base.calls import public_name
+from fsharding.base.errors import LayoutError, message
+from fsharding.base.public import public, refuse
+from fsharding.base.tree import Tree
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
-from fsharding.errors import LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.mesh.failures import meet, naming_lost
-from fsharding.public import public, refuse
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
@@ -34,7 +35,6 @@ from fsharding.train import reshard_leaves
 from fsharding.train.reshard_leaves import Moving
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
-from fsharding.tree import Tree
 
 __all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
 

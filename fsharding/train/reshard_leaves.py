@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named, public_name
+from fsharding.base import tree
+from fsharding.base.calls import named, public_name
+from fsharding.base.errors import LayoutError, message
+from fsharding.base.public import refuse
+from fsharding.base.tree import Tree
 from fsharding.comm import reshard_plan
 from fsharding.comm.reshard_plan import Leaf
-from fsharding.errors import LayoutError, message
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
 from fsharding.optim.stacked import whole_shape
-from fsharding.public import refuse
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
 from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
 from fsharding.train.state_check import check_state
 from fsharding.transforms.weight_formats import AtRest, round_leaves
-from fsharding.tree import Tree
 
 __all__ = [
     "Moving",

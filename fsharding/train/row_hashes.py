@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.tree import Tree
+from fsharding.base import _compat, tree
+from fsharding.base.tree import Tree
 
 __all__ = ["hash_of_all", "hash_rows"]
 

@@ -12,14 +12,15 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding.errors import ArgumentError, message
+from fsharding.base import _compat
+from fsharding.base.errors import ArgumentError, message
+from fsharding.base.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
+from fsharding.base.tree import Tree
+from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.device_mesh import Mesh, abstract, make_mesh
 from fsharding.optim.base import GradientTransformation
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.pipeline.stages import stages_of
-from fsharding.precision import FP32, Precision
-from fsharding.public import check_function, check_optimizer, is_optimizer, public, refuse, refuse_module
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
 from fsharding.sharding.strategy import Strategy
@@ -27,7 +28,6 @@ from fsharding.sharding.strategy_names import StrategyName
 from fsharding.train.state import Buffers, TrainState, init_state
 from fsharding.train.step import TrainStep, make_train_step
 from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
-from fsharding.tree import Tree
 
 __all__ = ["setup"]
 

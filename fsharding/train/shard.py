@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from fsharding.calls import named
-from fsharding.errors import DataError, message
+from fsharding.base.calls import named
+from fsharding.base.errors import DataError, message
 
 __all__ = ["WHOLE", "Data", "Shard"]
 

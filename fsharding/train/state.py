@@ -18,21 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, random, tree
-from fsharding.calls import named, public_name
-from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.redistribute import redistribute
-from fsharding.comm.rounded_moves import start_rounded
-from fsharding.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, message
-from fsharding.formats import Blocks
-from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.consistency import checksum, compare, refuse_differences
-from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
-from fsharding.mesh.failures import meet, naming_lost
-from fsharding.mesh.unit_order import SAME_BUFFERS
-from fsharding.optim.base import GradientTransformation
-from fsharding.precision import Precision, ScaleState
-from fsharding.public import (
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named, public_name
+from fsharding.base.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, message
+from fsharding.base.public import (
     Immutable,
     check_function,
     check_optimizer,
@@ -42,15 +31,26 @@ from fsharding.public import (
     public,
     refuse,
 )
-from fsharding.random import Draw
-from fsharding.sharding import boxes
+from fsharding.base.tree import Tree
+from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.redistribute import redistribute
+from fsharding.comm.rounded_moves import start_rounded
+from fsharding.formats import Blocks
+from fsharding.formats.precision import Precision, ScaleState
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.consistency import checksum, compare, refuse_differences
+from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
+from fsharding.mesh.failures import meet, naming_lost
+from fsharding.mesh.unit_order import SAME_BUFFERS
+from fsharding.optim.base import GradientTransformation
+from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
+from fsharding.sharding.random import Draw
 from fsharding.train.state_check import check_leaves, check_main
 from fsharding.transforms.weight_formats import roundings_of_copies
-from fsharding.tree import Tree
 
 __all__ = [
     "Buffers",

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
-from fsharding.errors import LayoutError, message
+from fsharding.base import _compat, tree
+from fsharding.base.errors import LayoutError, message
+from fsharding.base.tree import Tree
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
-from fsharding.tree import Tree
 
 __all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
 

@@ -19,12 +19,32 @@ from typing import Any, NamedTuple, Unpack, cast
 import torch
 from torch import Tensor
 
-from fsharding import _compat, tree
-from fsharding.calls import named
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import (
+    ArgumentError,
+    ConfigError,
+    FshardingError,
+    NonFiniteError,
+    ScheduleError,
+    message,
+    report,
+)
+from fsharding.base.public import (
+    check_function,
+    check_optimizer,
+    is_optimizer,
+    kind_of,
+    missing_name,
+    public,
+    refuse,
+    refuse_compiled,
+)
+from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
 from fsharding.comm.transport import start_sum
-from fsharding.errors import ArgumentError, ConfigError, FshardingError, NonFiniteError, ScheduleError, message, report
+from fsharding.formats.precision import Precision, check_precision
 from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone
 from fsharding.mesh.failures import naming_lost, unlike_ranks
@@ -38,20 +58,9 @@ from fsharding.optim.schedules import noting_rates
 from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
-from fsharding.precision import Precision, check_precision
-from fsharding.public import (
-    check_function,
-    check_optimizer,
-    is_optimizer,
-    kind_of,
-    missing_name,
-    public,
-    refuse,
-    refuse_compiled,
-)
-from fsharding.random import fold_in
 from fsharding.sharding.layout import Layout, check_fit, on_mesh
 from fsharding.sharding.named_sharding import local_of
+from fsharding.sharding.random import fold_in
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
 from fsharding.train.loss_function import LossFunction, scaled
@@ -75,7 +84,6 @@ from fsharding.transforms.first_call import FirstCall
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
-from fsharding.tree import Tree
 
 __all__ = [
     "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "make_train_step", "model_loss",

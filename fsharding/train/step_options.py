@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, cast, get_type_hints
 
-from fsharding.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, message
 from fsharding.pipeline.schedule import Schedule
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import check_depth

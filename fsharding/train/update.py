@@ -6,14 +6,14 @@ Law: with the gradients of `value_and_grad(loss_fn, grads=state.layout.main)`, t
 
 from __future__ import annotations
 
-from fsharding import _compat
+from fsharding.base import _compat
+from fsharding.base.errors import ArgumentError, message
+from fsharding.base.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
+from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.errors import ArgumentError, message
 from fsharding.optim.base import GradientTransformation, refuse_no_gradients
 from fsharding.optim.updates import apply_gradients
-from fsharding.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
 from fsharding.train.state import TrainState, main_of, rounding_key, sealed, spread
-from fsharding.tree import Tree
 
 __all__ = ["update"]
 

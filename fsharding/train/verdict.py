@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding.errors import FshardingError
-from fsharding.precision import LossScale
+from fsharding.base import _compat
+from fsharding.base.errors import FshardingError
+from fsharding.formats.precision import LossScale
 
 __all__ = ["GOOD", "REFUSED", "SKIPPED", "UNLIKE", "PendingVerdict", "verdict_of"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from fsharding import _compat
-from fsharding.calls import named
-from fsharding.errors import TransformError, message
+from fsharding.base import _compat
+from fsharding.base.calls import named
+from fsharding.base.errors import TransformError, message
 
 __all__ = ["refuse_bare_casts"]
 

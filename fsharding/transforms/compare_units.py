@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding.calls import named
+from fsharding.base.calls import named
+from fsharding.base.public import refuse
 from fsharding.comm.step_agreement import comparison_of
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.mesh.failures import naming_lost, order_here
-from fsharding.public import refuse
 
 __all__ = ["compare_units"]
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from fsharding import _compat, random
-from fsharding.calls import public_name
+from fsharding.base import _compat
+from fsharding.base.calls import public_name
+from fsharding.base.errors import TransformError, report
 from fsharding.comm.step_agreement import numbers_of_all
-from fsharding.errors import TransformError, report
 from fsharding.mesh.device_mesh import Mesh
+from fsharding.sharding import random
 from fsharding.transforms.gather_context import GatherContext
 from fsharding.transforms.loss_checks import line_of_user
 

@@ -37,13 +37,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding import _compat, _functorch
+from fsharding.base import _compat, _functorch
+from fsharding.base.errors import ConfigError, TransformError, listed, message, report
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain, Wire
-from fsharding.errors import ConfigError, TransformError, listed, message, report
 from fsharding.formats.quantized import Quantized
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here

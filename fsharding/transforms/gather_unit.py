@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, _functorch, tree
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.errors import LayoutError, SpecError, TransformError, listed, message
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.comm.bucket import Slot
 from fsharding.comm.wires import Plain
-from fsharding.errors import LayoutError, SpecError, TransformError, listed, message
+from fsharding.formats.precision import wide
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.call_stacks import site_here
 from fsharding.mesh.failures import order_here
 from fsharding.ops import collectives
-from fsharding.precision import wide
-from fsharding.public import public
 from fsharding.sharding import named_sharding
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, to_local, typeof
@@ -35,7 +36,6 @@ from fsharding.transforms import policies
 from fsharding.transforms.gather_context import GatherContext, current_context
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.unit_plan import GradTarget, LeafIndex, UnitLeaf, plan_unit
-from fsharding.tree import Tree
 
 __all__ = [
     "UnitsAhead",

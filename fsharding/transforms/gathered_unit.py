@@ -14,14 +14,14 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fsharding import _compat
-from fsharding.calls import named
+from fsharding.base import _compat
+from fsharding.base.calls import named
+from fsharding.base.errors import TransformError, message
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Gathered, start_gather
-from fsharding.errors import TransformError, message
 from fsharding.formats.quantized import Quantized
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.unit_plan import GatherBucket, LeafIndex, UnitPlan

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory, Terms, done

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
-from fsharding import tree
-from fsharding.calls import named
-from fsharding.errors import TransformError, message
-from fsharding.public import check_function, public
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import TransformError, message
+from fsharding.base.public import check_function, public
+from fsharding.base.tree import Tree
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.sharding.partition_spec import P
-from fsharding.tree import Tree
 
 __all__ = ["hessian", "jacfwd"]
 

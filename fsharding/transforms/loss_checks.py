@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
-from fsharding.errors import (
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import (
     ArgumentError,
     BatchError,
     DtypeError,
@@ -36,12 +36,12 @@ from fsharding.errors import (
     listed,
     message,
 )
+from fsharding.base.public import YIELDS, kind_of, yields_batches
+from fsharding.base.tree import Tree
 from fsharding.mesh.call_stacks import LIBRARY
-from fsharding.public import YIELDS, kind_of, yields_batches
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext
-from fsharding.tree import Tree
 
 __all__ = ["explained", "line_of_user"]
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, tree
-from fsharding.calls import public_name
-from fsharding.errors import LayoutError, TransformError, TreeError, message
+from fsharding.base import _compat, tree
+from fsharding.base.calls import public_name
+from fsharding.base.errors import LayoutError, TransformError, TreeError, message
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
 from fsharding.ops import collectives
-from fsharding.public import public
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, to_local, typeof
 from fsharding.transforms.gather_context import current_context
-from fsharding.tree import Tree
 
 __all__ = ["counts_here", "norm_in_flight", "vdot"]
 

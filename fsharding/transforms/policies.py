@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsharding.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, message
 
 __all__ = [
     "POLICIES",

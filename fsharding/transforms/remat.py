@@ -21,9 +21,9 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsharding import _compat, _functorch
+from fsharding.base import _compat, _functorch
+from fsharding.base.public import check_function, public
 from fsharding.mesh.device_mesh import Mesh, mesh_here, set_mesh
-from fsharding.public import check_function, public
 from fsharding.sharding.named_sharding import opened
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import without_context

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.formats.quantized import noting_numbers
 from fsharding.transforms.gathered_unit import GatheredUnit
 

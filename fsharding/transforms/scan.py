@@ -14,16 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fsharding import _compat, _functorch, tree
-from fsharding.errors import ArgumentError, TreeError, message, report
-from fsharding.public import check_function, kind_of, public
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.errors import ArgumentError, TreeError, message, report
+from fsharding.base.public import check_function, kind_of, public
+from fsharding.base.tree import Tree
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import current_context, prefetch_depth
 from fsharding.transforms.gather_unit import UnitsAhead, gather_unit, local_nodes, refuse_cut_layers, rows_of
 from fsharding.transforms.policies import Policy, check_policy
 from fsharding.transforms.remat import remat
-from fsharding.tree import Tree
 
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
 

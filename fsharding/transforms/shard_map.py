@@ -15,15 +15,15 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, _functorch, tree
-from fsharding.calls import named
-from fsharding.errors import TransformError, message
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import TransformError, message
+from fsharding.base.public import check_function, public, refuse_compiled
+from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract, set_mesh
 from fsharding.mesh.failures import order_here
-from fsharding.public import check_function, public, refuse_compiled
 from fsharding.sharding.named_sharding import Local, hides_owners, to_local, typeof
 from fsharding.sharding.partition_spec import P
-from fsharding.tree import Tree
 
 __all__ = ["shard_map"]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding._compat import cache_on_its_mesh, cache_on_mesh
+from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.comm.move import Move, plan_move
 from fsharding.comm.steps import begins_with_sum, kinds_of, plan_steps
 from fsharding.comm.wires import Payload, Plain, SentLeaf, Wire

@@ -17,20 +17,21 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from fsharding import _compat, _functorch, tree
-from fsharding.calls import named
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, NonFiniteError, TransformError, message, report
+from fsharding.base.public import check_function, public, refuse, refuse_compiled
+from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.comm.wires import Plain
-from fsharding.errors import ConfigError, NonFiniteError, TransformError, message, report
 from fsharding.formats import Blocks
+from fsharding.formats.precision import FP32, KEEP, PatternLeaf, Precision, check_precision
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost, order_here
 from fsharding.ops.scaled_mm import scaled_kernel
-from fsharding.precision import FP32, KEEP, PatternLeaf, Precision, check_precision
-from fsharding.public import check_function, public, refuse, refuse_compiled
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import (
     Local,
@@ -48,7 +49,6 @@ from fsharding.transforms.gather_context import GatherContext, activate, check_d
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.unit_plan import GradTarget
 from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
-from fsharding.tree import Tree
 
 __all__ = [
     "Agreement", "GradFn", "Loss", "Tape", "agreement_of_call", "global_loss", "is_divisor", "loss_and_grads",

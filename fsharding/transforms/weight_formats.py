@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import random, tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
-from fsharding.errors import ConfigError, message, report
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
+from fsharding.formats.precision import Precision
 from fsharding.mesh.device_mesh import Mesh, data_position
-from fsharding.precision import Precision
+from fsharding.sharding import random
 from fsharding.sharding.boxes import Runs, cut_runs
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
 from fsharding.sharding.named_sharding import NamedSharding, to_local
 from fsharding.transforms.unit_plan import GradTarget, LeafIndex, whole
-from fsharding.tree import Tree
 
 __all__ = [
     "AtRest", "WeightFormats", "key_of_terms", "round_leaves", "round_params", "roundings_in_flight",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.mesh import backends, failures
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.testing import assert_bitwise_equal, run_ranks

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.bench.hosts import arguments_of, on_two_hosts
-from fsharding.bench.options import StepConfig
-from fsharding.errors import ConfigError, RankError
+from fsharding.apps.bench.hosts import arguments_of, on_two_hosts
+from fsharding.apps.bench.options import StepConfig
+from fsharding.base.errors import ConfigError, RankError
 from fsharding.testing import HostPair, assert_bitwise_equal, run_ranks
 from tests import on_hosts
 from tests.helpers import full, refusal, until

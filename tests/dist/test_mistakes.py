@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.errors import FshardingError
+from fsharding.base.errors import FshardingError
 from fsharding.testing import run_ranks
 from tests.helpers import words_of_torch
 

@@ -21,8 +21,8 @@ from jupyter_client import KernelManager
 from nbclient import NotebookClient
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, ConfigError
-from fsharding.notebook import CallFailure, Ranks
+from fsharding.apps.notebook import CallFailure, Ranks
+from fsharding.base.errors import ArgumentError, ConfigError
 from tests.helpers import full, refusal, until
 
 

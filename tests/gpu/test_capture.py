@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.precision import LossScale, Precision
+from fsharding.formats.precision import LossScale, Precision
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import bits, refusal
 

@@ -9,9 +9,9 @@ import torch
 
 import fsharding as fs
 from fsharding import checkpoint, optim, random
-from fsharding.bench.rounds import allocated
+from fsharding.apps.bench.rounds import allocated
+from fsharding.formats.precision import Precision
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.precision import Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import full

@@ -8,7 +8,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats, ops
-from fsharding.precision import Precision
+from fsharding.formats.precision import Precision
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsharding as fs
-from fsharding.errors import FshardingError
+from fsharding.base.errors import FshardingError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
 from tests.modules import Module

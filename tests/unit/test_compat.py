@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding import _compat, _functorch, ops
-from fsharding.errors import LayoutError
+from fsharding import ops
+from fsharding.base import _compat, _functorch
+from fsharding.base.errors import LayoutError
 from fsharding.ops import scaled_mm
 from fsharding.ops.grouped_matmul import _has_kernel, _takes_kernel
 from fsharding.testing import assert_bitwise_equal
@@ -50,7 +51,7 @@ def test_a_fake_group_is_one_rank_of_many_and_sends_nothing():
 FAKE_CUDA = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from fsharding import _compat
+from fsharding.base import _compat
 
 def backward(device):
     with torch.autograd.set_multithreading_enabled(False):

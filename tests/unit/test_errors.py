@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fsharding import errors
-from fsharding.calls import call_as, name_of, named, public_name
-from fsharding.errors import FshardingError, listed, message, printable, report
+from fsharding.base.calls import call_as, name_of, named, public_name
+from fsharding.base.errors import FshardingError, listed, message, printable, report
 
 
 def test_a_message_has_rule_rows_and_mend():

@@ -11,9 +11,9 @@ from torch import nn
 
 import fsharding as fs
 from fsharding import tree
-from fsharding.errors import FrozenError
+from fsharding.apps.notebook import ObjectRef
+from fsharding.base.errors import FrozenError
 from fsharding.interop.module.functionalize import PureModule
-from fsharding.notebook import ObjectRef
 from tests.helpers import refusal
 from tests.public import CALLABLES, CLASSES
 

@@ -14,7 +14,7 @@ import pytest
 import tyro
 import yaml
 
-from fsharding.cli import main as command_line
+from fsharding.apps.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding import tree
-from fsharding._compat import cache_on_mesh, kept_by
+from fsharding.base._compat import cache_on_mesh, kept_by
 from fsharding.mesh import device_mesh
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import mesh_view
@@ -74,7 +74,7 @@ def test_a_tensor_on_disk_needs_nothing_of_ours():
     assert kept_by(x.device_mesh)
     file = io.BytesIO()
     torch.save(x, file)
-    assert b"fsharding._compat" not in file.getvalue()
+    assert b"fsharding.base._compat" not in file.getvalue()
     file.seek(0)
     again = torch.load(file, weights_only=True)
     assert again.to_local().tolist() == [0.0, 1.0, 2.0] and not kept_by(again.device_mesh)

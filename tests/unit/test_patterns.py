@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ConfigError, LayoutError, SpecError, TreeError
-from fsharding.precision import KEEP, Precision
+from fsharding.base.errors import ConfigError, LayoutError, SpecError, TreeError
+from fsharding.formats.precision import KEEP, Precision
 
 BF16 = torch.bfloat16
 MX = fs.formats.MXFP8

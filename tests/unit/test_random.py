@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsharding as fs
-from fsharding import _compat, random
-from fsharding.errors import LayoutError, RandomKeyError
+from fsharding import random
+from fsharding.base import _compat
+from fsharding.base.errors import LayoutError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
 from tests import helpers
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import tree
-from fsharding.calls import call_as
-from fsharding.errors import TreeError
+from fsharding.base.calls import call_as
+from fsharding.base.errors import TreeError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal
 from tests import helpers

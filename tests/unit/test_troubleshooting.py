@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import fsharding as fs
+from fsharding.apps.cli.main import main
 from fsharding.checkpoint.manifest import text_of
-from fsharding.cli.main import main
 from tests.pages import code_spans, rows_of, said
 
 CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)

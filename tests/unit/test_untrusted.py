@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsharding.untrusted import beside, open_plain, own_tree, parse_json, read_json, read_plain
+from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json, read_plain
 from tests import helpers
 
 refusal = functools.partial(helpers.refusal, kind=ValueError)

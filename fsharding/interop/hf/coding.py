@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsharding.base.errors import message
 from fsharding.checkpoint.byte_ranges import pieces
-from fsharding.checkpoint.coded_weights import SCALES, touched_by
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.comm.redistribute import in_buckets
-from fsharding.errors import message
+from fsharding.foreign.coded_weights import SCALES, touched_by
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
+from fsharding.formats.precision import KEEP, Precision
 from fsharding.interop.hf.naming import Piece
-from fsharding.precision import KEEP, Precision
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.interop.hf.config_tables import FAMILIES, config_of
 from fsharding.models.decoder import DecoderConfig
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsharding.calls import named
-from fsharding.checkpoint.coded_weights import CONFIG_LIMIT, blocks_of
-from fsharding.errors import ConfigError, listed, message, report
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, listed, message, report
+from fsharding.base.untrusted import beside, read_json
+from fsharding.foreign.coded_weights import CONFIG_LIMIT, blocks_of
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
-from fsharding.untrusted import beside, read_json
 
 __all__ = ["FAMILIES", "GENERATION", "Family", "config_json", "config_of"]
 

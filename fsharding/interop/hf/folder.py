@@ -16,16 +16,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fsharding.checkpoint import coded_weights
-from fsharding.checkpoint.coded_weights import Reader
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.untrusted import beside
 from fsharding.checkpoint.directory import StrPath, real_path
-from fsharding.checkpoint.foreign_weights import Weights, open_file, table_of
 from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.checkpoint.reader import LeafInfo
-from fsharding.checkpoint.safetensors_layout import INDEX
-from fsharding.errors import CheckpointError, message
+from fsharding.foreign import coded_weights
+from fsharding.foreign.coded_weights import Reader
+from fsharding.foreign.foreign_weights import Weights, open_file, table_of
+from fsharding.foreign.safetensors_layout import INDEX
 from fsharding.sharding.boxes import Box
-from fsharding.untrusted import beside
 
 __all__ = ["Folder", "open_folder"]
 

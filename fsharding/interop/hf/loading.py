@@ -11,25 +11,25 @@ import os
 from itertools import islice
 from typing import Any, Literal
 
-from fsharding import _compat, tree
-from fsharding.calls import named
-from fsharding.checkpoint.coded_weights import CONFIG_KEY
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, FshardingError, message
+from fsharding.base.public import check_path
+from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.name_map import SAME_BUFFERS, constants_of, other_constants
 from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.state_leaves import Shards, Want, main_wants, staged
-from fsharding.errors import CheckpointError, FshardingError, message
+from fsharding.foreign.coded_weights import CONFIG_KEY
+from fsharding.foreign.name_map import SAME_BUFFERS, constants_of, other_constants
+from fsharding.formats.precision import DTYPES
 from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.folder import Folder, open_folder
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
-from fsharding.precision import DTYPES
-from fsharding.public import check_path
 from fsharding.sharding.layout import Layout
-from fsharding.tree import Tree
 
 __all__ = ["load"]
 

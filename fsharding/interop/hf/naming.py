@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
-from fsharding.calls import named
-from fsharding.checkpoint.name_map import Name as SimpleName
-from fsharding.checkpoint.name_map import Rows, Transposed, our_box, parts
+from fsharding.base.calls import named
+from fsharding.foreign.name_map import Name as SimpleName
+from fsharding.foreign.name_map import Rows, Transposed, our_box, parts
 from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box

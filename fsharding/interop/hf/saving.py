@@ -24,20 +24,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding import tree
-from fsharding.calls import named
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.public import check_path
+from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
-from fsharding.checkpoint.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
-from fsharding.checkpoint.foreign_weights import SAFETENSORS
-from fsharding.checkpoint.name_map import written_constants
 from fsharding.checkpoint.reader import LeafInfo
-from fsharding.checkpoint.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import Shards, staged
-from fsharding.errors import CheckpointError, message
+from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
+from fsharding.foreign.foreign_weights import SAFETENSORS
+from fsharding.foreign.name_map import written_constants
+from fsharding.foreign.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
 from fsharding.formats import Blocks
 from fsharding.interop.hf.coding import Coding, rule_of
 from fsharding.interop.hf.comparison import differences, generation_of
@@ -46,7 +48,6 @@ from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, name
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.public import check_path
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
@@ -55,7 +56,6 @@ from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.train.state import Buffers, TrainState, main_of
 from fsharding.train.state_check import check_state
-from fsharding.tree import Tree
 
 __all__ = ["Saved", "save", "shards_at_home", "stored_params"]
 

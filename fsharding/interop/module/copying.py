@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsharding import _compat
-from fsharding.calls import named
-from fsharding.errors import ConfigError, message
+from fsharding.base import _compat
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
 
 __all__ = ["copy_module"]
 

@@ -6,7 +6,7 @@ Law: a mesh with `ep` never gathers all experts of a module without an error.
 
 from __future__ import annotations
 
-from fsharding.errors import ConfigError, report
+from fsharding.base.errors import ConfigError, report
 from fsharding.interop.hf.config_tables import FAMILIES
 from fsharding.interop.module.structure import Anatomy
 from fsharding.mesh.device_mesh import Mesh, abstract

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from fsharding import _compat, tree
-from fsharding.calls import named
-from fsharding.checkpoint.name_map import ModuleNames, Rows, written_constants
-from fsharding.errors import ConfigError, message
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import Immutable, public, refuse
+from fsharding.base.tree import Tree
+from fsharding.foreign.name_map import ModuleNames, Rows, written_constants
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
 from fsharding.interop.module.experts import check_experts
@@ -31,11 +33,9 @@ from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns,
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.interop.module.written_buffers import check_buffers, written_buffers
 from fsharding.mesh.device_mesh import Mesh
-from fsharding.public import Immutable, public, refuse
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
-from fsharding.tree import Tree
 
 __all__ = ["PureModule", "functionalize", "made"]
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fsharding import ops
+from fsharding.base.tree import Tree
 from fsharding.interop.hf.naming import Joined, Name
 from fsharding.interop.module.layers import Role, Roles
 from fsharding.interop.module.structure import NameTable
 from fsharding.mesh.device_mesh import axis_size
-from fsharding.tree import Tree
 
 __all__ = ["FAMILIES", "Family", "Parts", "family_of"]
 

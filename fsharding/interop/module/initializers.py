@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fsharding import _compat, _functorch, random
-from fsharding.errors import ConfigError, report
+from fsharding.base import _compat, _functorch
+from fsharding.base.errors import ConfigError, report
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
+from fsharding.sharding import random
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = [

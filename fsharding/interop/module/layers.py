@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
-from fsharding.errors import ConfigError, FshardingError
+from fsharding.base.errors import ConfigError, FshardingError
 from fsharding.interop.module.problems import problem
 from fsharding.interop.module.structure import shadowed
 

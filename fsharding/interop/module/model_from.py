@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fsharding import _compat, ops, tree
-from fsharding.calls import named
-from fsharding.errors import ConfigError, TransformError, message
+from fsharding import ops
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, TransformError, message
+from fsharding.base.tree import Tree
 from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import Parts, family_of
@@ -39,7 +41,6 @@ from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.partition_spec import AxisRules
-from fsharding.tree import Tree
 
 __all__ = ["model_from"]
 

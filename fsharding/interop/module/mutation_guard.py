@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsharding import _compat, _functorch
+from fsharding.base import _compat, _functorch
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = ["Watch", "unlike_blocks"]

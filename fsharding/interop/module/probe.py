@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsharding import tree
+from fsharding.base import tree
 from fsharding.interop.module.layers import Role
 from fsharding.sharding import boxes
 

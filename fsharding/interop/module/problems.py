@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharding.errors import ConfigError, FshardingError, message
+from fsharding.base.errors import ConfigError, FshardingError, message
 
 __all__ = ["FUNCTION", "check_module", "problem", "refuse_all"]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fsharding import _compat, _functorch, random, tree
-from fsharding.errors import FshardingError, TransformError, report
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.errors import FshardingError, TransformError, report
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import generator_bytes, seed_of
@@ -35,6 +35,7 @@ from fsharding.mesh.consistency import checksum
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.mesh.failures import order_here
 from fsharding.mesh.unit_order import SAME_CONSTANTS
+from fsharding.sharding import random
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import current_context, is_evaluating, prefetch_depth

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fsharding.checkpoint.name_map import Rows
-from fsharding.errors import ConfigError, FshardingError, LayoutError, TreeError, listed
+from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TreeError, listed
+from fsharding.base.tree import Tree
+from fsharding.foreign.name_map import Rows
 from fsharding.interop.module.problems import problem, refuse_all
 from fsharding.sharding.leaf_plan import LAYERS, type_text
 from fsharding.sharding.partition_spec import DimName
-from fsharding.tree import Tree
 
 __all__ = [
     "Anatomy",

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsharding import _compat, ops
-from fsharding.errors import ConfigError, report
+from fsharding import ops
+from fsharding.base import _compat
+from fsharding.base.errors import ConfigError, report
 from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
 from fsharding.interop.module.layers import LayerRoles, Role
 from fsharding.interop.module.structure import Anatomy

@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fsharding import ops
-from fsharding.errors import ConfigError, FshardingError
+from fsharding.base.errors import ConfigError, FshardingError
 from fsharding.interop.module.problems import problem
 from fsharding.interop.module.tensor_parallel import Bare
 from fsharding.mesh.abstract_mesh import DATA_AXES

@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import pytest
 
-from fsharding.bench import memory, overhead, pipeline
-from fsharding.bench.optimizer import bench_optimizer
-from fsharding.bench.options import OptimizerConfig, OverheadConfig, PipelineConfig, StepConfig
-from fsharding.bench.rounds import agree
-from fsharding.bench.step import bench_step, measure
-from fsharding.errors import ConfigError
+from fsharding.apps.bench import memory, overhead, pipeline
+from fsharding.apps.bench.optimizer import bench_optimizer
+from fsharding.apps.bench.options import OptimizerConfig, OverheadConfig, PipelineConfig, StepConfig
+from fsharding.apps.bench.rounds import agree
+from fsharding.apps.bench.step import bench_step, measure
+from fsharding.base.errors import ConfigError
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.testing import run_ranks
 from tests.helpers import full

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import RankError
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import Writer, write_metadata
-from fsharding.errors import RankError
 from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import RankError
 from fsharding.checkpoint import background, directory
-from fsharding.errors import RankError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.checkpoints_on_ranks import OPERATIONS, answer, numbered, planned, portions, whole

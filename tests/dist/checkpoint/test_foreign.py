@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.errors import CheckpointError, RankError
+from fsharding.base.errors import CheckpointError, RankError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.train.state import main_of

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fsharding as fs
-from fsharding import checkpoint, precision
+from fsharding import checkpoint
+from fsharding.formats import precision
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train.state import main_of
 from tests.helpers import full, token_batch

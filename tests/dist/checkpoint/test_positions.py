@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.errors import CheckpointError
+from fsharding.base.errors import CheckpointError
 from fsharding.testing import run_ranks
 from tests.helpers import refusal
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import CheckpointError, ConfigError, RankError, ReplicaError
+from fsharding.base.errors import CheckpointError, ConfigError, RankError, ReplicaError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import run_ranks
 

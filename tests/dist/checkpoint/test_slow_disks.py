@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import ArgumentError, CheckpointError, RankError
 from fsharding.checkpoint import background
-from fsharding.errors import ArgumentError, CheckpointError, RankError
 from fsharding.interop import hf
 from fsharding.testing import assert_bitwise_equal, ranks, run_ranks
 from fsharding.train.state import main_of

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import tyro
 
-from fsharding.bench.options import OverheadConfig
-from fsharding.bench.overhead import measure
-from fsharding.cli.config import check, schedule_of, stages
-from fsharding.cli.main import main
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import _train
+from fsharding.apps.bench.options import OverheadConfig
+from fsharding.apps.bench.overhead import measure
+from fsharding.apps.cli.config import check, schedule_of, stages
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import _train
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.pipeline.schedule import plan_schedule

@@ -10,8 +10,8 @@ import pytest
 import tyro
 
 import fsharding as fs
-from fsharding.cli.generate import _generate, check_generate
-from fsharding.cli.options import GenerateConfig
+from fsharding.apps.cli.generate import _generate, check_generate
+from fsharding.apps.cli.options import GenerateConfig
 from fsharding.testing import run_ranks
 from tests.helpers import mesh_of
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import tyro
 
 from fsharding import checkpoint
+from fsharding.apps.cli.config import check
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.resume import choose
+from fsharding.apps.cli.train import _train
+from fsharding.base.errors import CheckpointError, FshardingError
 from fsharding.checkpoint.directory import survey
-from fsharding.cli.config import check
-from fsharding.cli.main import main
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.resume import choose
-from fsharding.cli.train import _train
-from fsharding.errors import CheckpointError, FshardingError
 from fsharding.testing import run_ranks
 from tests.commands import losses
 

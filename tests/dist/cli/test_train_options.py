@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import tyro
 
-from fsharding.cli.config import check
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import _train
+from fsharding.apps.cli.config import check
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import _train
 from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import run_ranks
 from tests.commands import clean_environment

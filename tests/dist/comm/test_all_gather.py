@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.base.errors import RankError
 from fsharding.comm.bucket import plan_bucket, whole_views
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.handles import FreshMemory
-from fsharding.comm.shared_memory import segments
 from fsharding.comm.transport import transport_for
-from fsharding.errors import RankError
+from fsharding.contrib.shared_memory import segments
 from fsharding.mesh.device_mesh import axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 from tests.helpers import TRANSPORTS

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.base.errors import RankError
 from fsharding.comm.counters import counting_bytes
 from fsharding.comm.move import plan_move
 from fsharding.comm.native import Message
-from fsharding.comm.pairwise import SHORT
-from fsharding.comm.shared_memory import segments
 from fsharding.comm.transport import choice_for, start_sum, transport_for
 from fsharding.comm.wires import Plain
-from fsharding.errors import RankError
+from fsharding.contrib.pairwise import SHORT
+from fsharding.contrib.shared_memory import segments
 from fsharding.mesh.device_mesh import Group, axis_group
 from fsharding.testing import RankPool, assert_bitwise_equal, run_ranks
 from tests.helpers import TRANSPORTS

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import formats, policies
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
+from fsharding.formats.precision import Precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.precision import Precision
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import full, mesh_of, refusal

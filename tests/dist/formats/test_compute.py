@@ -7,8 +7,8 @@ from torch import nn
 
 import fsharding as fs
 from fsharding import formats, policies
-from fsharding.errors import ConfigError
-from fsharding.precision import KEEP, Precision
+from fsharding.base.errors import ConfigError
+from fsharding.formats.precision import KEEP, Precision
 from fsharding.testing import run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import full, mesh_of, refusal

@@ -14,8 +14,8 @@ from fsharding import formats
 from fsharding.comm import rounded_moves
 from fsharding.comm.counters import counting_bytes
 from fsharding.formats import Blocks, codec
+from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.precision import KEEP, Precision
 from fsharding.sharding.leaf_plan import is_stacked
 from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.partition_spec import Fused

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import formats
+from fsharding.base.errors import ConfigError, LayoutError, NonFiniteError
 from fsharding.comm import codes
 from fsharding.comm.transport import transport_for
-from fsharding.errors import ConfigError, LayoutError, NonFiniteError
 from fsharding.formats import Blocks, codec
+from fsharding.formats.precision import KEEP, MXFP8, Precision
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, axis_group
-from fsharding.precision import KEEP, MXFP8, Precision
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.testing import run_ranks
 from fsharding.transforms.unit_plan import whole

@@ -8,8 +8,8 @@ import torch
 import fsharding as fs
 from fsharding import formats
 from fsharding.comm import rounded_moves
+from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.precision import KEEP, Precision
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from tests.helpers import full
 

@@ -8,7 +8,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.precision import FP8, FP8_BLOCK, KEEP, MXFP8, Precision
+from fsharding.formats.precision import FP8, FP8_BLOCK, KEEP, MXFP8, Precision
 from fsharding.testing import run_ranks
 from tests.helpers import full
 

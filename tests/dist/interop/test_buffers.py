@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ConfigError, NonFiniteError, RankError, ReplicaError, TransformError
+from fsharding.base.errors import ConfigError, NonFiniteError, RankError, ReplicaError, TransformError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.train.capture import captured
 from tests.helpers import bits as all_bits

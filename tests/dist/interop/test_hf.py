@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import checkpoint, ops
-from fsharding.bench.rounds import allocated
+from fsharding.apps.bench.rounds import allocated
+from fsharding.base.errors import CheckpointError, ConfigError, RankError
 from fsharding.checkpoint.reader import LeafInfo
-from fsharding.checkpoint.safetensors_layout import tensor_files
-from fsharding.errors import CheckpointError, ConfigError, RankError
+from fsharding.foreign.safetensors_layout import tensor_files
 from fsharding.interop import hf
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import sharding_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.interop.module.layers import REPLACED
 from fsharding.testing import assert_trees_close, run_ranks
 

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 import fsharding as fs
 from fsharding import tree
-from fsharding.errors import CheckpointError, ConfigError
+from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests import megatron_format as theirs
 

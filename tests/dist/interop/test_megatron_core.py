@@ -7,7 +7,7 @@ import torch
 
 import fsharding as fs
 from fsharding import tree
-from fsharding.errors import CheckpointError
+from fsharding.base.errors import CheckpointError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests import megatron_core as core
 from tests import megatron_format as theirs

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import _train
-from fsharding.errors import BatchError, ConfigError
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import _train
+from fsharding.base.errors import BatchError, ConfigError
 from fsharding.testing import RankPool, run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import MeshError
+from fsharding.base.errors import MeshError
 from fsharding.mesh import device_mesh
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.testing import run_ranks

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.base.errors import CheckpointError, RankError
 from fsharding.checkpoint import loading, saving
-from fsharding.errors import CheckpointError, RankError
 from fsharding.mesh import device_mesh as mesh_module
 from fsharding.mesh import failures
 from fsharding.pipeline import executor

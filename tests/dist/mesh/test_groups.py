@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import _compat
+from fsharding.base import _compat
 from fsharding.mesh import device_mesh
 from fsharding.testing import run_ranks
 from tests.helpers import full, token_batch

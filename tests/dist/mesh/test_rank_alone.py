@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import RankError
+from fsharding.base.errors import RankError
 from fsharding.mesh import failures
 from fsharding.mesh.backends import default_store
 from fsharding.testing import RankPool

@@ -14,7 +14,7 @@ PROGRAM = """
     warnings.simplefilter("error")
     from datetime import timedelta
     import fsharding as fs
-    from fsharding.errors import FshardingError
+    from fsharding.base.errors import FshardingError
     from fsharding.mesh import rendezvous
     if __name__ == "__main__":
         rendezvous._REMIND_S = float(sys.argv[2])
@@ -112,7 +112,7 @@ FULL_TENSOR = """
     from datetime import timedelta
     import torch
     import fsharding as fs
-    from fsharding.errors import RankError
+    from fsharding.base.errors import RankError
     if __name__ == "__main__":
         fs.make_mesh(dp=2, device="cpu", timeout=timedelta(seconds=60))  # they start at different times
         mesh = fs.make_mesh(dp=2, device="cpu", timeout=timedelta(seconds=5))

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
 from tests.helpers import full, mesh_of, refusal, token_batch

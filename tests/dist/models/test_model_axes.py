@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import full
 from tests.models import DEEP, close, on_ranks

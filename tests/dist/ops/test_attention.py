@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
-from fsharding import _compat, ops
+from fsharding import ops
+from fsharding.base import _compat
+from fsharding.base.errors import TransformError
 from fsharding.comm.native import Native, Works
-from fsharding.errors import TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import MeshError, SpecError, TransformError
+from fsharding.base.errors import MeshError, SpecError, TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding.boxes import chunk

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import LayoutError, SpecError
+from fsharding.base.errors import LayoutError, SpecError
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import axis_group, coordinate, data_position
 from fsharding.ops.moe import owned_experts

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import DataError, SpecError
+from fsharding.base.errors import DataError, SpecError
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.boxes import chunk
 from fsharding.testing import assert_adjoint, assert_trees_close, rank_values, run_ranks

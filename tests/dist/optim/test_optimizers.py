@@ -13,7 +13,7 @@ import torch
 
 import fsharding as fs
 from fsharding import checkpoint, optim
-from fsharding.errors import LayoutError
+from fsharding.base.errors import LayoutError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import full, mesh_of, normal_tree, whole

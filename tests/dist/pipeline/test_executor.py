@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsharding as fs
+from fsharding.base.errors import ScheduleError
 from fsharding.comm import redistribute
 from fsharding.comm.events import following
-from fsharding.errors import ScheduleError
 from fsharding.pipeline import stage_state
 from fsharding.pipeline.executor import _Run
 from fsharding.pipeline.lowering import late

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsharding.errors import RankError
+from fsharding.base.errors import RankError
 from fsharding.testing import RankFailure, RankPool, assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import full
 

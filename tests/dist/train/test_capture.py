@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
-from fsharding import _compat
-from fsharding.errors import BatchError, ConfigError, DonatedError, LayoutError, NonFiniteError, TransformError
-from fsharding.precision import LossScale, Precision
+from fsharding.base import _compat
+from fsharding.base.errors import BatchError, ConfigError, DonatedError, LayoutError, NonFiniteError, TransformError
+from fsharding.formats.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train.capture import captured

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, BatchError, ConfigError, ScheduleError
+from fsharding.base.errors import ArgumentError, BatchError, ConfigError, ScheduleError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import refusal, token_batch
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsharding as fs
 from fsharding import ops
 from fsharding.comm.counters import counting_bytes
-from fsharding.precision import LossScale, Precision
+from fsharding.formats.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import HostReads, counting_host_reads, run_ranks
 from fsharding.transforms.unit_plan import large_from

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import NonFiniteError, TransformError
+from fsharding.base.errors import NonFiniteError, TransformError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import run_ranks
 

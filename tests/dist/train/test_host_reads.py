@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.precision import LossScale, Precision
+from fsharding.formats.precision import LossScale, Precision
 from fsharding.testing import counting_host_reads, run_ranks
 from tests.helpers import full, mesh_of
 from tests.training import DP, MODEL, OUTER, ZEROS, batches, optimizer

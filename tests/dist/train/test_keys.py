@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.mesh.consistency import checksum
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, run_ranks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.precision import LossScale, Precision
+from fsharding.formats.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import full, mesh_of

@@ -9,8 +9,8 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.errors import NonFiniteError
-from fsharding.precision import Precision
+from fsharding.base.errors import NonFiniteError
+from fsharding.formats.precision import Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.partition_spec import Fused
 from fsharding.testing import assert_bitwise_equal, counting_host_reads, run_ranks

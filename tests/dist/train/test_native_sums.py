@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.base.errors import ConfigError
 from fsharding.checkpoint.serialized_layout import layout_of
-from fsharding.errors import ConfigError
 from fsharding.testing import assert_trees_close, run_ranks
 from tests.helpers import full, mesh_of, refusal, whole
 from tests.training import MODEL, PLACES, POSITIONS, ROWS, batches

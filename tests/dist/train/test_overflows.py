@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import NonFiniteError
+from fsharding.base.errors import NonFiniteError
+from fsharding.formats.precision import LossScale, Precision
 from fsharding.models import Experts
-from fsharding.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import bits, full, mesh_of

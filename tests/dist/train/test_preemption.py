@@ -25,14 +25,14 @@ import tyro
 
 import fsharding as fs
 from fsharding import checkpoint
+from fsharding.apps.cli import train as main_job
+from fsharding.apps.cli.config import check
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import _train
+from fsharding.base.errors import RankError
 from fsharding.checkpoint.writer import Writer
-from fsharding.cli import train as main_job
-from fsharding.cli.config import check
-from fsharding.cli.main import main
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import _train
 from fsharding.comm.step_agreement import StepAgreement
-from fsharding.errors import RankError
 from fsharding.mesh import preemption
 from fsharding.mesh.device_mesh import data_position
 from fsharding.mesh.launch import launch_ranks

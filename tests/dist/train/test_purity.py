@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import DonatedError, NonFiniteError
+from fsharding.base.errors import DonatedError, NonFiniteError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks

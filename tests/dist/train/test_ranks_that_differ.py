@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.errors import BatchError, ConfigError, RankError
+from fsharding.base.errors import BatchError, ConfigError, RankError
 from fsharding.testing import RankPool, run_ranks
 from tests.helpers import mesh_of, refusal
 from tests.training import CONFIG, MODEL

@@ -8,11 +8,11 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
+from fsharding.base.errors import ConfigError, NonFiniteError
 from fsharding.comm.reduce import sum_rows
-from fsharding.errors import ConfigError, NonFiniteError
 from fsharding.formats import codec
+from fsharding.formats.precision import KEEP
 from fsharding.mesh.device_mesh import data_position
-from fsharding.precision import KEEP
 from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import TRANSPORTS, full, whole

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.base.errors import DonatedError, FshardingError, LayoutError
 from fsharding.comm import reshard_plan
-from fsharding.errors import DonatedError, FshardingError, LayoutError
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import crossed, mesh_of, refusal, token_batch

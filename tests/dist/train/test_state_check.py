@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import FshardingError
+from fsharding.base.errors import FshardingError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 OPTIMIZERS = {

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.errors import CheckpointError, RankError
+from fsharding.base.errors import CheckpointError, RankError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.checkpoints_on_ranks import OPERATIONS, numbered, planned
 from tests.helpers import full

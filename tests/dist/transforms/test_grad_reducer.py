@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.bench.rounds import allocated
+from fsharding.apps.bench.rounds import allocated
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.unit_plan import large_from

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.errors import LayoutError, TransformError
+from fsharding.base.errors import LayoutError, TransformError
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_trees_close, run_ranks
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import SpecError, TransformError
+from fsharding.base.errors import SpecError, TransformError
 from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.mesh.device_mesh import data_position
 from fsharding.models.moe import Experts

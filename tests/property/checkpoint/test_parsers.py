@@ -29,14 +29,14 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.apps.data import from_tokens, open_data
+from fsharding.base.errors import FshardingError
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.serialized_layout import layout_of
-from fsharding.errors import FshardingError
 from fsharding.interop import hf
 from fsharding.interop.hf.folder import open_folder
 from fsharding.pipeline.plots import read_metrics
-from fsharding.train.data import from_tokens, open_data
 from tests import checkpoints
 from tests.checkpoints import small_draws
 from tests.helpers import full

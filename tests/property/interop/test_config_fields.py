@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.errors import CheckpointError
+from fsharding.base.errors import CheckpointError
 from fsharding.interop import hf
 from tests.helpers import FULL
 from tests.hf_configs import LONG, SIZES, YARN

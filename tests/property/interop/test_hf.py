@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharding import formats
-from fsharding.checkpoint.coded_weights import SCALES, decoded
 from fsharding.checkpoint.reader import LeafInfo
+from fsharding.foreign.coded_weights import SCALES, decoded
 from fsharding.formats import codec
 from fsharding.interop import hf
 from fsharding.interop.hf.coding import Coding

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.errors import ScheduleError
+from fsharding.base.errors import ScheduleError
 from fsharding.pipeline.actions import COMPUTES, MESSAGES, Pair, computes_in, flat, needs, partner, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import PAIRED, SCHEDULES

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from fsharding.bench.options import MemoryConfig, ReshardBenchConfig, ScalingConfig, StepConfig
-from fsharding.bench.peers import PEERS
-from fsharding.bench.rounds import counted_rounds, in_turn
-from fsharding.bench.step import OURS
+from fsharding.apps.bench.options import MemoryConfig, ReshardBenchConfig, ScalingConfig, StepConfig
+from fsharding.apps.bench.peers import PEERS
+from fsharding.apps.bench.rounds import counted_rounds, in_turn
+from fsharding.apps.bench.step import OURS
 from fsharding.comm.reshard_plan import BUDGET
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import CheckpointError, ConfigError, DonatedError
 from fsharding.checkpoint import background, directory
-from fsharding.errors import CheckpointError, ConfigError, DonatedError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import at_step, planned, refusal, state_of
@@ -178,7 +178,7 @@ def test_two_threads_that_write_one_target(tmp_path, gate):
 WRITER = """
     import sys, time
     from fsharding import checkpoint as ck
-    from fsharding.errors import CheckpointError
+    from fsharding.base.errors import CheckpointError
     from tests.checkpoints import at_step
     if __name__ == "__main__":
         first, count = int(sys.argv[2]), 0

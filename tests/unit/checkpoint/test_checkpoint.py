@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import CheckpointError, DonatedError, LayoutError
 from fsharding.checkpoint import directory
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.serialized_layout import KNOWN, describe, rebuild
-from fsharding.errors import CheckpointError, DonatedError, LayoutError
-from fsharding.precision import ScaleState
+from fsharding.formats.precision import ScaleState
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import (
     Evil,

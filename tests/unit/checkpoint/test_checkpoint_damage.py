@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.base.errors import CheckpointError
 from fsharding.checkpoint.reader import damage
-from fsharding.errors import CheckpointError
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import Evil, described, planned, read_metadata, refusal, reseal, state_of
 from tests.helpers import full

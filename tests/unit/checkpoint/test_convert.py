@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 
 import fsharding as fs
+from fsharding.base.errors import LayoutError
 from fsharding.checkpoint import byte_ranges
-from fsharding.checkpoint.name_map import naming, our_box, parts
-from fsharding.errors import LayoutError
+from fsharding.foreign.name_map import naming, our_box, parts
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal

@@ -24,17 +24,17 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.calls import call_as
+from fsharding.apps.cli import main as cli
+from fsharding.apps.cli.config import batches_seen, check
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.data import from_files, from_tokens, open_data
+from fsharding.base.calls import call_as
+from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from fsharding.checkpoint import directory, manifest
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
-from fsharding.cli import main as cli
-from fsharding.cli.config import batches_seen, check
-from fsharding.cli.options import TrainConfig
-from fsharding.errors import CheckpointError, ConfigError, DataError
 from fsharding.interop import hf
 from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
-from fsharding.train.data import from_files, from_tokens, open_data
 from tests import checkpoints
 from tests.checkpoints import reseal, small_draws
 from tests.helpers import refusal
@@ -881,7 +881,7 @@ def test_a_resume_looks_at_the_metrics_before_a_rank_starts(tmp_path):
     for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
         make(config.metrics)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fsharding.cli.config._check_resume", lambda *_: None)
+            patch.setattr("fsharding.apps.cli.config._check_resume", lambda *_: None)
             assert refusal(check, config, 1, kind=ConfigError) == (
                 f"fsharding train cannot read {config.metrics}.\n  it is no plain file\nMove it away, or give another --out."
             )

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as torch_dcp
 
 import fsharding as fs
 from fsharding import checkpoint as ck
+from fsharding.apps.cli import main as cli
+from fsharding.base.errors import MeshError
 from fsharding.checkpoint import byte_ranges
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.writer import Writer
-from fsharding.cli import main as cli
-from fsharding.errors import MeshError
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as torch_dcp
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding import tree
+from fsharding.base.errors import ConfigError, LayoutError
 from fsharding.checkpoint import chunks
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.byte_ranges import pieces, span
@@ -21,8 +22,7 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
 from fsharding.checkpoint.state_leaves import staged
 from fsharding.checkpoint.writer import METADATA, Writer, write_metadata
-from fsharding.errors import ConfigError, LayoutError
-from fsharding.precision import KEEP
+from fsharding.formats.precision import KEEP
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import tree
+from fsharding.base.errors import ArgumentError, CheckpointError
 from fsharding.checkpoint import positions
-from fsharding.errors import ArgumentError, CheckpointError
 from tests.helpers import refusal
 
 ARRAYS = st.lists(st.integers(-9, 9), max_size=5).flatmap(

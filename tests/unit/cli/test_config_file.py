@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from fsharding.cli.config_file import OWN_OPTIONS, config_text, with_config_file
-from fsharding.cli.main import main
-from fsharding.cli.options import TrainConfig
-from fsharding.errors import ConfigError
+from fsharding.apps.cli.config_file import OWN_OPTIONS, config_text, with_config_file
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.base.errors import ConfigError
 
 
 def parsed(*args):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsharding.cli import doctor
-from fsharding.cli.doctor import Finding, Socket, listening, transport
+from fsharding.apps.cli import doctor
+from fsharding.apps.cli.doctor import Finding, Socket, listening, transport
 
 needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
 

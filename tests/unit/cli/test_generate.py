@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import fsharding as fs
-from fsharding.cli.codec import Bytes
-from fsharding.cli.generate import _Shown
-from fsharding.cli.main import main
+from fsharding.apps.cli.codec import Bytes
+from fsharding.apps.cli.generate import _Shown
+from fsharding.apps.cli.main import main
 
 CONFIG = fs.models.DecoderConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
 SMALL = fs.models.DecoderConfig(vocab=100, dim=16, layers=1, heads=2, kv_heads=2, hidden=24)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.cli.main import main
+from fsharding.apps.cli.main import main
 
 
 def run(capsys, *arguments):

@@ -10,11 +10,11 @@ import pytest
 import tyro
 
 import fsharding as fs
-from fsharding.cli import main as front
-from fsharding.cli import usage, verbs
-from fsharding.cli.config import OPTIMIZERS, PRECISIONS
-from fsharding.cli.main import main
-from fsharding.cli.trackers import TRACKERS
+from fsharding.apps.cli import main as front
+from fsharding.apps.cli import usage, verbs
+from fsharding.apps.cli.config import OPTIMIZERS, PRECISIONS
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.trackers import TRACKERS
 from fsharding.models.presets import RECIPES
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.strategy import STRATEGIES
@@ -46,7 +46,7 @@ from fsharding.sharding.strategy_names import STRATEGY_NAMES
 def test_help_and_usage_errors_wait_for_no_torch(line: str, status: int):
     program = f"""
 import sys
-from fsharding.cli.main import main
+from fsharding.apps.cli.main import main
 try:
     main({line.split()!r})
 except SystemExit as end:

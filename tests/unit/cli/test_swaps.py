@@ -2,8 +2,8 @@
 
 import pytest
 
-from fsharding.cli.config import Swap, parse_swaps
-from fsharding.errors import ConfigError
+from fsharding.apps.cli.config import Swap, parse_swaps
+from fsharding.base.errors import ConfigError
 
 
 def test_swaps_are_read_in_any_order():

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from fsharding.cli import trace, trackers
-from fsharding.cli.config import check
-from fsharding.cli.main import main
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import train
-from fsharding.errors import ConfigError
+from fsharding.apps.cli import trace, trackers
+from fsharding.apps.cli.config import check
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import train
+from fsharding.base.errors import ConfigError
 from fsharding.pipeline.plots import read_metrics
 
 ALL = ("tensorboard,wandb", "json")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fsharding import checkpoint
-from fsharding.cli import train as runs
-from fsharding.cli.config import check
-from fsharding.cli.main import main
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import train
-from fsharding.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from fsharding.apps.cli import train as runs
+from fsharding.apps.cli.config import check
+from fsharding.apps.cli.main import main
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import train
+from fsharding.base.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from fsharding.pipeline.plots import plot_loss, read_metrics
 
 

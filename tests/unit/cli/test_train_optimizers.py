@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fsharding import checkpoint
-from fsharding.cli.config import OPTIMIZERS, check
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import train
-from fsharding.errors import CheckpointError, ConfigError
+from fsharding.apps.cli.config import OPTIMIZERS, check
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import train
+from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.models.presets import recipe
 from fsharding.pipeline.plots import read_metrics
 

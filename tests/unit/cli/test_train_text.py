@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fsharding import checkpoint
-from fsharding.cli.config import check
-from fsharding.cli.options import TrainConfig
-from fsharding.cli.train import train
-from fsharding.errors import CheckpointError, ConfigError, DataError
+from fsharding.apps.cli.config import check
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.train import train
+from fsharding.apps.data.packed import Packed
+from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from fsharding.pipeline.plots import read_metrics
-from fsharding.train.packed import Packed
 from tests.helpers import refusal
 
 tokenizers = pytest.importorskip("tokenizers")

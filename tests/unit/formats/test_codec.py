@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsharding import formats
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.elements import ELEMENTS

@@ -6,7 +6,7 @@ from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
 from fsharding import formats, ops
-from fsharding.errors import ArgumentError, ConfigError, NotDequantizedError
+from fsharding.base.errors import ArgumentError, ConfigError, NotDequantizedError
 from fsharding.formats import codec
 from tests.helpers import refusal
 

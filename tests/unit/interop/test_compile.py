@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fsharding as fs
-from fsharding.errors import TransformError
+from fsharding.base.errors import TransformError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal, token_batch
 from tests.modules import UNITS, VOCAB, Net, net_parts

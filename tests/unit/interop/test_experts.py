@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from tests.helpers import refusal
 from tests.hf_configs import SIZES
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fsharding as fs
-from fsharding.errors import TransformError
+from fsharding.base.errors import TransformError
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
-from fsharding.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
+from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
 from fsharding.interop.module.layers import layer_roles
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close

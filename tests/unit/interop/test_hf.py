@@ -12,8 +12,8 @@ import torch
 
 import fsharding as fs
 from fsharding import ops
+from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.checkpoint import byte_ranges
-from fsharding.errors import CheckpointError, ConfigError
 from fsharding.interop import hf
 from fsharding.interop.hf.config_tables import FAMILIES
 from fsharding.models import DecoderConfig, Experts, Latent, Stack

@@ -9,12 +9,12 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
+from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.checkpoint import byte_ranges
-from fsharding.errors import CheckpointError, ConfigError
 from fsharding.formats import codec
+from fsharding.formats.precision import KEEP
 from fsharding.interop import hf
 from fsharding.models import DecoderConfig, Experts
-from fsharding.precision import KEEP
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal
 

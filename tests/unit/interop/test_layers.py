@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ConfigError, TransformError
+from fsharding.base.errors import ConfigError, TransformError
 from fsharding.testing import assert_trees_close
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.interop.megatron_args import ALIASES, arguments_of, contradictions, unsayable
+from fsharding.contrib.megatron_args import ALIASES, arguments_of, contradictions, unsayable
 from fsharding.models import DecoderConfig, Experts
 
 # What the parser of Megatron-LM (the release of megatron-core 0.19.2) gives for a Llama with experts, but for arguments

@@ -11,7 +11,7 @@ import torch
 
 import fsharding as fs
 from fsharding import checkpoint
-from fsharding.errors import ConfigError, TransformError, TreeError
+from fsharding.base.errors import ConfigError, TransformError, TreeError
 from fsharding.testing import assert_bitwise_equal
 from tests import te_standin
 from tests.helpers import refusal

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
-from fsharding.calls import call_as
-from fsharding.errors import ArgumentError, ConfigError, MeshError
+from fsharding.base.calls import call_as
+from fsharding.base.errors import ArgumentError, ConfigError, MeshError
 from fsharding.mesh import device_mesh, rendezvous
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape
 from tests import helpers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsharding import _compat
-from fsharding.calls import call_as
-from fsharding.errors import MeshError
+from fsharding.base import _compat
+from fsharding.base.calls import call_as
+from fsharding.base.errors import MeshError
 from fsharding.mesh.device_mesh import _own_gpu
 from tests.helpers import fake_ranks, refusal
 

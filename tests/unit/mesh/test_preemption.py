@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, ConfigError
+from fsharding.base.errors import ArgumentError, ConfigError
 from fsharding.mesh import preemption
 from fsharding.optim.clip import carrier_sum
 from fsharding.testing import assert_bitwise_equal

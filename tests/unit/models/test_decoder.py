@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import ConfigError, SpecError
+from fsharding.base.errors import ConfigError, SpecError
 from fsharding.models import DecoderConfig, Grouped, Stack, decoder
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 

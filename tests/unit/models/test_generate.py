@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharding as fs
-from fsharding.errors import (
+from fsharding.base.errors import (
     ArgumentError,
     ConfigError,
     DataError,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import ConfigError, SpecError
+from fsharding.base.errors import ConfigError, SpecError
 from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
 from fsharding.models.stacks import stacks_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close

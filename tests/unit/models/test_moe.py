@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.models import DecoderConfig, Experts, decoder
 from fsharding.models.moe import expert_draws, expert_names, mixture
 from fsharding.optim.router_bias import split_loads, update_against_load

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import fsharding as fs
-from fsharding.cli.main import main
-from fsharding.errors import ConfigError
+from fsharding.apps.cli.main import main
+from fsharding.base.errors import ConfigError
 from fsharding.models.presets import RECIPES, recipe
 
 PUBLISHED = {

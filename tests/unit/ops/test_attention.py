@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import BatchError, MeshError, SpecError
+from fsharding.base.errors import BatchError, MeshError, SpecError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import axis_size
 from fsharding.ops.context_parallel import zigzag, zigzag_order

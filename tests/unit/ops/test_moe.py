@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsharding import ops
-from fsharding.errors import MeshError, SpecError, TransformError
+from fsharding.base.errors import MeshError, SpecError, TransformError
 from fsharding.ops.grouped_matmul import _takes_kernel, even_shares
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal

@@ -4,7 +4,7 @@ import torch
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.errors import ConfigError, SpecError, TransformError
+from fsharding.base.errors import ConfigError, SpecError, TransformError
 from fsharding.testing import assert_trees_close
 from tests.helpers import refusal
 

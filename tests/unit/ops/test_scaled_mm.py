@@ -7,7 +7,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats, ops
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.formats import Blocks, codec
 from fsharding.ops import scaled_mm
 from fsharding.ops.scaled_mm import ScaledKernel, takes_shapes

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fsharding import ops
-from fsharding.errors import DataError
+from fsharding.base.errors import DataError
 from tests import helpers
 
 V, D = 6, 4

@@ -5,11 +5,11 @@ import torch
 
 import fsharding as fs
 from fsharding import formats, optim
+from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.checkpoint.serialized_layout import describe, rebuild
-from fsharding.errors import CheckpointError, ConfigError
 from fsharding.formats import codec
+from fsharding.formats.precision import Precision
 from fsharding.optim.chunked_update import decoded, leaves_of
-from fsharding.precision import Precision
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import normal_tree, refusal
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, ConfigError
+from fsharding.base.errors import ArgumentError, ConfigError
 from tests.helpers import refusal
 
 RATE, DECAY = 0.1, 0.05

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import optim
-from fsharding.errors import ConfigError, LayoutError, TreeError
+from fsharding.base.errors import ConfigError, LayoutError, TreeError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import normal_tree
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsharding as fs
-from fsharding import _compat
+from fsharding.base import _compat
+from fsharding.formats.precision import scaled_loss
 from fsharding.optim import schedules
 from fsharding.optim.base import multiply, next_count, where_finite
-from fsharding.precision import scaled_loss
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, counting_host_reads
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding import _compat, optim
-from fsharding.errors import ArgumentError, ConfigError, LayoutError, TreeError
+from fsharding import optim
+from fsharding.base import _compat
+from fsharding.base.errors import ArgumentError, ConfigError, LayoutError, TreeError
 from fsharding.optim import AdamState, ChainState, EmptyState, MultiTransformState, UpdateContext
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ConfigError, ScheduleError
+from fsharding.base.errors import ConfigError, ScheduleError
 from fsharding.pipeline.actions import KINDS, Action, flat, parse_entry
 from tests.helpers import refusal
 

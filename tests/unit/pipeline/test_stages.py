@@ -3,7 +3,7 @@
 import pytest
 
 import fsharding as fs
-from fsharding.errors import LayoutError, ScheduleError
+from fsharding.base.errors import LayoutError, ScheduleError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.pipeline.stages import check_ends, layers_by_stage, owners
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ConfigError, LayoutError, SpecError, TreeError
+from fsharding.base.errors import ConfigError, LayoutError, SpecError, TreeError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding.partition_spec import P
 from tests.helpers import refusal

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.errors import CheckpointError, LayoutError, TreeError
+from fsharding.base.errors import CheckpointError, LayoutError, TreeError
 from fsharding.sharding.leaf_names import objections_to_names
 from tests.helpers import refusal
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsharding as fs
-from fsharding.errors import SpecError
+from fsharding.base.errors import SpecError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding.named_sharding import Assigned, local_of, sharding_of, to_local
 from fsharding.sharding.partition_spec import P

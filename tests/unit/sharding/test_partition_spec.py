@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.errors import SpecError
+from fsharding.base.errors import SpecError
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, P
 from tests import helpers

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 import fsharding as fs
-from fsharding.errors import ConfigError
+from fsharding.base.errors import ConfigError
 from fsharding.sharding.strategy import STRATEGIES, Strategy
 from tests import helpers
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, CheckpointError, LayoutError, TransformError
+from fsharding.base.errors import ArgumentError, CheckpointError, LayoutError, TransformError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import mesh_of, refusal
 

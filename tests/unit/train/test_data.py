@@ -1,4 +1,4 @@
-"""Laws of `fsharding.train.data`: shards tile the batch, rows depend on (seed, row number) alone, bad data is refused."""
+"""Laws of `fsharding.apps.data`: shards tile the batch, rows depend on (seed, row number) alone, bad data is refused."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharding.errors import DataError
-from fsharding.train.data import Shard, Tokens, from_files, from_tokens, open_data, python_stdlib_files
+from fsharding.apps.data import Shard, Tokens, from_files, from_tokens, open_data, python_stdlib_files
+from fsharding.base.errors import DataError
 
 
 def stream_of(size, dtype=np.uint8):

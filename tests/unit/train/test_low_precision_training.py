@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.precision import Precision
+from fsharding.formats.precision import Precision
 from tests.helpers import full
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=96)

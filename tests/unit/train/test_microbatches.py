@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, BatchError, DtypeError, TreeError
+from fsharding.base.errors import ArgumentError, BatchError, DtypeError, TreeError
 
 MESH = fs.make_mesh(device="cpu")
 LAYOUT = fs.plan_layout({"w": torch.zeros(4, 3)}, MESH)

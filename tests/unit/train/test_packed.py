@@ -286,7 +286,7 @@ def test_a_worker_reads_ahead(tokenizer, monkeypatch):
     got += [batch["tokens"] for batch in itertools.islice(again, 2)]
     assert all(torch.equal(x, want.batch(step)["tokens"]) for step, x in enumerate(got))
     monkeypatch.setattr(
-        sys.modules["fsharding.train.packed"], "get_worker_info", lambda: SimpleNamespace(num_workers=2)
+        sys.modules["fsharding.apps.data.packed"], "get_worker_info", lambda: SimpleNamespace(num_workers=2)
     )
     assert "cannot divide its rows among 2 workers of a loader" in refusal(iter, want)
 

@@ -5,8 +5,8 @@ import time
 import pytest
 
 import fsharding as fs
+from fsharding.base.errors import LayoutError
 from fsharding.comm import reshard_plan
-from fsharding.errors import LayoutError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, BatchError, RandomKeyError
+from fsharding.base.errors import ArgumentError, BatchError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal, token_batch
 

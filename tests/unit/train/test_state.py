@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ArgumentError, LayoutError, TreeError
+from fsharding.base.errors import ArgumentError, LayoutError, TreeError
 from fsharding.testing import assert_bitwise_equal
 from tests import helpers
 

@@ -7,8 +7,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import fsharding as fs
-from fsharding.bench.rounds import allocated
-from fsharding.errors import DonatedError, NonFiniteError
+from fsharding.apps.bench.rounds import allocated
+from fsharding.base.errors import DonatedError, NonFiniteError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import full, token_batch
 

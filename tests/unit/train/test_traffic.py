@@ -9,8 +9,8 @@ import torch.distributed.distributed_c10d as c10d
 
 import fsharding as fs
 from fsharding import formats
+from fsharding.base.errors import ArgumentError, BatchError, MeshError
 from fsharding.comm.counters import Sent
-from fsharding.errors import ArgumentError, BatchError, MeshError
 from fsharding.mesh import failures, groups
 from fsharding.testing import run_ranks
 

@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.errors import TransformError
+from fsharding.base.errors import TransformError
 from tests.helpers import refusal
 
 HEAD = "fs.value_and_grad differentiates casts to {}, which round the gradient without a scale: 700 becomes 448, and"

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import fsharding as fs
 from fsharding import policies
-from fsharding.errors import MissingKeyError, NotGatheredError, ShapeError, TransformError
+from fsharding.base.errors import MissingKeyError, NotGatheredError, ShapeError, TransformError
 from tests.helpers import full, refusal
 
 OPT = fs.adamw(1e-2)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import fsharding as fs
-from fsharding.errors import ConfigError, NonFiniteError, TransformError
+from fsharding.base.errors import ConfigError, NonFiniteError, TransformError
 
 MODULE = nn.Linear(4, 2)
 LAYOUT = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(device="cpu"))

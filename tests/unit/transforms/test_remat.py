@@ -6,7 +6,8 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.utils import _pytree as torch_pytree
 
 import fsharding as fs
-from fsharding import _functorch, ops
+from fsharding import ops
+from fsharding.base import _functorch
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.errors import ConfigError, FshardingError, TransformError, TreeError
+from fsharding.base.errors import ConfigError, FshardingError, TransformError, TreeError
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests import helpers

@@ -1,0 +1,210 @@
+"""Schedules of a pipeline side by side: the same decoder on the same ranks of `pp`, one step of each schedule in turn.
+
+In: a `PipelineConfig`. Out: one object of rows, printed as a table or as JSON by rank 0; beside each time the share of
+it in which the schedule has a rank wait if all computes take equally long, as `fs.pipeline.simulate` counts it, and the
+ratio of times to the first schedule that follows from it. Where ranks are more than cores no rank is idle: blocks that
+rest instead of computing show what a schedule gains where each rank has a device of its own.
+Law: losses agree before a time counts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharding.apps.bench.options import PipelineConfig
+from fsharding.apps.bench.rounds import agree, print_rows, take_turns
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, did_you_mean, message
+from fsharding.mesh.device_mesh import make_mesh, own_rank
+from fsharding.models.decoder import decoder
+from fsharding.models.model import Model
+from fsharding.models.presets import recipe
+from fsharding.ops.grad_sink import put_term, takes_terms
+from fsharding.optim import adamw
+from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
+from fsharding.pipeline.stages import stages_of
+from fsharding.sharding import random
+from fsharding.sharding.layout import plan_layout
+from fsharding.sharding.strategy import zero
+from fsharding.train.state import init_state
+from fsharding.train.step import make_train_step
+
+__all__ = ["bench_pipeline", "check_pipeline", "measure"]
+
+_RATE = 1e-5
+
+
+def bench_pipeline(config: PipelineConfig) -> None:
+    """Measures on the ranks that are there, all of them along `pp`, and prints on rank 0.
+
+    Raises:
+        ConfigError: a number below 1, an unknown schedule, or none.
+        ScheduleError: a schedule cannot have so many ranks or microbatches.
+    """
+    check_pipeline(config)
+    mesh = make_mesh(pp=int(os.environ.get("WORLD_SIZE", "1")), timeout=timedelta(minutes=5))
+    try:
+        rows = measure(config, mesh)
+        if own_rank() == 0:
+            _show(config, rows)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@named("fsharding bench pipeline")
+def check_pipeline(config: PipelineConfig) -> None:
+    """Refuses what cannot be measured.
+
+    Args:
+        config: what was asked for.
+
+    Raises:
+        ConfigError: a number below 1, an unknown schedule, or none; all are listed.
+    """
+    wrong = [
+        f"{name}: {n}" for name in ("microbatches", "batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1
+    ]
+    wrong += [f"rest: {config.rest}"] if not 0 <= config.rest < 1e4 else []
+    wrong += [
+        f"{name}: not known.{did_you_mean(name, SCHEDULES)}" for name in config.schedules if name not in SCHEDULES
+    ]
+    if not config.schedules:
+        wrong.append("schedules: none")
+    if wrong:
+        mend = f"Numbers are at least 1, rest is milliseconds from 0; schedules are {', '.join(SCHEDULES)}."
+        raise ConfigError(message("cannot measure this.", wrong, mend))
+    recipe(config.preset)
+
+
+def measure(config: PipelineConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """One row for each schedule: its median and quartiles in milliseconds, its idle share, its loss. Collective."""
+    model = resting(config.rest, 2 * mesh.size()) if config.rest else decoder(recipe(config.preset).config)
+    tokens = _batch(config, mesh)
+    schedules = {name: plan_schedule(name, mesh.size(), config.microbatches) for name in config.schedules}
+    runs = {name: _run(model, schedule, mesh, config, tokens) for name, schedule in schedules.items()}
+    steps = take_turns(runs, config.rounds)
+    agree({name: result.losses for name, result in steps.items()}, 1e-5)
+    times = {name: schedule.simulate() for name, schedule in schedules.items()}
+    by_layer = {name: times[name].total / schedules[name].stages for name in schedules}
+    first = config.schedules[0]
+    return [
+        {
+            "schedule": name, "ranks": mesh.size(), "microbatches": config.microbatches, "median_ms": result.median,
+            "iqr_ms": result.iqr, "ratio": result.median / steps[first].median, "loss": result.losses[-1],
+            "idle": times[name].bubble_share, "simulated_ratio": by_layer[name] / by_layer[first],
+        }
+        for name, result in steps.items()
+    ]  # fmt: skip
+
+
+def _batch(config: PipelineConfig, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Random tokens, the same on all ranks."""
+    source = torch.Generator().manual_seed(0)
+    vocab = recipe(config.preset).config.vocab
+    rows = config.batch * config.microbatches
+    vocab = min(vocab, 256) if config.rest else vocab
+    tokens = torch.randint(vocab, (rows, config.seq_len + 1), generator=source).to(mesh.device_type)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+class _Rest(Function):
+    """A product with a weight whose forward and halves of a backward rest; the second half as W of a schedule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, takes: bool) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds = seconds
+        ctx.takes_terms = takes
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        time.sleep(ctx.seconds)
+        towards_x = grads[0] @ weight.t()
+        node = ctx.next_functions[1][0]
+
+        def kernel(out: Tensor) -> None:
+            time.sleep(ctx.seconds)
+            torch.mm(x.flatten(0, -2).t(), grads[0].flatten(0, -2), out=out)
+
+        if ctx.takes_terms and put_term(node, x.dtype, kernel):
+            return towards_x, None, None, None
+        term = torch.empty_like(weight)
+        kernel(term)
+        return towards_x, term, None, None
+
+
+def resting(milliseconds: float, layers: int) -> Model:
+    """A model of so many equal blocks that hardly compute: each rests in its forward and in each half of its backward.
+
+    Args:
+        milliseconds: of each rest.
+        layers: how many blocks.
+    """
+    dim = 8
+    vocab = 256
+
+    def block(params: Any, x: Tensor) -> Tensor:
+        return cast(Tensor, _Rest.apply(x, params["w"], milliseconds / 1e3, takes_terms(params["w"])))
+
+    def head(params: Any, x: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = (x @ params["w"].t()).flatten(0, -2)
+        targets = batch["targets"].flatten()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum"), torch.tensor(targets.numel())
+
+    def init(key: Tensor) -> Any:
+        keys = [random.fold_in(key, i) for i in range(3)]
+        return {
+            "embed": {"w": random.normal(keys[0], (vocab, dim))},
+            "blocks": {"w": random.normal(keys[1], (layers, dim, dim), std=dim**-0.5)},
+            "head": {"w": random.normal(keys[2], (vocab, dim))},
+        }
+
+    names = {"embed": {"w": ("vocab", "embed")}, "head": {"w": ("vocab", "embed")}}
+    return Model(
+        init, lambda params, batch: params["w"][batch["tokens"]], block, head,
+        {**names, "blocks": {"w": ("layers", "embed", "mlp")}},
+    )  # fmt: skip
+
+
+def _run(
+    model: Model, schedule: Schedule, mesh: DeviceMesh, config: PipelineConfig, tokens: dict[str, Tensor]
+) -> Callable[[], Tensor]:
+    layout = plan_layout(model, mesh, strategy=zero(1), stages=stages_of(model, schedule))
+    opt = adamw(_RATE)
+    state = init_state(model, opt, random.key(0), layout)
+    step = make_train_step(model, opt, microbatches=config.microbatches, schedule=schedule, donate=True)
+
+    def run() -> Tensor:
+        nonlocal state
+        state, metrics = step(state, tokens)
+        return metrics.loss
+
+    return run
+
+
+def _show(config: PipelineConfig, rows: list[dict[str, Any]]) -> None:
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "schedule": lambda row: row["schedule"],
+        "median ms": lambda row: f"{row['median_ms']:.1f}",
+        "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
+        f"to {config.schedules[0]}": lambda row: f"{row['ratio']:.2f}",
+        "idle of the table": lambda row: f"{row['idle']:.1%}",
+        "its ratio": lambda row: f"{row['simulated_ratio']:.2f}",
+    }
+    what = f"blocks that rest {config.rest:g} ms" if config.rest else config.preset
+    title = f"schedules: {what}, {rows[0]['ranks']} ranks along pp, {config.microbatches} microbatches"
+    print_rows(title, columns, rows, as_json=config.json)

@@ -1,0 +1,497 @@
+"""Public functions: how a wrong argument is refused, and an unforeseen failure explained.
+
+In: a function with annotations, or an argument as a user gave it. Out: the same function, or an `ArgumentError` with
+the line to type instead. People who come from torch pass modules and optimizers, others swap two arguments. A failure
+of Python or torch inside a function marked by `public` is looked at once more: an argument that is not what its
+annotation says, or a leaf of a tree that is no tensor, is named. An error of the user's own function stays as it is.
+Law: a call that succeeds pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from fsharding.base import _compat, tree
+from fsharding.base.calls import call_as, named, public_name
+from fsharding.base.errors import (
+    ArgumentError,
+    FrozenError,
+    FshardingError,
+    MissingNameError,
+    TransformError,
+    did_you_mean,
+    listed,
+    message,
+    report,
+)
+
+__all__ = [
+    "YIELDS",
+    "Immutable",
+    "check_function",
+    "check_optimizer",
+    "check_path",
+    "check_timeout",
+    "is_optimizer",
+    "kind_of",
+    "missing_name",
+    "public",
+    "refuse",
+    "refuse_compiled",
+    "refuse_module",
+    "refuse_state",
+    "without_parameters",
+    "yields_batches",
+]
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).parent))
+
+
+def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """Marks a public function.
+
+    Args:
+        name: how users call it, such as "fs.reshard".
+    """
+
+    def mark(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        @functools.wraps(fn)
+        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+            try:
+                return fn(*args, **kwargs)
+            except FshardingError:
+                raise
+            except Exception as error:
+                if (result := _explanation(name, fn, args, kwargs, error)) is None:
+                    raise
+                raise ArgumentError(result) from error
+
+        named(name)(fn)
+        return _compat.left_to_python(call)
+
+    return mark
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the library raised, or a library that it called; not a function of the user that it called."""
+    trace = error.__traceback__
+    files = list[str]()
+    while trace is not None:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    inside = [file for file in files if not file.startswith(_LIBRARIES)]
+    return bool(inside) and inside[-1].startswith(_PACKAGE)
+
+
+def _explanation(
+    name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> str | None:
+    """Finds what is wrong with the arguments of a call; None where nothing can be told."""
+    signature = inspect.signature(fn)
+    mend = f"Call it as {name.rpartition(' ')[2]}{_short(signature)}."
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as unfit:
+        if _holds_parameters(signature, args):
+            return str(call_as(name, without_parameters))
+        if "too many positional" in str(unfit) and (call := _call_of(_hints(fn).get("return"))):
+            mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
+        return report(f"{name} cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
+    if not _is_ours(error) or not _is_about_arguments(error):
+        return None
+    given.pop("self", None)  # of a method
+    hints = _hints(fn)
+    wrong = {arg: x for arg, x in given.items() if not _fits(x, hints.get(arg, Any))}
+    rows = [f"{arg} is {kind_of(x)}, not {_words(hints[arg])}" for arg, x in wrong.items()]
+    trees = [arg for arg, hint in fn.__annotations__.items() if "Tree" in str(hint) and arg in given]
+    odd = [
+        row
+        for arg in trees
+        if arg not in wrong and given[arg] is not None
+        for row in _odd_leaves(arg, given[arg], error)
+    ]
+    for first in wrong:
+        for second in wrong:
+            if first < second and _fits(wrong[first], hints[second]) and _fits(wrong[second], hints[first]):
+                mend = f"Swap {first} and {second}. {mend}"
+    if rows:
+        return report(f"{name} got arguments of another kind.", rows, mend)
+    if odd:
+        rows = [*odd, f"so it failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"]
+        return report(
+            f"{name} got leaves that it cannot use.", rows, "Give trees of tensors on the device of the mesh."
+        )
+    return None
+
+
+def _short(signature: inspect.Signature) -> str:
+    """The parameters that have to be given."""
+    parameters = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self")
+    needed = [f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters if p.default is p.empty]
+    return f"({', '.join(needed)})"
+
+
+def _call_of(result: Any) -> str:
+    """The arguments of a function by its type; "" for results that are not functions."""
+    if isinstance(result, type) and "__call__" in vars(result):
+        return _short(inspect.signature(vars(result)["__call__"]))
+    return "(...)" if typing.get_origin(result) is collections.abc.Callable else ""
+
+
+_ALIASES = {
+    "lr": ("learning_rate",),
+    "betas": ("b1", "b2"),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "epsilon": ("eps",),
+    "wd": ("weight_decay",),
+    "decay": ("weight_decay",),
+    "accumulate": ("microbatches",),
+    "accumulation_steps": ("microbatches",),
+    "grad_accum": ("microbatches",),
+    "gradient_accumulation_steps": ("microbatches",),
+    "loss_fn": ("model", "fn"),
+    "optimizer": ("opt",),
+    "seed": ("key",),
+    "donate_argnums": ("donate",),
+    "dtype": ("precision",),
+}
+"""Our arguments by the names that other libraries give them; those that a function does not have are passed over."""
+
+
+def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
+    """Sentences about keywords that a function does not have: the argument that is meant, or all that there are."""
+    named = [p.name for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    unknown = [name for name in kwargs if name not in named]
+    if not unknown or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return ""
+    hints: list[str] = []
+    for name in unknown:
+        ours = [other for other in _ALIASES.get(name, ()) if other in named]
+        hints.append(f" In the place of {name}= it takes {' and '.join(ours)}." if ours else did_you_mean(name, named))
+    return "".join(hint for hint in hints if hint) or f" Its arguments are {', '.join(named)}."
+
+
+def without_parameters() -> ArgumentError:
+    """The error for parameters that an optimizer is given, as one of torch wants them."""
+    mend = f"Write {public_name()}(1e-3): opt.init(params), or fs.init_state, makes its state for them."
+    return ArgumentError(message("takes a learning rate, and no parameters.", mend=mend))
+
+
+def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
+    """Whether an optimizer was given parameters in the place of its learning rate, as one of torch is."""
+    first = next(iter(signature.parameters), "")
+    return first == "learning_rate" and bool(args) and isinstance(args[0], Iterable) and not isinstance(args[0], str)
+
+
+@functools.lru_cache(maxsize=512)
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(fn)
+
+
+def _fits(x: Any, hint: Any) -> bool:
+    """Whether a value can be what an annotation says; what an annotation does not say, every value can be."""
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar | ParamSpec):
+        return True
+    if hint is None or hint is type(None):
+        return x is None
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(x, option) for option in inner)
+    if origin is typing.Literal:
+        return x in inner
+    if origin is collections.abc.Callable:
+        return callable(x) and not isinstance(x, Tensor)
+    if origin is type:
+        return isinstance(x, type)
+    if isinstance(origin, type):
+        return _holds(x, origin, inner)
+    return _is_a(x, hint) if isinstance(hint, type) else True
+
+
+def _holds(x: Any, kind: type, inner: tuple[Any, ...]) -> bool:
+    """Whether something is a container of a kind; of short ones, whether what is in it fits."""
+    if not isinstance(x, kind) or (isinstance(x, str) and kind is collections.abc.Sequence and inner != (str,)):
+        return False
+    if isinstance(x, collections.abc.Mapping):
+        return all(_fits(value, inner[-1]) for value in typing.cast("dict[Any, Any]", x).values()) if inner else True
+    if isinstance(x, tuple | list) and len(typing.cast("list[Any]", x)) <= 100 and len(inner) == 1:
+        return all(_fits(value, inner[0]) for value in typing.cast("list[Any]", x))
+    return True
+
+
+def _is_a(x: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(x, int | float) and not isinstance(x, bool)
+    if kind is int:
+        return isinstance(x, int) and not isinstance(x, bool)
+    if getattr(kind, "_is_protocol", False):
+        return True
+    if set(getattr(kind, "__dataclass_fields__", ())) >= {"init", "update"}:
+        return is_optimizer(x)
+    return isinstance(x, kind)
+
+
+def _words(hint: Any) -> str:
+    """An annotation in words."""
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_words(option) for option in inner))
+    if hint is None or hint is type(None):
+        return "None"
+    if origin is collections.abc.Callable:
+        return "a function"
+    if origin is not None and isinstance(origin, type) and len(inner) in (1, 2):
+        return f"a {origin.__name__} of {_words(inner[0]).partition(' ')[2] or inner[0]}"
+    name = getattr(hint, "__name__", str(hint))
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def _is_about_arguments(error: Exception) -> bool:
+    """Whether an error can come of arguments; those of communication have types, texts or marks of their own."""
+    if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+        return type(error) is RuntimeError and "gloo/" not in str(error) and not hasattr(error, "_fsharding_peers")
+    return isinstance(error, TypeError | AttributeError | ValueError | LookupError | NotImplementedError)
+
+
+def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
+    """The leaves of a tree that are no tensors or hold no values; where the error speaks of it, of other dtypes too."""
+    text = str(error)
+    for path, leaf in tree.named_leaves(x).items():
+        place = f"{name}.{path}" if path else name
+        if not isinstance(leaf, Tensor) and not (hasattr(leaf, "shape") and hasattr(leaf, "sharding")):
+            yield f"{place} is {kind_of(leaf)}"
+        elif isinstance(leaf, Tensor) and leaf.is_meta:
+            yield f"{place} is {kind_of(leaf)} on the meta device, without values"
+        elif isinstance(leaf, Tensor) and leaf.requires_grad and "grad" in text:
+            yield f"{place} is {kind_of(leaf)} that requires grad; detach it"
+        elif isinstance(leaf, Tensor) and not leaf.is_floating_point() and re.search("dtype|type|Long|Int", text):
+            yield f"{place} is {kind_of(leaf)}, not floating point"
+
+
+# ----------------------------------------------------------------------------------------------- checks of arguments
+def kind_of(x: Any) -> str:
+    """Describes a value, for an error."""
+    name = type(x).__name__
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if isinstance(x, nn.Module):
+        return f"an nn.Module, {name}"
+    if isinstance(x, torch.optim.Optimizer):
+        return f"an optimizer of torch, {name}"
+    if isinstance(x, Tensor):
+        on_meta = " on meta" if x.is_meta else ""
+        return f"a tensor {str(x.dtype).removeprefix('torch.')}{list(x.shape)}{on_meta}"
+    if inspect.isroutine(x):
+        return f"the function {x.__name__}"
+    if x is None or isinstance(x, int | float | str | bytes):
+        return repr(x)[:60]
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+YIELDS = "Call it for each batch: for batch in loader: state, metrics = step(state, batch)."
+
+
+def yields_batches(x: Any) -> bool:
+    """Whether something is a data loader, a data set or a generator of batches instead of one batch."""
+    return isinstance(x, Iterator | DataLoader | Dataset)
+
+
+def refuse(what: str, x: Any, mend: str) -> ArgumentError:
+    """The error for an argument of another kind.
+
+    Args:
+        what: it takes, such as "a mesh".
+        x: what it was given.
+        mend: the edit that makes it work.
+    """
+    return ArgumentError(message(f"takes {what}, got {kind_of(x)}.", mend=mend))
+
+
+@_compat.left_to_python
+def refuse_compiled(mend: str) -> None:
+    """Refuses to run inside of what `torch.compile` has compiled.
+
+    Args:
+        mend: the edit that compiles what can be.
+
+    Raises:
+        TransformError: a compiled function calls it.
+    """
+    if _compat.is_compiled_caller():
+        raise TransformError(message("cannot run inside of torch.compile.", mend=mend))
+
+
+def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that is not there; for a private one Python's own, since much asks for those.
+
+    Args:
+        owner: that was asked, such as "fs" or "TrainState".
+        name: that it does not have.
+        known: the names that it has.
+        elsewhere: by names that other libraries have, the sentence that says what does the same here.
+    """
+    if name.startswith("_"):
+        return AttributeError(f"{owner} has no attribute {name!r}")
+    known = [*known]
+    hint = elsewhere.get(name) or did_you_mean(name, known).strip()
+    mend = hint or f"Its names are {listed(known)}."
+    return MissingNameError(report(f"{owner} has no {name!r}.", mend=mend))
+
+
+class Immutable:
+    """A base class whose public attributes can't be assigned or deleted; constructors write to `vars(self)`.
+
+    Args:
+        instead: the code that makes another value; `{name}` is the attribute.
+    """
+
+    _instead: ClassVar[str]
+
+    def __init_subclass__(cls, *, instead: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if instead is not None:
+            cls._instead = instead
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise self._frozen(name, "assign")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not name.startswith("_"):
+            raise self._frozen(name, "delete")
+        super().__delattr__(name)
+
+    def _frozen(self, name: str, verb: str) -> FrozenError:
+        mend = f"Write {self._instead.format(name=name)}."
+        return FrozenError(report(f"{type(self).__name__} is a value: cannot {verb} its {name!r}.", mend=mend))
+
+
+def refuse_module(x: Any) -> None:
+    """Refuses a module, whose parameters are no tree.
+
+    Raises:
+        ArgumentError: it is an `nn.Module`.
+    """
+    if isinstance(x, nn.Module) or (isinstance(x, type) and issubclass(x, nn.Module)):
+        mend = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
+        raise refuse("a pure function or a tree", x, mend)
+
+
+def refuse_state(x: Any) -> None:
+    """Refuses a whole state where a tree of its parameters, or of their gradients, belongs.
+
+    Raises:
+        ArgumentError: it is a `TrainState`.
+    """
+    if hasattr(x, "opt_state"):
+        raise refuse("a tree of parameters", x, "Give it the parameters alone: state.params.")
+
+
+def check_path(what: str, path: Any, call: str) -> None:
+    """Refuses what is no path where one comes first.
+
+    Args:
+        what: it takes, such as "a path, then a Layout".
+        path: what it was given.
+        call: how to write it.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise refuse(what, path, f"Give the directory first: {call}.")
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse a timeout that isn't a timedelta.
+
+    Raises:
+        ArgumentError: it is something else, such as a number of seconds.
+    """
+    if not isinstance(timeout, timedelta):
+        mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
+        raise refuse("timeout= as a timedelta", timeout, mend)
+
+
+def is_optimizer(x: Any) -> bool:
+    """Whether something can be the optimizer of a step: a pair of functions, `init` and `update`."""
+    if isinstance(x, type | nn.Module | Tensor):
+        return False
+    needed = all(callable(getattr(x, name, None)) for name in ("init", "update", "start"))
+    return needed and all(getattr(x, name, None) is None or callable(getattr(x, name)) for name in ("apply", "factor"))
+
+
+def check_optimizer(opt: Any) -> None:
+    """Refuses what is no pair of functions `init` and `update`.
+
+    Raises:
+        ArgumentError: it is not; an optimizer of torch is told what does the same.
+    """
+    if is_optimizer(opt):
+        return
+    pair = not isinstance(opt, type | nn.Module) and all(callable(getattr(opt, n, None)) for n in ("init", "update"))
+    if isinstance(opt, torch.optim.Optimizer) or (isinstance(opt, type) and issubclass(opt, torch.optim.Optimizer)):
+        name = opt.__name__ if isinstance(opt, type) else type(opt).__name__
+        ours = {**dict.fromkeys(("Adam", "AdamW"), "fs.adamw(1e-3)"), "SGD": "fs.sgd(0.1)"}
+        ours |= {"Muon": "fs.optim.muon(1e-2)", "Adafactor": "fs.optim.adafactor(1e-2)"}
+        ours = ours.get(name, f"fs.optim.from_torch(torch.optim.{name})")
+        mend = f"Use {ours}: it holds no parameters, its state is part of the TrainState."
+    elif inspect.isroutine(opt) and getattr(opt, "__module__", "").startswith("fsharding.optim"):
+        mend = f"Call it: fs.{opt.__name__}(...)."
+    elif isinstance(opt, torch.optim.lr_scheduler.LRScheduler):
+        rate = "fs.optim.schedules.warmup_cosine(3e-4, 9, 99)"
+        mend = f"A learning rate may be a function of the number of updates: fs.adamw({rate})."
+    elif pair:
+        mend = "Its functions are of the same form: fs.optim.GradientTransformation(opt.init, opt.update)."
+    else:
+        mend = "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions."
+    raise refuse("an optimizer that is a pair of functions", opt, mend)
+
+
+def check_function(what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
+    """Refuses what cannot be called with so many arguments.
+
+    Args:
+        what: it takes, such as "a loss function (params, batch)".
+        fn: what it was given.
+        count: of positional arguments.
+        exactly: it must not ask for more.
+
+    Raises:
+        ArgumentError: it is no function, or one of other arguments.
+    """
+    refuse_module(fn)
+    if not callable(fn) or isinstance(fn, type):
+        raise refuse(what, fn, f"Give {what}.")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return  # One that is written in C does not say.
+    try:
+        (signature.bind if exactly else signature.bind_partial)(*[None] * count)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        text = f"takes {what}, got {name}{signature}."
+        raise ArgumentError(message(text, mend=f"Give {what}.")) from error

@@ -1,0 +1,582 @@
+"""Megatron in and out: `torch_dist` directories of Megatron Core, and `fsdp_dtensor` ones of Megatron FSDP.
+
+In: a directory, a layout of `models.decoder`, its config. Out: parameters, or a state with AdamW's moments; and back.
+Both formats are torch DCP. The facts are those of NVIDIA/Megatron-LM: `megatron/core/dist_checkpointing/core.py` has
+`metadata.json`, `strategies/common.py` `common.pt`, `strategies/torch.py` the tensors; `optimizer/optimizer.py` the
+prefixes of optimizer states; `transformer/fsdp_dtensor_checkpoint.py` the other format; `megatron_names` the rest.
+Law: a rank reads its own boxes; writing and reading gives the same bits; under the final name is everything or nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named, public_name
+from fsharding.base.errors import CheckpointError, ConfigError, message
+from fsharding.base.public import check_path, refuse
+from fsharding.base.tree import Tree
+from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
+from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
+from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
+from fsharding.checkpoint.save_plan import shares
+from fsharding.checkpoint.state_leaves import Shards, main_wants, staged
+from fsharding.checkpoint.writer import Writer, Written, write_metadata
+from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
+from fsharding.contrib.megatron_directory import COMMON, MAIN, Opened, iteration_of, open_directory
+from fsharding.contrib.megatron_names import (
+    EMBEDDING,
+    HEAD,
+    Dialect,
+    dialect_of,
+    extra_states,
+    megatron_pieces,
+    refuse_others,
+    written_norms,
+)
+from fsharding.formats.precision import DTYPES
+from fsharding.interop.hf.config_tables import decoder_config
+from fsharding.interop.hf.naming import Piece, in_tensors
+from fsharding.interop.hf.saving import shards_at_home, stored_params
+from fsharding.mesh.device_mesh import own_rank, world_size
+from fsharding.mesh.failures import called_by_all
+from fsharding.models.decoder import DecoderConfig
+from fsharding.optim.adam import AdamState
+from fsharding.optim.base import GradientTransformation
+from fsharding.optim.coded_moment import is_coded, moment_leaves
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import local_of
+from fsharding.train.state import TrainState, state_from
+
+__all__ = ["Saved", "load", "load_state", "save"]
+
+_LOAD = "fs.megatron.load"
+_LOAD_STATE = "fs.megatron.load_state"
+_SAVE = "fs.megatron.save"
+_CALLS = {
+    _LOAD: "fs.megatron.load(path, layout, config)",
+    _LOAD_STATE: "fs.megatron.load_state(path, opt, key, layout, config)",
+}
+_CONFIG = "metadata.json"
+_FORMATS = ("torch_dist", "fsdp_dtensor")
+_IMPLS = ("transformer_engine", "local")
+_MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+
+
+@called_by_all
+@named(_LOAD)
+def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse", "ignore"] = "refuse") -> Tree:
+    """Read the parameters of a Megatron checkpoint. Collective over all ranks, which must see one file system.
+
+    The main parameters are read where the optimizer's state has them (`optimizer.state.param.*` or `.fp32_param.*`),
+    otherwise the weights of the model. Every argument of the run that changes what the model computes is compared with
+    the config: positions, norms, activation, windows, biases, tying, experts. A directory without arguments, as
+    programs other than Megatron's training script write it, is compared by tensor names and shapes alone.
+
+    Args:
+        path: a directory in the format torch_dist or fsdp_dtensor, or one that has such directories and says which is
+            the latest.
+        layout: of `models.decoder(config)`, with any strategy on any mesh.
+        config: of the decoder, or a recipe that has one.
+        extra: "ignore" skips parameters that no leaf asks for, and reads the model's weights, in their own precision,
+            if main parameters are missing or flat.
+
+    Returns:
+        A tree as `fs.state_from` takes it.
+
+    Raises:
+        CheckpointError: on every rank, and before anything is read: a directory that cannot be read, tensors that are
+            missing, extra or of another shape, arguments that differ from the config, trained parameters in bfloat16
+            without main parameters, or an optimizer state of flat tensors (dp_reshardable).
+        ConfigError: a decoder that has no names there.
+        LayoutError: the layout is on an abstract mesh.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> saved = fs.megatron.save("iter_0000000", state, config)
+        >>> params = fs.megatron.load(saved.path, layout, config)
+        >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
+        True
+    """
+    return _load(path, layout, config, strict=extra == "refuse", moments=False)[0]
+
+
+@called_by_all
+@named(_LOAD_STATE)
+def load_state(
+    path: StrPath, opt: GradientTransformation, key: Tensor, layout: Layout, config: Any, *, step: int | None = None
+) -> TrainState:
+    """Read parameters and AdamW's moments of a Megatron checkpoint, to continue the run. Collective.
+
+    Args:
+        path: as in `load`.
+        opt: `adamw`, or one around it.
+        key: random key of the run.
+        layout: of `models.decoder(config)`.
+        config: of the decoder, or a recipe that has one.
+        step: number of updates so far; by default what the directory or its name (`iter_0000100`) says.
+
+    Raises:
+        CheckpointError: as `load`; moments that are missing or of another shape, dropout in the arguments, an optimizer
+            without Adam's moments, or a directory that does not give its iteration.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> model, opt = fs.models.decoder(config), fs.adamw(1e-3)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
+        >>> saved = fs.megatron.save("iter_0000000", state, config, "fsdp_dtensor")
+        >>> again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), layout, config)
+        >>> int(again.step)
+        0
+    """
+    params, opened, pieces = _load(path, layout, config, strict=True, moments=True)
+    if (updates := iteration_of(opened) if step is None else step) is None:
+        mend = "Give it: step=100."
+        raise CheckpointError(message(f"finds no iteration in {opened.weights.path}.", mend=mend))
+    state = state_from(params, opt, key, layout)
+    adam = _adam_of(state.opt_state)
+
+    def fill() -> None:
+        for tree_name, kind in _MOMENTS.items():
+            trained = tree.flatten_up_to(layout.structure, getattr(adam, tree_name))
+            for leaf, x in zip(layout.leaves, trained, strict=True):
+                if x is not None:
+                    _fill(opened, kind, pieces[leaf.path], staged(leaf.shape, leaf.home, local_of(x)))
+
+    on_all(fill)
+    state.step.fill_(updates)
+    adam.count.fill_(updates)
+    return state
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+def _load(
+    path: StrPath, layout: Layout, config: Any, *, strict: bool, moments: bool
+) -> tuple[Tree, Opened, dict[str, list[Piece]]]:
+    check_path("a path, then a Layout", path, _CALLS[public_name()])
+    config = decoder_config(config)
+    refuse_others(config)
+    wants = main_wants(layout)
+
+    def look() -> tuple[tuple[Opened, dict[str, list[Piece]]], str]:
+        opened = open_directory(path)
+        if opened.flat and not strict:
+            opened.tensors.pop(MAIN, None)
+        kinds = ("exp_avg", "exp_avg_sq") if moments else ()
+        return (opened, _compare(opened, config, layout, strict=strict, moments=kinds)), opened.digest()
+
+    opened, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
+    shards: dict[str, Shards] = {}
+    for leaf, want in wants.items():
+        size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
+        shards[leaf] = staged(want.shape, want.sharding, _compat.fresh(size, want.dtype, want.device))
+
+    def fill() -> None:
+        for leaf, shard in shards.items():
+            _fill(opened, _main_kind(opened, pieces[leaf]), pieces[leaf], shard)
+
+    on_all(fill)
+    read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
+    return tree.unflatten(layout.structure, read), opened, pieces
+
+
+def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
+    """Which tensors hold the main parameter of a leaf: those of the optimizer if there are any."""
+    return MAIN if any(opened.info(MAIN, piece.name) for piece in pieces) else "model"
+
+
+def _fill(opened: Opened, kind: str, pieces: list[Piece], shard: Shards) -> None:
+    """Reads what this rank holds of a leaf."""
+    for box, x in shard.kept().values():
+        for name, there, out in in_tensors(box, x, pieces):
+            opened.weights.read(opened.tensors[kind][name], there, out)
+
+
+def _compare(
+    opened: Opened, config: DecoderConfig, layout: Layout, *, strict: bool, moments: tuple[str, ...]
+) -> dict[str, list[Piece]]:
+    """The pieces of every leaf; refuses a directory that differs, with every argument and tensor that does."""
+    if opened.flat and (strict or moments):
+        raise CheckpointError(_flat_state(opened))
+    model = opened.tensors["model"]
+    embedding = opened.weights.leaves[model[EMBEDDING]]
+    args = opened.facts.get("args")
+    rows = contradictions(args, config, training=bool(moments)) if isinstance(args, dict) else []
+    if len(embedding.shape) != 2 or embedding.shape[0] < config.vocab:
+        rows.append(f"{EMBEDDING} is {embedding}; the config says at least {config.vocab} rows")
+    dialect = dialect_of(model, opened.format, max(embedding.shape[:1], default=0))
+    pieces = megatron_pieces(config, {leaf.path: leaf.shape for leaf in layout.leaves}, dialect)
+    for leaf in layout.leaves:
+        names = [*dict.fromkeys(piece.name for piece in pieces[leaf.path])]
+        shapes = {piece.name: piece.shape for piece in pieces[leaf.path]}
+        rows += _without_main(opened, leaf.path, names) if strict else []
+        for kind in (_main_kind(opened, pieces[leaf.path]), *(moments if leaf.trainable else ())):
+            for name in names:
+                stored = opened.info(kind, name)
+                which = "" if kind == "model" else f"{kind} of "
+                if stored is None:
+                    rows.append(f"{leaf.path}: {which}{name} is missing; wanted is {[*shapes[name]]}")
+                elif stored.shape != shapes[name] or stored.dtype not in DTYPES:
+                    rows.append(f"{leaf.path}: {which}{name} is {stored}, wanted is {[*shapes[name]]}")
+    if strict:
+        used = {piece.name for own in pieces.values() for piece in own}
+        rows += [f"{name} is extra: {opened.info('model', name)}" for name in sorted(model.keys() - used)]
+    if rows:
+        mend = "Plan the layout with models.decoder(config), where config has the arguments and sizes of the run."
+        rule = f"cannot use {opened.weights.path}: {len(rows)} things are not as they should be."
+        raise CheckpointError(message(rule, rows, mend))
+    return pieces
+
+
+def _without_main(opened: Opened, leaf: str, names: list[str]) -> list[str]:
+    """Trained parameters whose weights are rounded and whose main parameter is missing, one row each."""
+    rows: list[str] = []
+    for name in names if opened.format == "torch_dist" else ():
+        weights = opened.info("model", name)
+        rounded = weights is not None and weights.dtype != torch.float32
+        if rounded and opened.is_trained(name) and opened.info(MAIN, name) is None:
+            rows.append(f"{leaf}: the main parameter of {name} is missing; its weights are {weights}")
+    return rows
+
+
+def _flat_state(opened: Opened) -> str:
+    """The message for a directory whose optimizer state is not stored by parameter."""
+    content = opened.facts.get("content_metadata")
+    kind = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    rule = f"cannot read the optimizer state of {opened.weights.path}: its tensors are flat, not one per parameter."
+    rows = [f"the format of the distributed optimizer is {kind}"] if kind else []
+    rows.append(f"such a tensor is {opened.flat}")
+    mend = (
+        "Load it in Megatron with the parallel sizes of its run and save it with --dist-ckpt-optim-fully-reshardable. "
+        'fs.megatron.load(..., extra="ignore") reads the weights of the model alone, in their own precision.'
+    )
+    return message(rule, rows, mend)
+
+
+def _adams_in(node: Any) -> list[AdamState]:
+    """Every state of Adam in that of an optimizer."""
+    if isinstance(node, AdamState):
+        return [node]
+    inner: list[Any] = []
+    if isinstance(node, dict):
+        inner = list(cast("dict[str, Any]", node).values())
+    elif isinstance(node, tuple | list):
+        inner = list(cast("tuple[Any, ...]", node))
+    return [adam for part in inner for adam in _adams_in(part)]
+
+
+def _adam_of(opt_state: Any) -> AdamState:
+    """The only state of Adam in that of an optimizer."""
+    found = _adams_in(opt_state)
+    if len(found) != 1:
+        rule = f"needs the moments of one AdamW; the optimizer has {len(found)}."
+        raise CheckpointError(message(rule, mend="Give fs.adamw(...), also under fs.optim.chain."))
+    if any(map(is_coded, moment_leaves(found[0].mu))):
+        mend = "Train with moments=torch.float32."
+        raise CheckpointError(message("knows no moments in low precision.", mend=mend))
+    return found[0]
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+class Saved(NamedTuple):
+    """The files and tensors that a save has written.
+
+    Attributes:
+        path: the directory.
+        format: "torch_dist" or "fsdp_dtensor".
+        tensors: how many tensors there are.
+
+    Example:
+        >>> fs.megatron.Saved("run/iter_0000100", "torch_dist", 12).format
+        'torch_dist'
+    """
+
+    path: Path
+    format: str
+    tensors: int
+
+
+class _Kind(NamedTuple):
+    """Tensors of one kind: how they are named, and what this rank holds of them."""
+
+    stored: Callable[[str], str]
+    leaves: dict[str, Shards]
+    dtype: torch.dtype | None
+
+
+@called_by_all
+@named(_SAVE)
+def save(
+    path: StrPath,
+    state: TrainState,
+    config: Any,
+    format: Literal["torch_dist", "fsdp_dtensor"] = "torch_dist",
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_multiple: int = 128,
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
+    settings: Mapping[str, Any] | None = None,
+    samples: int | None = None,
+    timeout: timedelta = SAVE_TIMEOUT,
+) -> Saved:
+    """Write parameters, AdamW's moments and arguments for Megatron. Collective; all ranks must see one file system.
+
+    In torch_dist, `megatron.core.dist_checkpointing.load` fills the model's `sharded_state_dict`, and with `settings`
+    the one of the distributed optimizer (`fully_reshardable`), whatever the parallel sizes.
+
+    Args:
+        path: the new directory, such as `iter_0000100`.
+        state: of `models.decoder(config)`. Moments are written if its optimizer is AdamW.
+        config: of the decoder, or a recipe that has one.
+        format: "torch_dist" stacks the layers, "fsdp_dtensor" numbers them.
+        dtype: of the model's tensors; by default the dtype of the main parameters. Main parameters and moments keep
+            their dtypes.
+        vocab_multiple: rows of the embedding are padded with zeros to a multiple of it: 128 times the tensor parallel
+            size in Megatron.
+        transformer_impl: Megatron's argument of this name in the run that will load the directory. It decides how norms
+            are named.
+        settings: of AdamW, which Megatron's optimizer takes over: `lr`, `betas`, `eps`, `weight_decay`. Megatron Core
+            0.17 and newer compare `max_lr` and `min_lr` with their own; give these too. Without settings, Megatron
+            loads the model only (`--no-load-optim`).
+        samples: rows that the run has read so far, where Megatron's data loader and learning rate schedule continue,
+            the latter with `--override-opt-param-scheduler`. Without it, Megatron's training script loads the
+            directory with `--finetune` or `--no-load-optim` only.
+        timeout: how long ranks wait for one that writes to a slow file system, as in `fs.checkpoint.save`.
+
+    Raises:
+        ArgumentError: a timeout that is no timedelta.
+        CheckpointError: on every rank: something is at the path, the state does not fit the config, settings are
+            incomplete, or the disk refuses; nothing is left at the path.
+        ConfigError: a decoder that Megatron has no names or arguments for.
+
+    Example:
+        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> model = fs.models.decoder(config)
+        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> saved = fs.megatron.save("iter_0000000", state, config)
+        >>> names = list(fs.foreign.open_weights(saved.path).leaves)
+        >>> "decoder.layers.self_attention.linear_qkv.weight" in names
+        True
+    """
+    check_path("a path, then a TrainState", path, "fs.megatron.save(path, state, config)")
+    if not isinstance(state, TrainState):
+        mend = "Give the whole state: fs.megatron.save(path, state, config)."
+        raise refuse("a path, then a TrainState", state, mend)
+    config = decoder_config(config)
+    refuse_others(config)
+    if rows := unsayable(config):
+        mend = "Megatron would compute something else. Write the weights for another program: fs.hf.save."
+        raise ConfigError(message("cannot describe this decoder by arguments of Megatron.", rows, mend))
+    choice = _Choice(format, dtype, vocab_multiple, transformer_impl, settings, samples)
+
+    def plan() -> tuple[tuple[Path, list[_Kind], dict[str, list[Piece]]], str]:
+        target, kinds, pieces = _plan(path, state, config, choice)
+        facts = str(target), choice, len(kinds), config, [(leaf, own) for leaf, own in pieces.items()]
+        return (target, kinds, pieces), hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    group = own_group(timeout, "export")
+    target, kinds, pieces = agreed(plan, UNLIKE, UNLIKE_ROW, group)
+    step = int(state.step)
+    partial = partial_of(target)
+    common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
+
+    def write() -> Written:
+        return _write(partial, kinds, pieces, config, common, format)
+
+    def commit(output: PartialOutput, written: list[Written]) -> None:
+        write_metadata(partial, written)
+        if format == "torch_dist":
+            _write_common(partial, common)
+        output.place()
+
+    written = write_together(target, lambda: PartialOutput(target), write, commit, group)
+    return Saved(target, format, len({entry.path for part in written for entry in part.entries}))
+
+
+class _Choice(NamedTuple):
+    """The options of a save."""
+
+    format: str
+    dtype: torch.dtype | None
+    vocab_multiple: int
+    transformer_impl: str
+    settings: Mapping[str, Any] | None
+    samples: int | None
+
+    def wrong(self, state: TrainState) -> list[str]:
+        """Options that cannot be used, one row each."""
+        rows = [] if self.format in _FORMATS else [f"format is {self.format!r}: formats are {', '.join(_FORMATS)}"]
+        rows += [f"vocab_multiple is {self.vocab_multiple}: at least 1"] if self.vocab_multiple < 1 else []
+        if self.transformer_impl not in _IMPLS:
+            rows.append(f"transformer_impl is {self.transformer_impl!r}: choices are {', '.join(_IMPLS)}")
+        if self.samples is not None and self.samples < 0:
+            rows.append(f"samples is {self.samples}: at least 0")
+        if self.settings is not None:
+            missing = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in self.settings]
+            rows += [f"settings have no {name}" for name in missing]
+            if not _adams_in(state.opt_state):
+                rows.append("settings are of AdamW, and the optimizer of the state is a different one")
+        return rows
+
+    def padded(self, vocab: int) -> int:
+        """Rows of the embedding."""
+        return -(-vocab // self.vocab_multiple) * self.vocab_multiple
+
+
+def _plan(
+    path: StrPath, state: TrainState, config: DecoderConfig, choice: _Choice
+) -> tuple[Path, list[_Kind], dict[str, list[Piece]]]:
+    """Check everything; return the kinds of tensors, and the pieces of every leaf."""
+    real_path(path)
+    target = Path(os.path.abspath(path))
+    rows = choice.wrong(state)
+    rows += [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+    if rows:
+        raise CheckpointError(message("cannot write.", rows))
+    homes = {leaf.path: leaf for leaf in state.layout.leaves}
+
+    def held(values: Tree) -> dict[str, Shards]:
+        flat = tree.flatten_up_to(state.layout.structure, values)
+        named = zip(homes, flat, strict=True)
+        return {path: shards_at_home(path, x, homes[path], rows) for path, x in named if x is not None}
+
+    core = choice.format == "torch_dist"
+    params = held(stored_params(state))
+    kinds = [_Kind(str if core else "model.module.{}".format, params, choice.dtype)]
+    if _adams_in(state.opt_state):
+        adam = _adam_of(state.opt_state)
+        if core:
+            kinds.append(_Kind("optimizer.state.param.{}".format, params, None))
+        for tree_name, kind in _MOMENTS.items():
+            pattern = f"optimizer.state.{kind}.{{}}" if core else f"optimizer.state.module.module.module.{{}}.{kind}"
+            kinds.append(_Kind(pattern.format, held(getattr(adam, tree_name)), None))
+    padded = choice.padded(config.vocab)
+    dialect = Dialect(choice.format, core, written_norms(config, choice.format, choice.transformer_impl), padded)
+    pieces = megatron_pieces(config, {path: leaf.shape for path, leaf in homes.items()}, dialect)
+    rows += _untiled(pieces, padded - config.vocab)
+    if rows:
+        mend = "Give the state of models.decoder(config)."
+        raise CheckpointError(message(f"cannot write {target}.", rows, mend))
+    return target, kinds, pieces
+
+
+def _untiled(pieces: Mapping[str, list[Piece]], pad: int) -> list[str]:
+    """Tensors that their pieces do not fill, one row each."""
+    filled: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for own in pieces.values():
+        for piece in own:
+            count = 1
+            for start, stop in piece.there(piece.box):
+                count *= stop - start
+            filled[piece.name] = filled.get(piece.name, 0) + count
+            shapes[piece.name] = piece.shape
+    rows: list[str] = []
+    for name, shape in shapes.items():
+        wanted = torch.Size(shape).numel() - (pad * shape[-1] if name in (EMBEDDING, HEAD) else 0)
+        if filled[name] != wanted:
+            rows.append(f"{name} has {wanted} elements, and gets {filled[name]}")
+    return rows
+
+
+def _write(
+    folder: Path,
+    kinds: list[_Kind],
+    pieces: Mapping[str, list[Piece]],
+    config: DecoderConfig,
+    common: Mapping[str, Any],
+    format: str,
+) -> Written:
+    """Writes the boxes of this rank, and on rank 0 what no rank holds."""
+    shapes = {piece.name: piece.shape for own in pieces.values() for piece in own}
+    with Writer(folder, own_rank()) as writer:
+        for stored, leaves, dtype in kinds:
+            writers = shares(leaves, range(world_size()))
+            for path, leaf in leaves.items():
+                for corner, (box, x) in leaf.kept().items():
+                    if writers[path][corner] == own_rank():
+                        for name, there, part in in_tensors(box, x, pieces[path]):
+                            writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
+                            writer.settle()
+                if own_rank() == 0 and path in ("embed.table", "head.unembed"):
+                    _pad(writer, stored, pieces[path][0], config.vocab, dtype or leaf.local.dtype)
+        if own_rank() == 0 and format == "fsdp_dtensor":
+            for stored in sorted({kinds[1].stored(name) for name in shapes}) if len(kinds) > 1 else ():
+                count = torch.tensor(float(common["iteration"]))
+                writer.add(f"{stored.rpartition('.')[0]}.step", (), (), count)
+            for name in ("iteration", "checkpoint_version", "args"):
+                writer.add_value(name, common[name])
+        elif own_rank() == 0:
+            for name in extra_states(config):
+                writer.add_value(name, [None])
+        return writer.close()
+
+
+def _pad(writer: Writer, stored: Callable[[str], str], piece: Piece, vocab: int, dtype: torch.dtype) -> None:
+    """The rows of zeros behind a vocabulary."""
+    rows, width = piece.shape
+    if rows > vocab:
+        box = ((vocab, rows), (0, width))
+        writer.add(stored(piece.name), piece.shape, box, torch.zeros(rows - vocab, width, dtype=dtype))
+        writer.settle()
+
+
+def _common_state(config: DecoderConfig, step: int, choice: _Choice, *, has_moments: bool) -> dict[str, Any]:
+    """What Megatron keeps beside the tensors."""
+    run = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "transformer_impl": choice.transformer_impl,
+        "padded_vocab_size": choice.padded(config.vocab),
+        "consumed_train_samples": choice.samples or 0,
+        "no_save_rng": True,
+        "no_save_optim": not has_moments or choice.settings is None,
+    }
+    result: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0}
+    result["args"] = argparse.Namespace(**arguments_of(config), **run)
+    sharding = "fully_reshardable"
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    result["content_metadata"] = {"distrib_optim_sharding_type": sharding, **content}
+    if choice.settings is None:
+        return result
+    group = {**choice.settings, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    group |= {"default_config": True, "step": step}
+    groups = [{**group, "wd_mult": decay} for decay in (1.0, 0.0)]  # matrices, then norms and biases
+    result["optimizer"] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
+    if choice.samples is not None:
+        rate = choice.settings["lr"]
+        decay = choice.settings["weight_decay"]
+        schedule = {"max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
+        schedule |= {"lr_decay_style": "constant", "start_wd": decay, "end_wd": decay}
+        schedule |= {"wd_incr_style": "constant", "wd_incr_steps": 1, "num_steps": choice.samples}
+        result["opt_param_scheduler"] = schedule
+    return result
+
+
+def _write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """Write the files that Megatron Core reads beside the tensors."""
+    said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    said |= {"common_backend": "torch", "common_backend_version": 1}
+    with (folder / _CONFIG).open("x", encoding="utf-8") as stream:
+        json.dump(said, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    with (folder / COMMON).open("xb") as stream:
+        torch.save(dict(common), stream)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,177 @@
+"""A Megatron checkpoint directory: which tensors are in it, by kind and parameter, and the arguments of its run.
+
+In: a path. Out: `Opened`.
+Main parameters are called `fp32_param` or, in the fully reshardable format of the distributed optimizer, `param`.
+The formats dp_reshardable and dp_zero_gather_scatter keep main parameters and moments in flat buckets, whose order
+depends on the buffers of that run; fully_sharded_model_space flattens each tensor. These are refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.untrusted import open_plain, read_plain
+from fsharding.checkpoint.dcp_metadata import Place, value_places
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.torch_record import WHOLE, Window, parse_plain
+from fsharding.checkpoint.writer import METADATA
+from fsharding.contrib.megatron_names import EMBEDDING
+from fsharding.foreign.foreign_weights import Weights, weights_at
+
+__all__ = ["COMMON", "MAIN", "Opened", "iteration_of", "open_directory"]
+
+COMMON = "common.pt"
+_COMMON_STATE = "common_state/shard_0_1"  # where Megatron Core 0.19 keeps it
+MAIN = "main"
+_LATEST = "latest_checkpointed_iteration.txt"
+_CORE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_FSDP = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.(exp_avg_sq|exp_avg|step)")
+_MODEL = re.compile(r"model\.(?:module\.)*(.+)")
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
+_KINDS = {"param": MAIN, "fp32_param": MAIN}
+
+
+@dataclass
+class Opened:
+    """A directory: its tensors by kind, then by parameter name without prefixes.
+
+    Attributes:
+        weights: all tensors.
+        format: "torch_dist" or "fsdp_dtensor".
+        tensors: kinds are "model", "main", "exp_avg", "exp_avg_sq", "step", and "" for everything else.
+        facts: iteration, arguments and content metadata, as far as the directory has them.
+        flat: a tensor of the optimizer that is in no parameter's shape; "" if there is none.
+    """
+
+    weights: Weights
+    format: str
+    tensors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    flat: str = ""
+
+    def info(self, kind: str, name: str) -> LeafInfo | None:
+        """Shape and dtype of a tensor."""
+        stored = self.tensors.get(kind, {}).get(name)
+        return None if stored is None else self.weights.leaves[stored]
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the optimizer has a tensor of the parameter."""
+        return any(name in there for kind, there in self.tensors.items() if kind not in ("model", ""))
+
+    def digest(self) -> str:
+        """A hash of what must be the same on all ranks."""
+        return hashlib.sha256(repr((sorted(self.weights.leaves.items()), self.facts)).encode()).hexdigest()
+
+
+def open_directory(path: StrPath) -> Opened:
+    """Find out which of the two formats is at a path, and which tensors.
+
+    Raises:
+        CheckpointError: no checkpoint of one GPT model, or one that cannot be read.
+    """
+    folder = _latest(Path(path))
+    mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
+    weights = weights_at(folder, mend=mend)
+    if weights.format != "dcp":
+        raise CheckpointError(message(f"finds no Megatron checkpoint at {folder}.", mend=mend))
+    fsdp = any(_MODEL.fullmatch(name) for name in weights.leaves)
+    result = Opened(weights, "fsdp_dtensor" if fsdp else "torch_dist")
+    rows: list[str] = []
+    for stored in weights.leaves:
+        kind, name = _kind(stored, fsdp=fsdp)
+        there = result.tensors.setdefault(kind, {})
+        if name in there and kind:
+            rows.append(f"{stored} and {there[name]} are both the {kind} tensor of {name}")
+        there[name] = stored
+    if EMBEDDING not in result.tensors.get("model", {}):
+        rows.append(f"it has no {EMBEDDING}")
+    if rows:
+        mend = "Give the checkpoint of one GPT model."
+        raise CheckpointError(message(f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
+    others = value_places(folder)
+    result.flat = _flat(result, [*weights.leaves, *others])
+    entries = ("iteration", "args", "content_metadata")
+    if os.path.lexists(folder / COMMON):
+        result.facts = _facts(folder / COMMON, None, entries)
+    elif (place := others.get(_COMMON_STATE)) is not None:
+        result.facts = _facts(folder / place[0], place, entries)
+    elif (place := others.get("args")) is not None:
+        result.facts = {"args": _facts(folder / place[0], place, None)}
+    return result
+
+
+def iteration_of(opened: Opened) -> int | None:
+    """The number of updates: as the directory says, else as its name does."""
+    if type(said := opened.facts.get("iteration")) is int:
+        return said
+    for stored in opened.tensors.get("step", {}).values():
+        if opened.weights.leaves[stored].shape == ():
+            opened.weights.read(stored, (), step := torch.zeros((), dtype=torch.float64))
+            return int(step)
+    found = re.fullmatch(r"iter_(\d+)", opened.weights.path.name)
+    return int(found[1]) if found else None
+
+
+def _latest(path: Path) -> Path:
+    """The directory of the latest iteration, given the directory that has all of them."""
+    tracker = path / _LATEST
+    if os.path.lexists(path / METADATA) or not os.path.lexists(tracker):
+        return path
+    try:
+        said = bytes(read_plain(tracker, 64)).decode().strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(message(f"cannot read {tracker}: {error}.")) from error
+    if not (said.isascii() and said.isdigit()):
+        raise CheckpointError(message(f"finds no number of an iteration in {tracker}.", [repr(said)]))
+    return path / f"iter_{int(said):07d}"
+
+
+def _kind(stored: str, *, fsdp: bool) -> tuple[str, str]:
+    """The kind of a tensor and the name of its parameter."""
+    if fsdp:
+        if found := _FSDP.fullmatch(stored):
+            return found[2], found[1]
+        found = _MODEL.fullmatch(stored)
+        return ("model", found[1]) if found else ("", stored)
+    if found := _CORE.fullmatch(stored):
+        return _KINDS.get(found[1], found[1]), found[2]
+    beside = re.match(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine", stored)
+    return ("", stored) if beside else ("model", stored)
+
+
+def _flat(opened: Opened, names: list[str]) -> str:
+    """An optimizer tensor that is not in the shape of its parameter; "" if there is none."""
+    for name in names:
+        if _BUCKETS.fullmatch(name):
+            return name
+    for kind in (MAIN, "exp_avg", "exp_avg_sq"):
+        for name, stored in opened.tensors.get(kind, {}).items():
+            model = opened.info("model", name)
+            own = opened.weights.leaves[stored].shape
+            if model is not None and own != model.shape and math.prod(own) == math.prod(model.shape):
+                return stored
+    return ""
+
+
+def _facts(file: Path, place: Place | None, entries: tuple[str, ...] | None) -> dict[str, Any]:
+    """Plain values of a `torch.save` record, which is a file or inside of one; nothing in it is run."""
+    try:
+        with open_plain(file) as stream:
+            handle = stream.fileno()
+            _, first, size = place or ("", 0, os.fstat(handle).st_size)
+            window = Window(lambda start, stop: os.pread(handle, stop - start, first + start), size, WHOLE)
+            return parse_plain(window, entries)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(message(f"cannot read {file}: {error}.")) from error

@@ -1,0 +1,12 @@
+"""Weights that other programs wrote, or read: `open_weights`, `load_weights` and `export`.
+
+In: a file or a directory of torch, safetensors, DCP or FSDP2, and rules that say which of its tensors is which leaf.
+Out: leaves of a layout, or such a file. Law: every leaf is found exactly once, with its shape, or the call is refused.
+"""
+
+from fsharding.foreign.exporting import Exported, export
+from fsharding.foreign.foreign_weights import Weights, open_weights
+from fsharding.foreign.importing import load_weights
+from fsharding.foreign.name_map import Names, Rows, Transposed
+
+__all__ = ["Exported", "Names", "Rows", "Transposed", "Weights", "export", "load_weights", "open_weights"]

@@ -1,0 +1,187 @@
+"""Weights that are published as codes: fp8 beside the scales of their blocks, read as the numbers that they stand for.
+
+In: names, shapes and dtypes of safetensors, a reader, and the `quantization_config` of their `config.json`. Out: the
+same with every pair of codes and scales as one tensor of float32, of which any slice is read with the scales it needs.
+A tensor `X.weight` of float8 has its scales in `X.weight_scale_inv`, one for each block of `weight_block_size`: a
+weight is its code times its scale (DeepSeek-V3, 2024; "fp8" of transformers).
+Law: a slice has the bits that it has in the whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsharding.base.untrusted import beside, read_json
+from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.formats import E4M3, E5M2, Blocks, codec
+from fsharding.formats.codec import Scales
+from fsharding.formats.precision import DTYPES
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+
+__all__ = [
+    "CONFIG_KEY", "CONFIG_LIMIT", "MEND", "SCALES", "Reader", "blocks_in", "blocks_of", "config_of_blocks", "decoded",
+    "touched_by", "why_not",
+]  # fmt: skip
+
+CONFIG_KEY = "quantization_config"
+SCALES = "_scale_inv"
+"""What follows the name of a tensor in that of its scales."""
+
+Reader = Callable[[str, Box, Tensor], None]
+"""Reads a slice of a tensor by name; see `Weights.read`."""
+
+_READ = (
+    "what is read is quant_method 'fp8' with weight_block_size [rows, columns], fmt 'e4m3' or 'e5m2' and"
+    " activation_scheme 'dynamic'"
+)
+MEND = (
+    "Write the model in bfloat16 first: in transformers, dequantize() and save_pretrained(). To read the codes as they"
+    " are, open the file or the index instead of its directory."
+)
+CONFIG_LIMIT = 16 << 20
+"""Bytes of a `config.json` that is read."""
+_MOST_OF_A_BLOCK = 1 << 24
+_FMTS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+# --------------------------------------------------------------------------------------------------------- config.json
+def blocks_of(entries: Mapping[str, Any]) -> Blocks | None:
+    """The format of the weights beside a `config.json`; None where its entries name none.
+
+    Raises:
+        ValueError: another one than those of the module, with the reason.
+    """
+    said = entries.get(CONFIG_KEY)
+    if not said:
+        return None
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{CONFIG_KEY} is {said!r}: an object with quant_method")
+    wanted = {"quant_method": ("fp8",), "fmt": (*_FMTS, None), "activation_scheme": ("dynamic", None)}
+    for key, values in wanted.items():
+        if said.get(key) not in values:
+            raise ValueError(f"{CONFIG_KEY} has {key} {said.get(key)!r}: {_READ}")
+    block = said.get("weight_block_size")
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(map(_is_size, block))):
+        raise ValueError(f"{CONFIG_KEY} has weight_block_size {block!r}: {_READ}")
+    return Blocks(_FMTS[said.get("fmt") or "e4m3"], (block[0], block[1]))
+
+
+def _is_size(n: Any) -> bool:
+    return type(n) is int and 0 < n <= _MOST_OF_A_BLOCK
+
+
+def blocks_in(folder: Path) -> Blocks | None:
+    """The format of the weights of a directory; None where it has no `config.json`, or one without a format.
+
+    Raises:
+        ValueError: as `blocks_of`, or a file that cannot be read.
+    """
+    if not os.path.lexists(folder / "config.json"):
+        return None
+    try:
+        entries = read_json(beside(folder, "config.json"), most=CONFIG_LIMIT, finite=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config.json: {getattr(error, 'strerror', None) or error}") from error
+    return blocks_of(entries) if isinstance(entries, dict) else None
+
+
+def config_of_blocks(format: Blocks, plain: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of a directory whose weights have a format.
+
+    Args:
+        format: a rectangle with float32 scales.
+        plain: modules whose weights have no codes although they are matrices.
+    """
+    fmt = next(name for name, dtype in _FMTS.items() if dtype == format.dtype)
+    result = {"quant_method": "fp8", "fmt": fmt, "weight_block_size": [*format.block], "activation_scheme": "dynamic"}
+    return result | ({"modules_to_not_convert": plain} if plain else {})
+
+
+def why_not(format: Any) -> str | None:
+    """Why weights cannot be written in a format; None where they can."""
+    if not isinstance(format, Blocks):
+        return f"is a {type(format).__name__}"
+    if format.dtype != E4M3 or not isinstance(format.block, tuple) or format.scale != "float32" or format.keyed:
+        return f"is {format}"
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+def decoded(leaves: Mapping[str, LeafInfo], read: Reader, format: Blocks) -> tuple[dict[str, LeafInfo], Reader]:
+    """Tensors with codes as numbers.
+
+    Args:
+        leaves: all tensors by name, as the files have them.
+        read: of them.
+        format: whose blocks count; of the elements each tensor says itself which it has.
+
+    Returns:
+        The tensors without those that are scales, and a reader of them.
+
+    Raises:
+        ValueError: codes without scales, scales without codes, or of another shape than the blocks have; the text has a
+            line for each.
+    """
+    coded = {name: replace(format, dtype=leaf.dtype) for name, leaf in leaves.items() if leaf.dtype in _FMTS.values()}
+    rows: list[str] = []
+    for name, blocks in coded.items():
+        rows += _objections(name, leaves[name], leaves.get(name + SCALES), blocks)
+    weights = {name: name.removesuffix(SCALES) for name in leaves if name.endswith(SCALES)}
+    alone = [name for name, of in weights.items() if of not in coded and of in leaves]
+    rows += [f"{name} are the scales of {weights[name]}, which is {leaves[weights[name]]}" for name in alone]
+    if rows:
+        raise ValueError("\n".join(rows))
+    result = {
+        name: leaf._replace(dtype=torch.float32) if name in coded else leaf
+        for name, leaf in leaves.items()
+        if weights.get(name) not in coded
+    }
+
+    def numbers(name: str, box: Box, out: Tensor) -> None:
+        if name not in coded:
+            read(name, box, out)
+            return
+        for piece in pieces(box, torch.float32.itemsize):
+            values = _window(name, piece, leaves[name].shape, coded[name], read, out.dtype)
+            out[boxes.relative(piece, box)].copy_(values)
+
+    return result, numbers
+
+
+def _objections(name: str, leaf: LeafInfo, scales: LeafInfo | None, blocks: Blocks) -> list[str]:
+    if not leaf.shape:
+        return [f"{name} is {leaf}: codes have one dim at least"]
+    wanted = LeafInfo(blocks.grid(leaf.shape), torch.float32)
+    if scales is None:
+        return [f"{name} is {leaf}, and {name}{SCALES} is missing; wanted is {wanted}"]
+    if scales.shape != wanted.shape or scales.dtype not in DTYPES:
+        return [f"{name}{SCALES} is {scales}, wanted is {wanted}: {name} is {leaf} in blocks of {blocks.block}"]
+    return []
+
+
+def _window(name: str, box: Box, shape: tuple[int, ...], blocks: Blocks, read: Reader, dtype: torch.dtype) -> Tensor:
+    """The numbers of a box that is not empty."""
+    codes = torch.empty(boxes.shape_of(box), dtype=blocks.dtype)
+    read(name, box, codes)
+    touched = touched_by(box, shape, blocks)
+    scales = torch.empty(boxes.shape_of(touched), dtype=torch.float32)
+    read(name + SCALES, touched, scales)
+    start = (0, *(first for first, _ in box))[-2:]
+    sizes = blocks.sizes(shape)
+    return codec.decode(codes.view(torch.uint8), Scales(scales), blocks, dtype, block=sizes, start=(start[0], start[1]))
+
+
+def touched_by(box: Box, shape: tuple[int, ...], blocks: Blocks) -> Box:
+    """The box of the scales that a box of a tensor needs."""
+    sizes = blocks.sizes(shape)[-len(box) :]
+    lead = len(box) - len(sizes)
+    return (*box[:lead], *(codec.touched(a, b - a, n) for (a, b), n in zip(box[lead:], sizes, strict=True)))

@@ -1,0 +1,309 @@
+"""`export`: a checkpoint as another program reads it: a `torch.save` state dict, safetensors, or a DCP directory.
+
+In: a checkpoint directory. Out: files under names that the other program knows. One process, no process group.
+Tensors pass through memory a window at a time, so that a checkpoint larger than the memory can be exported.
+Law: what was exported loads bitwise; under the final name is everything or nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding.base import _compat
+from fsharding.base.calls import named
+from fsharding.base.errors import CheckpointError, message
+from fsharding.checkpoint import directory
+from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.reader import LeafInfo, Source, open_source
+from fsharding.checkpoint.state_leaves import BUFFERS
+from fsharding.checkpoint.writer import Writer, write_metadata
+from fsharding.comm.redistribute import in_buckets
+from fsharding.foreign.foreign_weights import SAFETENSORS
+from fsharding.foreign.fsdp2 import Settings, Taken, plan_fsdp2
+from fsharding.foreign.name_map import Names, Part, naming, our_box, parts, unknown, written_constants
+from fsharding.foreign.safetensors_layout import INDEX, index_text, tensor_files
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.leaf_names import RESERVED
+
+__all__ = ["FORMATS", "Exported", "export"]
+
+_FUNCTION = "fs.foreign.export"
+
+_WHAT = ("params", "all", "fsdp2")
+FORMATS = ("torch", "safetensors", "dcp")
+"""What `export` writes."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files and tensors that an export has written.
+
+    Attributes:
+        path: where it is.
+        format: one of `FORMATS`.
+        tensors: how many tensors there are.
+        files: bytes of each file by name.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> exported = fs.foreign.export("run/5", "run/weights", "safetensors")
+        >>> exported.tensors, list(exported.files)
+        (1, ['model.safetensors'])
+    """
+
+    path: Path
+    format: str
+    tensors: int
+    files: dict[str, int]
+
+    def __str__(self) -> str:
+        size = sum(self.files.values())
+        return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {size:,} bytes, {self.format}"
+
+
+class _Item(NamedTuple):
+    """A tensor to be written: of which leaf it is what part, or a constant that no leaf has."""
+
+    path: str
+    part: Part
+    dtype: torch.dtype
+    value: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.part.shape) * self.dtype.itemsize
+
+
+@named(_FUNCTION)
+def export(
+    source: StrPath,
+    target: StrPath,
+    format: Literal["torch", "safetensors", "dcp"],
+    names: Names = None,
+    *,
+    what: Literal["params", "all", "fsdp2"] = "params",
+    settings: Settings | None = None,
+    max_file_bytes: int = 5 << 30,
+) -> Exported:
+    """Writes the leaves of a checkpoint for another program. On one process; checksums are compared.
+
+    "torch" makes one file with a flat state dict, which `torch.load(weights_only=True)` reads; "safetensors" makes a
+    directory with `model.safetensors`, or several files and `model.safetensors.index.json`; "dcp" one which
+    `torch.distributed.checkpoint.load` reads into the state dict of an FSDP2 model.
+
+    Args:
+        source: a checkpoint that `save` has written.
+        target: what to make; nothing may be there yet.
+        format: which of the three.
+        names: what our leaves are called there; as in `load_weights`, so that one table serves both. Those of a
+            functionalized module (`net.sources`) bring its persistent buffers along, as the checkpoint has them where
+            the forward writes them.
+        what: "params" for the main parameters, under the paths of the layout; "all" for every leaf, under the paths of
+            the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`; "fsdp2" (in "dcp" alone) for
+            all that `dcp.load` asks for to fill `{"model": m, "optim": o}`, where m and o are what torch's
+            `get_state_dict(model, optimizer)` returns. The names are those of the parameters. The optimizer was
+            `adamw`, or `from_torch` of one of torch's, also under `chain` and `masked`.
+        settings: for "fsdp2", of the optimizer there, which takes them over: `optimizer.defaults`; or those of each
+            group of parameters, as `get_state_dict` has them, with names of parameters under `params`.
+        max_file_bytes: files of more than one tensor are at most this large; "torch" always makes one file.
+
+    Raises:
+        CheckpointError: no checkpoint, or a damaged one; names that do not fit; something is at the target; an
+            optimizer that FSDP2 has no state for, or settings that are missing or do not fit.
+            A file that cannot be written: nothing is left at the target.
+
+    Example:
+        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
+        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> fs.checkpoint.save("run/5", state)
+        >>> exported = fs.foreign.export("run/5", "run/model.pt", "torch", {"w": "linear.weight"})
+        >>> torch.load(exported.path, weights_only=True)
+        {'linear.weight': tensor([1., 1., 1., 1.])}
+    """
+    directory.real_path(target)
+    where = Path(os.path.abspath(target))
+    rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
+    rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
+    if format == "torch" and where.name.endswith(".safetensors"):
+        rows.append(f"{where}: torch.load takes a name that ends in .safetensors for a file of that format")
+    if what not in _WHAT:
+        rows.append(f"what is {what!r}: choices are {', '.join(map(repr, _WHAT))}")
+    elif what == "fsdp2" and format != "dcp":
+        rows.append(f"what='fsdp2' is for format 'dcp', not {format!r}")
+    rows += ["settings= are of what='fsdp2' alone"] if settings is not None and what != "fsdp2" else []
+    if rows:
+        raise CheckpointError(message("cannot write.", rows))
+    with directory.wording_failures():
+        folder = directory.find(source)
+        leaves = open_source(folder, directory.read_manifest(folder))
+    items, values = _plan(leaves, names, what, format, settings)
+    with directory.writing(where, file=format == "torch") as partial:
+        if format == "torch":
+            _write_torch(leaves, items, partial)
+        elif format == "safetensors":
+            _write_safetensors(leaves, items, max_file_bytes, partial)
+        else:
+            _write_dcp(leaves, items, values, max_file_bytes, partial)
+    files = sorted(where.iterdir()) if where.is_dir() else [where]
+    return Exported(where, format, len(items), {file.name: file.stat().st_size for file in files})
+
+
+def _plan(
+    leaves: Source, names: Names, what: str, format: str, settings: Settings | None
+) -> tuple[list[_Item], dict[str, Any]]:
+    """The tensors to write, in the order of the leaves, and values that are no tensors."""
+    values: dict[str, Any] = {}
+    if what == "fsdp2":
+        result, values, rows = plan_fsdp2(leaves.leaves, names, settings)
+        prefix = "model."
+    else:
+        result, rows = _taken(leaves, names, what, format)
+        prefix = ""
+    items: dict[str, _Item] = {}
+    for path, part, dtype in result:
+        if part.name in items:
+            ours = path if what == "all" else path.removeprefix("params.")
+            rows.append(f"{ours}: {part.name} is also the name of {items[part.name].path}")
+        if format == "safetensors" and part.name == RESERVED:
+            rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
+        items[part.name] = _Item(path, part, dtype)
+    saved = {path.removeprefix(BUFFERS): path for path in leaves.leaves if path.startswith(BUFFERS)}
+    constants, missing = written_constants(names, saved)
+    rows += [f"{row} in the checkpoint" for row in missing]
+    for name, value in constants.items():
+        if isinstance(value, str):
+            shape, dtype = leaves.leaves[value]
+            item = _Item(value, Part(f"{prefix}{name}", (), shape, transposed=False), dtype)
+        else:
+            part = Part(f"{prefix}{name}", (), tuple(value.shape), transposed=False)
+            item = _Item(name, part, value.dtype, value.cpu())
+        rows += [f"{name}: a leaf and a buffer of the module"] if item.part.name in items else []
+        if format == "safetensors" and item.dtype not in SAFETENSORS.values():
+            rows.append(f"{name}: safetensors has no {item.dtype}")
+        items[item.part.name] = item
+    if rows:
+        mend = "names={ours: theirs} gives every leaf a name of its own, blocks with {i}."
+        if what == "fsdp2":
+            mend += " settings=optimizer.defaults are those of the optimizer there."
+        raise CheckpointError(message(f"cannot name {len(rows)} tensors.", rows, mend))
+    return list(items.values()), values
+
+
+def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Taken], list[str]]:
+    """The tensors that some or all leaves are, and one row for each leaf that cannot be named."""
+    wanted = {
+        path if what == "all" else path.removeprefix("params").removeprefix("."): path
+        for path in leaves.leaves
+        if what == "all" or path == "params" or path.startswith("params.")
+    }
+    named = naming(names)
+    rows = unknown(names, wanted)
+    result: list[Taken] = []
+    for path, saved in wanted.items():
+        shape, dtype = leaves.leaves[saved]
+        if format == "safetensors" and dtype not in SAFETENSORS.values():
+            rows.append(f"{path}: safetensors has no {dtype}")
+        try:
+            result += [Taken(saved, part, dtype) for part in parts(named(path), shape)]
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    return result, rows
+
+
+def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
+    """Fills files in order, each up to the limit; there is at least one."""
+    return list(in_buckets(items, lambda item: item.bytes, limit)) or [[]]
+
+
+def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
+    """A tensor piece by piece, in the order of its memory; each piece follows the one before without a gap."""
+    whole = boxes.full(item.part.shape)
+    for box in pieces(whole, item.dtype.itemsize) if item.bytes else [whole]:
+        x = torch.empty(boxes.shape_of(box), dtype=item.dtype)
+        ours = x.mT if item.part.transposed else x
+        if item.value is not None:
+            ours.copy_(item.value[boxes.relative(box, whole)])
+        else:
+            leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
+        yield box, x
+        del x, ours  # before the next one is made
+
+
+def _raw(x: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    return x.reshape(-1).view(torch.uint8).numpy().data
+
+
+# -------------------------------------------------------------------------------------------------------------- formats
+
+
+def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
+    """torch leaves room for every tensor, which is then filled."""
+    with _compat.shapes_only():
+        state = {item.part.name: torch.empty(item.part.shape, dtype=item.dtype) for item in items}
+    try:
+        _compat.save_without_data(state, file)
+    except RuntimeError as error:  # torch's zip writer has lost count: the system took less than it was given
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(message(f"cannot write {file.parent}.", [reason])) from error
+    with file.open("r+b") as stream:
+        with _compat.shapes_only():
+            room = torch.load(stream, map_location="cpu", weights_only=True)
+        for item in items:
+            if item.bytes:
+                stream.seek(_compat.file_offset(room[item.part.name]))
+                _copy(leaves, item, stream)
+        _sync(stream)
+
+
+def _write_safetensors(leaves: Source, items: Sequence[_Item], limit: int, folder: Path) -> None:
+    named = {item.part.name: item for item in items}
+    files = tensor_files({name: LeafInfo(item.part.shape, item.dtype) for name, item in named.items()}, limit)
+    for file in files:
+        with (folder / file.name).open("xb") as stream:
+            stream.write(file.header)
+            for name in file.offsets:
+                _copy(leaves, named[name], stream)
+            _sync(stream)
+    if len(files) > 1:
+        with (folder / INDEX).open("xb") as stream:
+            stream.write(index_text(files))
+            _sync(stream)
+
+
+def _write_dcp(leaves: Source, items: Sequence[_Item], values: Mapping[str, Any], limit: int, folder: Path) -> None:
+    written = []
+    for number, group in enumerate(_in_files(items, limit)):
+        with Writer(folder, number) as writer:
+            for item in group:
+                for box, x in _windows(leaves, item):
+                    writer.add(item.part.name, item.part.shape, box, x)
+                    writer.settle()
+                    del x
+            for name, value in values.items() if number == 0 else ():
+                writer.add_value(name, value)
+            written.append(writer.close())
+    write_metadata(folder, written)
+
+
+def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
+    for _, x in _windows(leaves, item):
+        stream.write(_raw(x))
+        del x
+
+
+def _sync(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -1,0 +1,352 @@
+"""Weights that another program wrote: a `torch.save` file, a DCP directory, safetensors; any slice of any tensor.
+
+In: a path; what it is shows in the bytes, not in the name. Out: names, shapes and dtypes, and slices on demand.
+Nothing is unpickled without a list of what may be; entries that are no tensors are left alone.
+Law: `read` gives the bits of the file, and never holds more than a window of it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsharding.base.calls import call_as, named, public_name
+from fsharding.base.errors import CheckpointError, listed, message
+from fsharding.base.untrusted import beside, open_plain, own_tree, read_json
+from fsharding.checkpoint.byte_ranges import Range, read_range
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.manifest import is_plain_name
+from fsharding.checkpoint.reader import LeafInfo, open_source
+from fsharding.checkpoint.torch_record import WHOLE, Record, Window, parse_file
+from fsharding.checkpoint.writer import METADATA
+from fsharding.foreign import coded_weights
+from fsharding.foreign.safetensors_headers import LARGEST, SAFETENSORS, header_of
+from fsharding.sharding import boxes
+from fsharding.sharding.boxes import Box
+
+__all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "weights_at"]
+
+_FUNCTION = "fs.foreign.open_weights"
+_WRAPPERS = ("module.", "_orig_mod.")
+
+_INDEX_LIMIT = 64 << 20
+"""Bytes of an index that is read."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name in files of another program.
+
+    Attributes:
+        path: where they are.
+        format: "torch", "dcp" or "safetensors".
+        leaves: shape and dtype by name.
+        others: names of entries of a `torch.save` file that are no tensors.
+        reader: reads a slice; see `read`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"w": torch.arange(6.0).view(3, 2)}, f"{folder}/model.pt")
+        ...     weights = fs.foreign.open_weights(f"{folder}/model.pt")
+        ...     weights.read("w", ((1, 3), (0, 1)), column := torch.empty(2, 1))
+        >>> column.flatten()
+        tensor([2., 4.])
+    """
+
+    path: Path
+    format: str
+    leaves: Mapping[str, LeafInfo]
+    others: tuple[str, ...]
+    reader: Callable[[str, Box, Tensor], None]
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Reads a slice of a tensor.
+
+        Args:
+            name: which.
+            box: which part of it.
+            out: of the box's shape; the elements are cast to its dtype.
+
+        Raises:
+            CheckpointError: the file does not hold what its index says, or has become shorter.
+        """
+        try:
+            self.reader(name, box, out)
+        except (EOFError, OSError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            # A user may call this as well, within no public function.
+            caller = public_name()
+            caller = _FUNCTION if caller == "fsharding" else caller
+            raise call_as(caller, _Refusal(f"{name}: {error}").worded, self.path) from error
+
+
+@named(_FUNCTION)
+def open_weights(path: StrPath, prefix: str = "") -> Weights:
+    """Finds out what is at a path and where its tensors are. Reads no tensor.
+
+    A `torch.save` file holds a state dict, or dicts of them: `{"model": {"w": ...}}` has the name `model.w`. What DDP
+    and torch.compile put before every name (`module.`, `_orig_mod.`) is left out. A directory holds what
+    `torch.distributed.checkpoint.save` wrote, or one `.safetensors` file, or several files and their index. Where a
+    `config.json` beside them has a `quantization_config` of fp8 in blocks, each pair of codes and scales is one tensor,
+    float32, of the numbers that they stand for; other kinds are refused. The file or the index itself, as the path,
+    gives codes and scales as they are.
+
+    Args:
+        path: a file or a directory.
+        prefix: take the names that begin with it, without it, such as "model.".
+
+    Raises:
+        CheckpointError: nothing there that can be read, damaged or cut off, an index that leads out of its directory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"model": {"w": torch.zeros(3, 2)}, "epoch": 7}, f"{folder}/model.pt")
+        ...     weights = fs.foreign.open_weights(f"{folder}/model.pt", "model.")
+        >>> weights.format, weights.leaves["w"].shape
+        ('torch', (3, 2))
+    """
+    return weights_at(path, prefix)
+
+
+def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
+    """`open_weights` for another public function.
+
+    Args:
+        path: as `open_weights` takes it.
+        prefix: of the names that count; they are without it.
+        mend: what to give instead, where it takes less than `open_weights`.
+    """
+    where = Path(path)
+    try:
+        where = _where(path)
+        if not where.exists():
+            raise _Refusal("there is no such file or directory")
+        result = _directory(where) if where.is_dir() else open_file(where)
+    except CheckpointError:
+        raise
+    except _Refusal as refused:
+        raise refused.worded(where, mend) from refused
+    except OSError as error:
+        raise _Refusal(error.strerror or str(error)).worded(where) from error
+    except ValueError as error:
+        raise _Refusal(str(error)).worded(where) from error
+    leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
+    reader = result.reader
+    return replace(
+        result,
+        path=where,
+        leaves=leaves,
+        reader=lambda name, *part: reader(prefix + name, *part),
+    )
+
+
+def _where(path: StrPath) -> Path:
+    """The real path of what a user named; of a link into the blobs of a Hub cache, the link, which has the name."""
+    given = Path(os.path.realpath(os.path.dirname(os.path.abspath(path)))) / os.path.basename(os.path.abspath(path))
+    tree = own_tree(given.parent)
+    real = Path(os.path.realpath(given))
+    return given if given.is_symlink() and tree != given.parent and real.is_relative_to(tree) else real
+
+
+class _Refusal(ValueError):
+    """A reason not to read something, with the mend and the file where these are not the usual ones."""
+
+    def __init__(self, *rows: str, mend: str = "", where: Path | None = None) -> None:
+        super().__init__(", ".join(rows[:1]))
+        self.rows = rows
+        self.mend = mend
+        self.where = where
+
+    def worded(self, where: Path, mend: str = "") -> CheckpointError:
+        """The error for the caller of a public function."""
+        mend = self.mend or mend or "Give a torch.save file of a state dict, a directory of torch DCP, or safetensors."
+        return CheckpointError(message(f"cannot read {self.where or where}.", self.rows, mend))
+
+
+# ----------------------------------------------------------------------------------------------------------- by content
+
+
+def _directory(folder: Path) -> Weights:
+    if os.path.lexists(folder / METADATA):
+        source = open_source(folder, None)
+        return Weights(folder, "dcp", source.leaves, (), source.read)
+    names = sorted(os.listdir(folder))
+    indices = [name for name in names if name.endswith(".index.json")]
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(indices) == 1:
+        return _as_numbers(_indexed(folder / indices[0]), folder)
+    if not indices and len(files) == 1:
+        return _as_numbers(open_file(beside(folder, files[0])), folder)
+    what = f"the indices {listed(indices)}" if indices else f"{len(files)} .safetensors files and no index"
+    raise _Refusal(f"it has no {METADATA}, and {what}")
+
+
+def _as_numbers(weights: Weights, folder: Path) -> Weights:
+    """Weights of a directory, with codes as the numbers that they stand for."""
+    try:
+        blocks = coded_weights.blocks_in(folder)
+        if blocks is None:
+            return weights
+        leaves, reader = coded_weights.decoded(weights.leaves, weights.reader, blocks)
+    except ValueError as error:
+        raise _Refusal(*str(error).splitlines(), mend=coded_weights.MEND, where=folder) from error
+    return replace(weights, leaves=leaves, reader=reader)
+
+
+def open_file(file: Path) -> Weights:
+    """Finds out what is in a file.
+
+    Args:
+        file: its path; see `open_plain`, but for the link of a Hub cache.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it cannot be read, with the reason.
+    """
+    real = beside(file.parent, file.name) if file.is_symlink() else file
+    match _kind_of(real):
+        case "zip":
+            return _torch(real)
+        case "safetensors":
+            return _safetensors(real)
+        case "index":
+            return _indexed(file)
+        case "pickle":
+            mend = "Load it with torch.load(weights_only=True) and torch.save it again."
+            raise _Refusal("it is in torch's format of before 1.6, or a plain pickle", mend=mend)
+        case _:
+            raise _Refusal("its first bytes are of no format that is known here")
+
+
+def _kind_of(file: Path) -> str:
+    """The format of a file by its first bytes; "" for one that is not known here."""
+    with open_plain(file) as stream:
+        head = stream.read(9)
+    # Before the others: a length of 640 begins as a pickle does, and one of 123 as a JSON object. Text is no length.
+    if head[8:] == b"{" and (head[:1] != b"{" or int.from_bytes(head[:8], "little") <= LARGEST):
+        return "safetensors"
+    firsts = {b"PK\x03\x04": "zip", b"\x80\x02": "pickle", b"{": "index"}
+    return next((kind for first, kind in firsts.items() if head.startswith(first)), "")
+
+
+def table_of(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index.
+
+    Raises:
+        OSError: as the system says.
+        ValueError: it is none, with the reason.
+    """
+    entries = read_json(beside(index.parent, index.name), most=_INDEX_LIMIT, finite=False)
+    table = entries.get("weight_map") if isinstance(entries, dict) else None
+    if not isinstance(table, dict):
+        raise ValueError("it has no table weight_map")
+    return table
+
+
+def _indexed(index: Path) -> Weights:
+    """Several files, and a JSON table that says which tensor is in which."""
+    table = table_of(index)
+    folder = index.parent
+    names = [*{str(name): name for name in table.values()}.values()]
+    if rows := [f"{name}: {why}" for name in names if (why := _leads_out(folder, name))]:
+        mend = "Every file has to lie beside the index, or be a link inside one model of a Hub cache; copy other links."
+        raise _Refusal(*rows, mend=mend, where=index)
+    parts = {name: _part(beside(folder, name), name) for name in names}
+    if lost := [f"{leaf} is not in {name}" for leaf, name in table.items() if leaf not in parts[name].leaves]:
+        raise _Refusal(*lost, mend="Get the files again: they do not belong to this index.", where=index)
+    leaves = {leaf: parts[name].leaves[leaf] for leaf, name in table.items()}
+    kinds = "+".join(sorted({part.format for part in parts.values()}))
+    return Weights(folder, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part))
+
+
+def _part(file: Path, name: str) -> Weights:
+    """One of several files."""
+    try:
+        return open_file(file)
+    except _Refusal as refused:
+        rows = [f"{name}: {row}" for row in refused.rows]
+        raise _Refusal(*rows, mend=refused.mend, where=refused.where) from refused
+    except ValueError as error:
+        raise _Refusal(f"{name}: {error}") from error
+
+
+def _leads_out(folder: Path, name: object) -> str | None:
+    """Why a name is not that of a plain file of a directory."""
+    if not is_plain_name(name):
+        return "is no plain file name"
+    try:
+        real = beside(folder, str(name))
+    except FileNotFoundError:
+        return "is missing"
+    except (OSError, ValueError) as error:
+        return str(error).removeprefix("it ")
+    if not stat.S_ISREG(os.lstat(real).st_mode):
+        return "is no plain file"
+    return "is an index itself" if _kind_of(real) == "index" else None
+
+
+# ---------------------------------------------------------------------------------------------------------- the formats
+
+
+def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = ()) -> Weights:
+    """Tensors that each lie in one piece."""
+    leaves = {name: LeafInfo(where.shape, where.dtype) for name, where in ranges.items()}
+    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
+
+
+def _safetensors(file: Path) -> Weights:
+    try:
+        with open_plain(file) as stream:
+            header = header_of(stream)
+    except EOFError as error:
+        raise _Refusal(str(error), mend="It is cut off: get it again.") from error
+    ranges = {
+        name: Range(file, at, shape, boxes.contiguous_strides(shape), dtype)
+        for name, (at, shape, dtype) in header.items()
+    }
+    return _of_ranges(file, "safetensors", ranges)
+
+
+def _torch(file: Path) -> Weights:
+    with open_plain(file) as stream:
+        handle = stream.fileno()
+        size = os.fstat(stream.fileno()).st_size
+        loaded = parse_file(Window(lambda start, stop: os.pread(handle, stop - start, start), size, WHOLE), size)
+    if not isinstance(loaded, dict):
+        what = "a tensor" if isinstance(loaded, Record) else "something else"
+        raise ValueError(f"it holds {what}, not a state dict")
+    ranges: dict[str, Range] = {}
+    others: list[str] = []
+    for name, value in _flat(loaded):
+        if not isinstance(value, Record):
+            others.append(name)
+        elif name in ranges:
+            raise ValueError(f"two tensors have the name {name}")
+        else:
+            ranges[name] = Range(file, value.start, value.shape, value.stride, value.dtype)
+    return _of_ranges(file, "torch", ranges, others)
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of dicts and lists by dotted path, without the prefixes that wrappers put before every key."""
+    if isinstance(node, dict):
+        items = node
+        for wrapper in _WRAPPERS:
+            if items and all(key.startswith(wrapper) for key in items):
+                items = {key.removeprefix(wrapper): value for key, value in items.items()}
+    elif isinstance(node, list):
+        items = {str(i): value for i, value in enumerate(node)}
+    else:
+        yield path, node
+        return
+    for key, value in items.items():
+        yield from _flat(value, f"{path}.{key}" if path else key)

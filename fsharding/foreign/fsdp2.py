@@ -1,0 +1,130 @@
+"""What `get_state_dict(model, optimizer)` of torch calls the leaves of a training state: parameters, moments, steps.
+
+In: the leaves of a checkpoint, what the parameters are called there, the settings of the optimizer there. Out: for each
+tensor and each plain value under `model` and `optim` where it comes from; nothing is read.
+Law: the names are all that `torch.distributed.checkpoint.load` asks for, and no others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.foreign.name_map import Names, Part, aliases_of, naming, parts, unknown
+
+__all__ = ["Settings", "Taken", "plan_fsdp2"]
+
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Of the optimizer there: of its only group of parameters, or of each, with their names under `params`."""
+
+_ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+
+
+class Taken(NamedTuple):
+    """A tensor there: the leaf of ours that it is taken from, which part of it, and its dtype."""
+
+    path: str
+    part: Part
+    dtype: torch.dtype
+
+
+class _Slot(NamedTuple):
+    """The optimizer state of a parameter: its leaf here, its name in torch, the leaf with the count."""
+
+    path: str
+    name: str
+    count: str
+
+
+def plan_fsdp2(
+    leaves: Mapping[str, LeafInfo], names: Names, settings: Settings | None
+) -> tuple[list[Taken], dict[str, Any], list[str]]:
+    """Where all of it comes from.
+
+    Args:
+        leaves: of the checkpoint, by path.
+        names: what the parameters are called there.
+        settings: of the optimizer there.
+
+    Returns:
+        The tensors; values that are no tensors, by name; and one row for each thing that FSDP2 cannot have.
+    """
+    paths = [path for path in leaves if path == "params" or path.startswith("params.")]
+    params = {path.removeprefix("params").removeprefix("."): path for path in paths}
+    named = naming(names)
+    rows = unknown(names, params)
+    slots = _slots(leaves, params, rows)
+    result: list[Taken] = []
+    trained: list[str] = []
+    for path, saved in params.items():
+        shape, dtype = leaves[saved]
+        try:
+            for part in parts(named(path), shape):
+                every = aliases_of(names, part.name)
+                result += [Taken(saved, part._replace(name=f"model.{name}"), dtype) for name in every]
+                state = f"optim.state.{every[0]}"
+                own = slots.get(path, [])
+                trained += [every[0]] if own else []
+                for slot in own:
+                    scalar = leaves[slot.path].shape == () != shape
+                    one = Part("", (), (), transposed=False) if scalar else part
+                    kind = torch.float32 if scalar else leaves[slot.path].dtype
+                    result.append(Taken(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
+                if own and all(slot.name != "step" for slot in own):
+                    step = Part(f"{state}.step", (), (), transposed=False)
+                    result.append(Taken(own[0].count, step, torch.float32))
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    return result, _groups(settings, trained, rows), rows
+
+
+def _slots(leaves: Mapping[str, LeafInfo], params: Mapping[str, str], rows: list[str]) -> dict[str, list[_Slot]]:
+    """The optimizer state of each parameter; leaves that torch has no name for are added to the rows."""
+    result: dict[str, list[_Slot]] = {}
+    for path, leaf in leaves.items():
+        steps = path.split(".")
+        if steps[0] != "opt_state" or (steps[-1] == "count" and leaf.shape == ()):
+            continue
+        for k in range(2, len(steps) + 1):  # the longest end of it that is a parameter
+            head = steps[:k]
+            param = ".".join(steps[k:])
+            if param not in params:
+                continue
+            is_torch = len(head) > 2 and head[-2] in ("slots", "scalars")
+            name, count = (head[-1], head[:-2]) if is_torch else (_ADAM.get(head[-1]), head[:-1])
+            both = all(".".join(filter(None, (*count, kind, param))) in leaves for kind in _ADAM)
+            if name is not None and (is_torch or both) and ".".join([*count, "count"]) in leaves:
+                result.setdefault(param, []).append(_Slot(path, name, ".".join([*count, "count"])))
+                break
+        else:
+            rows.append(f"{path} is {leaf}: FSDP2 has Adam's moments, and what fs.optim.from_torch keeps")
+    return result
+
+
+def _groups(settings: Settings | None, trained: Sequence[str], rows: list[str]) -> dict[str, Any]:
+    """The groups of parameters, value by value."""
+    if settings is None:
+        rows.append("settings= is missing: dcp.load takes the groups of the optimizer over, such as its learning rate")
+        return {}
+    groups = [{**settings, "params": trained}] if isinstance(settings, Mapping) else [{**group} for group in settings]
+    values: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            values[f"optim.param_groups.{number}.{name}"] = value
+            if not _is_plain(value):
+                rows.append(f"settings of group {number}: {name} is {type(value).__name__}, no plain value")
+    listed = Counter(name for group in groups for name in group.get("params", ()))
+    rows += [f"settings: {name} is in no group" for name in trained if name not in listed]
+    rows += [f"settings: {name} is in a group, but has no moments" for name in sorted(listed.keys() - {*trained})]
+    rows += [f"settings: {name} is in {count} groups" for name, count in listed.items() if count > 1]
+    return values
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

@@ -1,0 +1,188 @@
+"""`load_weights`: tensors of another program become DTensors in a layout, each rank reading its own boxes alone.
+
+In: weights of any format that `open_weights` knows, a layout or tensors to be like, and what things are called there.
+Out: a tree of new DTensors. Names, shapes and dtypes of all leaves are compared before the first one is read.
+Law: exporting a state and loading the result gives its main parameters, bitwise, in any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding.base import tree
+from fsharding.base.errors import CheckpointError, message
+from fsharding.base.public import public
+from fsharding.base.tree import Tree
+from fsharding.checkpoint.collective_call import agreed, on_all
+from fsharding.checkpoint.directory import StrPath
+from fsharding.checkpoint.reader import LeafInfo
+from fsharding.checkpoint.state_leaves import Want, main_wants, staged
+from fsharding.foreign.foreign_weights import Weights, weights_at
+from fsharding.foreign.name_map import (
+    SAME_BUFFERS,
+    Name,
+    Names,
+    Part,
+    constants_of,
+    naming,
+    other_constants,
+    parts,
+    unknown,
+)
+from fsharding.mesh.failures import called_by_all
+from fsharding.sharding.boxes import Box
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_names import MEND, objections_to_names
+from fsharding.sharding.named_sharding import local_of, sharding_of
+
+__all__ = ["load_weights"]
+
+_FUNCTION = "fs.foreign.load_weights"
+
+
+@called_by_all
+@public(_FUNCTION)
+def load_weights(
+    path: StrPath,
+    like: Layout | Tree,
+    names: Names = None,
+    *,
+    prefix: str = "",
+    cast: bool = False,
+    extra: Literal["refuse", "ignore"] = "refuse",
+) -> Tree:
+    """Reads weights that another program wrote. Collective over all ranks, which have to see one file system.
+
+    Args:
+        path: a `torch.save` file, a directory of torch DCP, or safetensors; see `open_weights`.
+        like: a layout, for main parameters as `fs.state_from` takes them; or a tree of tensors, such as an optimizer
+            state, whose shapes, dtypes and shardings the result has.
+        names: what our leaves are called there: a table by dotted path, or a function. Blocks are stacked here, so
+            `{"blocks.wq": "layers.{i}.attn.wq.weight"}`; `Transposed(name)` swaps the last two dims,
+            and `Rows(name, (3, 4))` says what `{i}` is in each row. `net.sources` of a functionalized module has all.
+        prefix: take the names that begin with it, without it.
+        cast: accept other dtypes, and cast.
+        extra: "ignore" lets tensors be that nothing asks for.
+
+    Returns:
+        A tree of new tensors. For a layout: main parameters in `layout.main`, frozen ones in `layout.params`.
+
+    Raises:
+        CheckpointError: on every rank, with all tensors that are missing, extra, or of another shape or dtype; or
+            weights that cannot be read.
+        LayoutError: the layout is on an abstract mesh.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan_layout({"w": torch.zeros(2, 3)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"linear.weight": torch.ones(2, 3)}, f"{folder}/model.pt")
+        ...     params = fs.foreign.load_weights(f"{folder}/model.pt", layout, {"w": "linear.weight"})
+        >>> state = fs.state_from(params, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> fs.unshard(state.params["w"]).shape
+        torch.Size([2, 3])
+    """
+    wants = main_wants(like) if isinstance(like, Layout) else _of_tree(like)
+    structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
+
+    def look() -> tuple[Weights, str]:
+        weights = weights_at(path, prefix)
+        return weights, hashlib.sha256(repr(sorted(weights.leaves.items())).encode()).hexdigest()
+
+    weights = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
+    _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
+    named = naming(names)
+    read = on_all(lambda: [_read(weights, named(leaf), want) for leaf, want in wants.items()])
+    return tree.unflatten(structure, read)
+
+
+# ------------------------------------------------------------------------------------------------------- what is wanted
+
+
+def _of_tree(like: Tree) -> dict[str, Want]:
+    if odd := objections_to_names(tree.paths(like)):
+        raise CheckpointError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
+
+    def want(x: Any) -> Want:
+        sharding = sharding_of(x) if isinstance(x, DTensor) else None
+        return Want(tuple(x.shape), x.dtype, sharding, local_of(x).device)
+
+    return {path: want(x) for path, x in tree.named_leaves(like).items()}
+
+
+def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool) -> None:
+    """Refuses weights that are not those that are wanted; everything is listed."""
+    named = naming(names)
+    used = set[str]()
+    rows = unknown(names, wants)
+    for path, want in wants.items():
+        try:
+            for part in parts(named(path), want.shape):
+                used.add(part.name)
+                if why := _objection(part, want, weights.leaves.get(part.name), cast=cast):
+                    rows.append(f"{path}: {part.name} {why}")
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    if strict:
+        others = {name: leaf for name, leaf in weights.leaves.items() if name not in used}
+        rows += [f"{name} is extra: {leaf}" for name, leaf in others.items() if name not in constants_of(names)]
+    rows += (unlike := other_constants(names, weights))
+    if not rows:
+        return
+    mend = "Say what they are called there: names={ours: theirs}"
+    mend += f"; {SAME_BUFFERS}" if unlike else ""
+    if not cast and any(", wanted is " in row for row in rows):
+        mend += "; cast=True casts"
+    if strict and any(" is extra: " in row for row in rows):
+        mend += "; extra='ignore' leaves the rest"
+    if not prefix and (common := _common_prefix(weights, used)):
+        mend += f"; prefix={common!r} looks below it"
+    rule = f"cannot use {weights.path}: {len(rows)} tensors are not as they should be."
+    raise CheckpointError(message(rule, rows, f"{mend}."))
+
+
+def _objection(part: Part, want: Want, stored: LeafInfo | None, *, cast: bool) -> str | None:
+    wanted = LeafInfo(part.shape, want.dtype)
+    if stored is None:
+        return f"is missing; wanted is {wanted}"
+    if stored.shape != wanted.shape or (stored.dtype != wanted.dtype and not cast):
+        return f"is {stored}, wanted is {wanted}"
+    return None
+
+
+def _common_prefix(weights: Weights, used: set[str]) -> str | None:
+    """A prefix below which everything is that was not found without it."""
+    first = next(iter(used), "")
+    prefixes = [name.removesuffix(first) for name in weights.leaves if name.endswith(f".{first}")]
+    return next((p for p in prefixes if all(f"{p}{name}" in weights.leaves for name in used)), None)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def _read(weights: Weights, name: Name, want: Want) -> Tensor:
+    """One leaf in new memory."""
+    size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
+    local = torch.empty(size, dtype=want.dtype, device=want.device)
+    for box, x in staged(want.shape, want.sharding, local).kept().values():
+        for part in parts(name, want.shape):
+            _read_part(weights, part, box, x)
+    return local if want.sharding is None else want.sharding.to_dtensor(local, want.shape)
+
+
+def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:
+    """The part of a foreign tensor in a box of a leaf."""
+    depth = len(part.lead)
+    if not all(start <= index < stop for index, (start, stop) in zip(part.lead, box, strict=False)):
+        return
+    out = x[tuple(index - start for index, (start, _) in zip(part.lead, box, strict=False))]
+    inner = box[depth:]
+    if part.transposed:
+        out = out.mT
+        inner = (*inner[:-2], inner[-1], inner[-2])
+    weights.read(part.name, inner, out)

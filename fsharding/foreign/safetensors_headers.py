@@ -1,0 +1,132 @@
+"""Headers of safetensors files: where each tensor is, refused wherever the safetensors library refuses them.
+
+In: an open file. Out: the first byte, shape and dtype of each tensor. No tensor is read.
+A file is 8 bytes with the length of its header, the header, a JSON object, and the bytes of the tensors, which follow
+each other without gap or overlap to the end of the file (https://github.com/huggingface/safetensors, "Format").
+Law: of what is accepted here, the library gives the same tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from fsharding.base.errors import listed
+from fsharding.base.untrusted import parse_json
+from fsharding.checkpoint.manifest import is_shape
+
+__all__ = ["LARGEST", "SAFETENSORS", "Tensor", "header_of"]
+
+LARGEST = 100_000_000
+"""Bytes of a header, by the format."""
+
+_VALUES = 20_000_000
+"""More than a header of that size can have, if it says shapes, dtypes and places of tensors and nothing else."""
+
+SAFETENSORS: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The dtypes of safetensors that torch has, by their names there."""
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        start: its first byte.
+        shape: sizes.
+        dtype: of its elements.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def header_of(file: BinaryIO) -> dict[str, Tensor]:
+    """The tensors of a file, by name.
+
+    Args:
+        file: at its beginning.
+
+    Raises:
+        EOFError: it ends before its tensors do.
+        ValueError: it is no such file, with the reason.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if length > LARGEST:
+        raise ValueError(f"its header has {length:,} bytes; the format allows {LARGEST:,}")
+    if length > size - 8:
+        raise EOFError(f"it is cut off: its header has {length:,} bytes, the file {size:,}")
+    text = b""
+    while len(text) < length and (part := file.read(length - len(text))):
+        text += part
+    try:
+        header = parse_json(text, values=_VALUES, negative=False)
+    except ValueError as error:
+        raise ValueError(f"its header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}, not an object")
+    notes = header.pop("__metadata__", None)
+    if notes is not None and not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
+        raise ValueError("its __metadata__ is no table of texts")
+    return _placed(header, 8 + length, size)
+
+
+def _placed(header: dict[str, Any], first: int, size: int) -> dict[str, Tensor]:
+    """The tensors of a header, which have to tile what is behind it."""
+    unknown = {str(entry.get("dtype")) for entry in header.values() if isinstance(entry, dict)} - {*SAFETENSORS}
+    if unknown:
+        raise ValueError(f"unknown dtypes: {listed(sorted(unknown))}")
+    result: dict[str, Tensor] = {}
+    ends: dict[str, int] = {}
+    for name, entry in header.items():
+        result[name], ends[name] = _tensor(name, entry, first)
+    at = first
+    for name in sorted(result, key=lambda name: (result[name].start, ends[name])):
+        if result[name].start != at:
+            what = "overlaps the one before it" if result[name].start < at else "leaves a gap before it"
+            raise ValueError(f"{name}: begins at byte {result[name].start - first:,} of the tensors, and {what}")
+        at = ends[name]
+    if at > size:
+        last = next(name for name in result if ends[name] > size)
+        raise EOFError(f"{last} ends at byte {ends[last]:,} of {size:,}")
+    if at < size:
+        raise ValueError(f"it has {size - at:,} bytes that belong to no tensor at its end")
+    return result
+
+
+def _tensor(name: str, entry: Any, first: int) -> tuple[Tensor, int]:
+    """A tensor, and the byte after its last one."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= {*entry}:
+        raise ValueError(f"{name}: is no object with dtype, shape and data_offsets")
+    dtype = SAFETENSORS[entry["dtype"]]
+    shape = entry["shape"]
+    ends = entry["data_offsets"]
+    if not isinstance(shape, list) or not is_shape(shape):
+        raise ValueError(f"{name}: its shape is none")
+    if not isinstance(ends, list) or len(ends) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in ends):
+        raise ValueError(f"{name}: its data_offsets are none")
+    start, stop = ends
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name}: {entry} contradicts itself")
+    return Tensor(first + start, tuple(shape), dtype), first + stop
