@@ -1,7 +1,7 @@
 """Hash what small trainings compute and send, so that two commits can be compared bit by bit.
 
-    python bench/bits.py > before.txt       # at one commit
-    python bench/bits.py > after.txt        # at the other; then: diff before.txt after.txt
+    python -m bench.bits > before.txt       # at one commit
+    python -m bench.bits > after.txt        # at the other; then: diff before.txt after.txt
 
 Seven meshes, four ZeRO levels, three precisions and one or two microbatches make 168 trainings; low-precision formats
 follow. Each line has the name of a training, a hash of losses, gradient norms and final parameters of all ranks, and a
@@ -21,8 +21,9 @@ import fsharding as fs
 from fsharding import formats
 from fsharding.formats.precision import Precision
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import DecoderCase, device_mesh, run_ranks
+from fsharding.testing import device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests.decoders import DecoderCase
 
 CONFIG = fs.models.DecoderConfig(vocab=34, dim=32, layers=2, heads=2, kv_heads=2, hidden=48)
 MESHES = {

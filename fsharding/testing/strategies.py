@@ -8,10 +8,7 @@ Law: everything shrinks to one rank and one replicated leaf.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,18 +26,14 @@ except ModuleNotFoundError as error:
 from fsharding.base.tree import Tree
 from fsharding.formats.precision import BF16, FP32, Precision
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.layout import LAYERS, Layout
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, PartitionSpec
 from fsharding.sharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
-from fsharding.testing.decoders import DecoderCase, decoder_kinds, expert_sizes, fitting_schedules
-from fsharding.transforms.policies import POLICIES
 
 __all__ = [
-    "decoder_cases",
     "homes",
     "layouts",
     "leaves",
@@ -61,7 +54,6 @@ _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
 _DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
 _MODEL_NAMES = ("heads", "mlp", "vocab")
-_ATTENTIONS = ("ring", "gather", "ulysses")
 
 # Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
 _pick = functools.cache(st.sampled_from)
@@ -357,60 +349,3 @@ def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
 def _trains(leaves: Tree) -> bool:
     """Whether a leaf has a gradient: a train step refuses a tree without one."""
     return any(leaf.dtype.is_floating_point and not leaf.frozen for leaf in tree.leaves(leaves))
-
-
-_SEVERAL = ((), (2,), (3,), (4,), *((2, 2),) * 3, (6,), (3, 2), (2, 3), (8,), (4, 2), (2, 4), *((2, 2, 2),) * 3)
-
-
-@st.composite
-def decoder_cases(draw: Draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase:
-    """Runs of small decoders on any mesh, with every choice that must not change a loss; shrinks to one rank.
-
-    Args:
-        draw: given by Hypothesis.
-        max_ranks: most ranks.
-        steps: how many.
-    """
-    sizes = draw(_pick(tuple(sizes for sizes in _SEVERAL if math.prod(sizes) <= max_ranks)))
-    mesh = AbstractMesh(tuple(draw(_shuffled(AXES))[: len(sizes)]), sizes) if sizes else AbstractMesh(("dp",), (1,))
-    stages, ep, cp, tp = map(mesh.axis_size, ("pp", "ep", "cp", "tp"))
-    data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
-    schedule = draw(_pick(fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
-    layers = schedule.stages + draw(_upto(2))
-    sequence = draw(_flag)
-    attention = draw(_pick(_ATTENTIONS))
-    heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
-    config = replace(
-        draw(_pick(decoder_kinds(layers, heads, tp))),
-        vocab=draw(_pick((2, 7, 50))),
-        dim=heads * draw(_pick((4, 6, 8))),  # of 2, a norm that meets a vector near 0 blows rounding up
-        hidden=draw(_pick((2, 5, 12))),
-        tied=draw(_flag),
-        experts=draw(_pick(expert_sizes(ep, tp))),
-    )
-    whole = (("kv_heads",),) if sequence else (("kv_heads",), ("mlp",), ("vocab",), ("heads", "kv_heads"))
-    return DecoderCase(
-        config,
-        mesh,
-        draw(_STRATEGIES),
-        rows=data * schedule.microbatches * (draw(_upto(1)) + 1),
-        length=(2 * cp if cp > 1 else 1) * (tp if sequence else 1) * (draw(_upto(2)) + 1),
-        steps=steps,
-        microbatches=schedule.microbatches,
-        sequence=sequence,
-        attention=attention,
-        whole=draw(_pick(((), *whole))),
-        schedule=schedule.name,
-        counts=_uneven(draw, layers, schedule.stages) if draw(_flag) else None,
-        gather=draw(_pick(("step", "microbatch"))),
-        scatter=draw(_pick((None, "step", "microbatch"))),
-        ahead=draw(_pick((1, 0, 2))),
-        policy=draw(_pick(tuple(POLICIES))),
-        donate=draw(_flag),
-    )
-
-
-def _uneven(draw: Draw, layers: int, stages: int) -> tuple[int, ...]:
-    """Any number of layers for each stage, also none."""
-    ends = sorted(draw(_upto(layers)) for _ in range(stages - 1))
-    return tuple(b - a for a, b in itertools.pairwise((0, *ends, layers)))

@@ -16,7 +16,6 @@ ALONE = {
     **dict.fromkeys(
         ["fs.checkpoint.reshard_checkpoint", "fs.checkpoint.inspect"], "write or remove files in one process"
     ),
-    "fs.testing.DecoderCase": "compares with one process",
 }
 """Examples that run in one process, with the reason."""
 

@@ -12,8 +12,9 @@ from fsharding import formats, policies
 from fsharding.base.errors import ConfigError
 from fsharding.formats.precision import Precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests.decoders import DecoderCase
 from tests.helpers import full, mesh_of, refusal
 
 COLUMNS = ("w[qkv]*", "[gu]*[ep]")

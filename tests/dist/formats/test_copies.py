@@ -19,7 +19,8 @@ from fsharding.mesh.abstract_mesh import AXES
 from fsharding.sharding.leaf_plan import is_stacked
 from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.partition_spec import Fused
-from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.decoders import DecoderCase
 from tests.helpers import TRANSPORTS, bits, full, mesh_of
 
 FORMATS = {

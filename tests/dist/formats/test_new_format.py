@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.decoders import DecoderCase
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from fsharding import formats
 from fsharding.comm import rounded_moves
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.decoders import DecoderCase
 from tests.helpers import full
 
 CONFIG = fs.models.DecoderConfig(vocab=40, dim=48, layers=6, heads=4, kv_heads=2, hidden=72)

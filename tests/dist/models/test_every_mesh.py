@@ -12,8 +12,9 @@ import torch
 
 import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.testing import DecoderCase, assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests.decoders import DecoderCase
 from tests.helpers import FULL, full
 from tests.models import DEEP, EXPERTS, KINDS, MESHES, MODELS, alone, train
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks, strategies
+from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests.decoders import DecoderCase, decoder_cases
 from tests.helpers import FULL, crossed, examples, full
 
 # Tens of runs on several ranks each: about a minute on two cores, in full half an hour or more; longer beside other load.
@@ -38,13 +39,13 @@ def close(case, elements=1 << 16):
 
 
 @examples(60, 500)
-@given(strategies.decoder_cases(RANKS, STEPS), st.sampled_from([1, 100, 1 << 16]))
+@given(decoder_cases(RANKS, STEPS), st.sampled_from([1, 100, 1 << 16]))
 def test_any_mesh_has_the_losses_of_one_process(case, elements):
     close(case, elements)
 
 
 @examples(8, 100)
-@given(strategies.decoder_cases(RANKS, STEPS))
+@given(decoder_cases(RANKS, STEPS))
 def test_two_runs_are_bitwise_the_same(case):
     assert_bitwise_equal(trained(case), trained(case))
 

@@ -13,8 +13,9 @@ from fsharding.comm.reduce import sum_rows
 from fsharding.formats import codec
 from fsharding.formats.precision import KEEP
 from fsharding.mesh.device_mesh import data_position
-from fsharding.testing import DecoderCase, assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests.decoders import DecoderCase
 from tests.helpers import TRANSPORTS, full, whole
 from tests.training import DP, OUTER, ZEROS, train
 

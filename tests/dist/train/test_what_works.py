@@ -13,7 +13,8 @@ import torch
 import fsharding as fs
 from fsharding.models import Experts
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import DecoderCase, assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
+from tests.decoders import DecoderCase
 from tests.helpers import bits, whole
 
 CONFIG = fs.models.DecoderConfig(vocab=20, dim=16, layers=2, heads=4, kv_heads=2, hidden=24)

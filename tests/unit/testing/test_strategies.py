@@ -14,7 +14,6 @@ import fsharding as fs
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.testing import (
-    DecoderCase,
     Home,
     Leaf,
     Pair,
@@ -24,6 +23,7 @@ from fsharding.testing import (
     strategies,
     whole_tensors,
 )
+from tests.decoders import DecoderCase, decoder_cases
 from tests.helpers import full
 
 ONE = AbstractMesh(("dp",), (1,))
@@ -53,7 +53,7 @@ def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(strategies.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
     assert least(strategies.train_cases()) == TrainCase({"a": Leaf()}, HOME)
     smallest = fs.models.DecoderConfig(vocab=2, dim=4, layers=1, heads=1, kv_heads=1, hidden=2)
-    assert least(strategies.decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
+    assert least(decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 
 @full

@@ -1,6 +1,6 @@
 """Runs of small decoders as data: a model, a mesh of any axes, and every choice that must not change a loss.
 
-In: plain values, drawn by `strategies.decoder_cases` or written by hand. Out: losses and gradient norms, step by step.
+In: plain values, drawn by `decoder_cases` or written by hand. Out: losses and gradient norms, step by step.
 A case pickles, so it can be sent to ranks, and prints as the call that makes it.
 Law: `case.train()` on its ranks is `case.alone().train()` on one process, up to rounding.
 """
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import zlib
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fsharding import optim
 from fsharding.base.errors import ScheduleError
 from fsharding.comm.counters import Traffic, counting_bytes
 from fsharding.formats.precision import FP32, Precision
-from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, data_position, own_rank
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.latent_attention import Latent
@@ -30,19 +32,20 @@ from fsharding.models.moe import Experts
 from fsharding.ops.attention import Kind
 from fsharding.ops.context_parallel import cut_sequence
 from fsharding.optim.base import GradientTransformation
-from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.pipeline.schedule import SCHEDULES, Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import NO_SHARD, Strategy
-from fsharding.testing.cases import device_mesh
+from fsharding.testing import device_mesh, strategies
 from fsharding.train.foresight import expected_traffic
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 from fsharding.transforms import policies
+from fsharding.transforms.policies import POLICIES
 
-__all__ = ["DecoderCase", "decoder_kinds", "expert_sizes", "fitting_schedules"]
+__all__ = ["DecoderCase", "decoder_cases"]
 
 _SMALL = DecoderConfig()
 _ONE = AbstractMesh(("dp",), (1,))
@@ -78,7 +81,7 @@ class DecoderCase:
         precision: dtypes at rest and of compute.
 
     Example:
-        >>> from fsharding.testing import DecoderCase
+        >>> from tests.decoders import DecoderCase
         >>> config = fs.models.DecoderConfig(vocab=7, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
         >>> case = DecoderCase(config, fs.AbstractMesh(("dp",), (2,)), fs.zero(3), rows=4, length=3, steps=2)
         >>> case.ranks, case.alone().train().shape
@@ -217,7 +220,7 @@ class DecoderCase:
 
 
 @functools.cache
-def fitting_schedules(name: str, ranks: int) -> tuple[Schedule, ...]:
+def _fitting_schedules(name: str, ranks: int) -> tuple[Schedule, ...]:
     """Schedules of a kind for a size of `pp`, each with a number of microbatches that it can have; the least first."""
     result: list[Schedule] = []
     for count in sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1}):
@@ -227,7 +230,7 @@ def fitting_schedules(name: str, ranks: int) -> tuple[Schedule, ...]:
 
 
 @functools.cache
-def expert_sizes(ep: int, tp: int) -> tuple[Experts | None, ...]:
+def _expert_sizes(ep: int, tp: int) -> tuple[Experts | None, ...]:
     """Mixtures of experts that axes of these sizes can cut, and None, for a dense decoder; the simplest first.
 
     None has a balance loss, which depends on how a batch is cut into microbatches.
@@ -241,7 +244,7 @@ def expert_sizes(ep: int, tp: int) -> tuple[Experts | None, ...]:
 
 
 @functools.cache
-def decoder_kinds(layers: int, heads: int, tp: int) -> tuple[DecoderConfig, ...]:
+def _decoder_kinds(layers: int, heads: int, tp: int) -> tuple[DecoderConfig, ...]:
     """Decoders with so many layers and heads, which `tp` can cut, the simplest first; other sizes may be replaced."""
     plain = DecoderConfig(layers=layers, heads=heads, kv_heads=heads, dim=2 * heads)
     groups = [group for group in range(1, heads + 1) if heads % group == 0]
@@ -253,3 +256,68 @@ def decoder_kinds(layers: int, heads: int, tp: int) -> tuple[DecoderConfig, ...]
     unlike = (Stack("first", 1, latent), Stack("second", layers - 1, hidden=4))
     others = [replace(plain, attention=latent)] + ([replace(plain, stacks=unlike)] if layers > 1 else [])
     return (*fitting, *fitting, *biased, *fused, *others)
+
+
+# ---------------------------------------------------------------------------------------------------- cases that are drawn
+_SHARDINGS = strategies.strategies()
+# Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
+_pick = functools.cache(st.sampled_from)
+_upto = functools.cache(functools.partial(st.integers, 0))
+_flag = st.booleans()
+_SEVERAL = ((), (2,), (3,), (4,), *((2, 2),) * 3, (6,), (3, 2), (2, 3), (8,), (4, 2), (2, 4), *((2, 2, 2),) * 3)
+
+
+@st.composite
+def decoder_cases(draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase:
+    """Runs of small decoders on any mesh, with every choice that must not change a loss; shrinks to one rank.
+
+    Args:
+        draw: given by Hypothesis.
+        max_ranks: most ranks.
+        steps: how many.
+    """
+    sizes = draw(_pick(tuple(sizes for sizes in _SEVERAL if math.prod(sizes) <= max_ranks)))
+    mesh = (
+        AbstractMesh(tuple(draw(st.permutations(AXES))[: len(sizes)]), sizes) if sizes else AbstractMesh(("dp",), (1,))
+    )
+    stages, ep, cp, tp = map(mesh.axis_size, ("pp", "ep", "cp", "tp"))
+    data = math.prod(map(mesh.axis_size, ("replica", "dp", "ep")))
+    schedule = draw(_pick(_fitting_schedules(draw(_pick(SCHEDULES)) if stages > 1 else "1f1b", stages)))
+    layers = schedule.stages + draw(_upto(2))
+    sequence = draw(_flag)
+    attention = draw(_pick(("ring", "gather", "ulysses")))
+    heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
+    config = replace(
+        draw(_pick(_decoder_kinds(layers, heads, tp))),
+        vocab=draw(_pick((2, 7, 50))),
+        dim=heads * draw(_pick((4, 6, 8))),  # of 2, a norm that meets a vector near 0 blows rounding up
+        hidden=draw(_pick((2, 5, 12))),
+        tied=draw(_flag),
+        experts=draw(_pick(_expert_sizes(ep, tp))),
+    )
+    whole = (("kv_heads",),) if sequence else (("kv_heads",), ("mlp",), ("vocab",), ("heads", "kv_heads"))
+    return DecoderCase(
+        config,
+        mesh,
+        draw(_SHARDINGS),
+        rows=data * schedule.microbatches * (draw(_upto(1)) + 1),
+        length=(2 * cp if cp > 1 else 1) * (tp if sequence else 1) * (draw(_upto(2)) + 1),
+        steps=steps,
+        microbatches=schedule.microbatches,
+        sequence=sequence,
+        attention=attention,
+        whole=draw(_pick(((), *whole))),
+        schedule=schedule.name,
+        counts=_uneven(draw, layers, schedule.stages) if draw(_flag) else None,
+        gather=draw(_pick(("step", "microbatch"))),
+        scatter=draw(_pick((None, "step", "microbatch"))),
+        ahead=draw(_pick((1, 0, 2))),
+        policy=draw(_pick(tuple(POLICIES))),
+        donate=draw(_flag),
+    )
+
+
+def _uneven(draw, layers: int, stages: int) -> tuple[int, ...]:
+    """Any number of layers for each stage, also none."""
+    ends = sorted(draw(_upto(layers)) for _ in range(stages - 1))
+    return tuple(b - a for a, b in itertools.pairwise((0, *ends, layers)))
