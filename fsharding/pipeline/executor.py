@@ -46,6 +46,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms import policies
 from fsharding.transforms.gather_unit import gather_unit, prefetch_unit
 from fsharding.transforms.policies import Policy
+from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import Tape
 
 __all__ = ["Messages", "pipeline_grads", "pipeline_loss"]
@@ -268,17 +269,11 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------ a stage
     @named("fs.value_and_grad")
     def _tape(self, stage: int, m: int) -> Tape:
-        tape = Tape(
-            *self.stage_state.parts(stage),
-            self.stage_state.precision,
-            self.pool,
-            defers=self.splits,
-            prefetch=self.prefetch,
-            key=self.key,
-            microbatch=m,
-            layers=self.stage_state.layers(stage),
-            once_for=(self.model.embed, stage),
-        )
+        params, shardings, sums = self.stage_state.parts(stage)
+        options = RunOptions(self.stage_state.precision, self.key, m, self.prefetch, defers=self.splits)
+        layers = self.stage_state.layers(stage)
+        once_for = self.model.embed, stage
+        tape = Tape(params, GradsTo(shardings, sums), options, self.pool, layers=layers, once_for=once_for)
         assert tape.adds_in_place, "the sums of a stage are those of all its tapes"
         return tape
 

@@ -83,6 +83,7 @@ from fsharding.transforms import policies
 from fsharding.transforms.first_call import FirstCall
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.policies import Policy
+from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
 
 __all__ = [
@@ -643,27 +644,22 @@ class TrainStep:
         for i, microbatch in enumerate(microbatches):
             last = i + 1 == len(microbatches)
             fn = loss_fn.bound(buffers, fold_in(key, i) if key is not None else None)
-            ((loss, weight), beside), grads = loss_and_grads(
+            sums = loss_and_grads(
                 scaled(fn if plan.first is None else plan.first.watched(fn, has_aux=True), loss_scale),
                 state.params,
                 (microbatch,),
-                grads,
+                GradsTo(layout.main if last else layout.grads, grads, plan.buffers),
+                RunOptions(plan.precision, rounding, i, self._settings.prefetch),
                 has_aux=True,
-                grads=layout.main if last else layout.grads,
-                precision=plan.precision,
-                mean=False,
-                prefetch=self._settings.prefetch,
-                grad_pool=plan.buffers,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
-                key=rounding,
-                microbatch=i,
                 first=plan.first,
             )
-            buffers = beside.buffers
+            grads = sums.grads
+            buffers = sums.aux.buffers
             if loss_fn.has_aux:
-                auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
-            losses.append(loss)
-            weights.append(weight)
+                auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, sums.aux.aux))
+            losses.append(sums.loss.float())
+            weights.append(sums.count.float())
         buffers = sync_buffers(buffers, layout.mesh)
         return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes), buffers)
 

@@ -51,12 +51,14 @@ from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
+from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.saved_tensors import SavedTensors
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, UnitPlan, plan_unit
 from fsharding.transforms.weight_formats import WeightFormats
 
 __all__ = [
-    "GatherContext", "activate", "check_depth", "current_context", "is_evaluating", "prefetch_depth", "without_context",
+    "GatherContext", "TapeLeaf", "activate", "check_depth", "current_context", "is_evaluating", "prefetch_depth",
+    "without_context",
 ]  # fmt: skip
 
 _ALIGN = 64
@@ -68,6 +70,22 @@ Kernel: TypeAlias = Callable[[Tensor], object]
 
 PutTerm: TypeAlias = Callable[[torch.dtype, Kernel], bool]
 """Has a kernel write a term of a dtype to where a gradient is sent from, or does not, and says so."""
+
+
+class TapeLeaf(NamedTuple):
+    """A leaf of the tree that is differentiated.
+
+    Attributes:
+        path: its name.
+        node: as the loss function sees it; None for a leaf that is no DTensor.
+        target: of its gradient; None for a frozen leaf.
+        accumulated: its local gradient of earlier microbatches, which is added to in place; None if there is none.
+    """
+
+    path: str
+    node: Local | None
+    target: GradTarget | None
+    accumulated: Tensor | None
 
 
 class _Term(NamedTuple):
@@ -109,24 +127,17 @@ class GatherContext:
     """The runtime of one call, see the module. `value_and_grad` makes it, `gather_unit` finds it by `current_context`.
 
     Args:
-        leaves: of the differentiated tree, in order; None for a leaf that is no DTensor.
-        paths: their names.
-        targets: of their gradients; None for frozen leaves.
-        compute: the dtype of a gathered leaf, by its dtype in the state.
-        accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
+        leaves: of the differentiated tree, in order.
+        options: how the call runs.
+        formats: of leaves that travel in low precision.
         pool: of buffers, for contexts that share one; whoever gave it closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
-        defers: whether a backward may leave products of weight gradients for later: `deferring`.
-        formats: of leaves that travel in low precision.
-        depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
-        cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
-        evaluates: whether the call is one of `evaluate`.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
-        depth: the same.
-        cast: the same.
-        evaluates: the same.
+        depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
+        cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
+        evaluates: whether the call is one of `evaluate`.
         reducer: of the gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -139,39 +150,36 @@ class GatherContext:
 
     def __init__(
         self,
-        leaves: Sequence[Local | None],
-        paths: Sequence[str],
-        targets: Sequence[GradTarget | None],
-        compute: Callable[[torch.dtype], torch.dtype],
-        accumulated: Sequence[Tensor | None],
+        leaves: Sequence[TapeLeaf],
+        options: RunOptions,
+        formats: WeightFormats | None = None,
         pool: Pool | None = None,
         grad_pool: Pool | None = None,
-        *,
-        defers: bool = False,
-        formats: WeightFormats | None = None,
-        depth: int = 1,
-        cast: torch.dtype | None = None,
-        evaluates: bool = False,
     ) -> None:
-        self.evaluates = evaluates
-        self.paths = paths
-        self._targets = targets
-        self._compute = compute
+        precision = options.precision
+        nodes = [leaf.node for leaf in leaves]
+        self.evaluates = options.evaluates
+        self.paths = [leaf.path for leaf in leaves]
+        self._targets = [leaf.target for leaf in leaves]
+        self._compute = precision.compute_dtype
         self._formats = formats
-        self.depth = depth
-        self.cast = cast
+        self.depth = options.prefetch
+        self.cast = precision.activation_dtype or precision.params
         self._row_targets = [
-            target.row() if target is not None and leaf is not None and leaf.shape else None
-            for target, leaf in zip(targets, leaves, strict=True)
+            target.row() if target is not None and node is not None and node.shape else None
+            for target, node in zip(self._targets, nodes, strict=True)
         ]
         self.counts = Counts()
-        self._defers = defers
+        self._defers = options.defers
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool = pool or Pool()
         self._owns_pool = pool is None
-        self._device = next((leaf.value.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+        self._device = next((node.value.device for node in nodes if node is not None), torch.device("cpu"))
         memory = self._pool.memory(self._device)
-        self.reducer = GradReducer(leaves, targets, accumulated, memory, self._device, grad_pool, self._term_noise_of)
+        accumulated = [leaf.accumulated for leaf in leaves]
+        self.reducer = GradReducer(
+            nodes, self._targets, accumulated, memory, self._device, grad_pool, self._term_noise_of
+        )
         self._streams = streams_for(self._device)
         if self._streams.several:
             # What was computed so far: shards, and memory that somebody has read and let go.
@@ -186,9 +194,9 @@ class GatherContext:
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
         self.saved = SavedTensors(self._bring)
-        for i, leaf in enumerate(leaves):
-            if leaf is not None:
-                self.register(leaf.value, LeafIndex(i, None))
+        for i, node in enumerate(nodes):
+            if node is not None:
+                self.register(node.value, LeafIndex(i, None))
 
     # --------------------------------------------------------------------------------------- leaves and their names
     def register(self, value: Tensor, index: LeafIndex) -> None:

@@ -45,13 +45,14 @@ from fsharding.sharding.named_sharding import (
 )
 from fsharding.transforms.cast_checks import refuse_bare_casts
 from fsharding.transforms.first_call import FirstCall, first_call
-from fsharding.transforms.gather_context import GatherContext, activate, check_depth
+from fsharding.transforms.gather_context import GatherContext, TapeLeaf, activate, check_depth
 from fsharding.transforms.loss_checks import explained
+from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import GradTarget
 from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 
 __all__ = [
-    "Agreement", "GradFn", "Loss", "Tape", "agreement_of_call", "global_loss", "is_divisor", "loss_and_grads",
+    "Agreement", "GradFn", "Loss", "Sums", "Tape", "agreement_of_call", "global_loss", "is_divisor", "loss_and_grads",
     "refuse_backward", "results_text", "value_and_grad",
 ]  # fmt: skip
 
@@ -102,6 +103,24 @@ class Loss(NamedTuple):
                 raise NonFiniteError(message(f"has no mean: {what}.", mend=mend))
             return self.sum / self.count
         return self.sum / _divisor(count)
+
+
+class Sums(NamedTuple):
+    """What a forward and its backward give.
+
+    Attributes:
+        loss: the sum of losses over all data ranks, float64, 0-d.
+        count: of terms in it, float64, 0-d.
+        counted: whether the loss function gave a count.
+        aux: what else it returned.
+        grads: of the sum, in the shardings that were asked for.
+    """
+
+    loss: Tensor
+    count: Tensor
+    counted: bool
+    aux: Any
+    grads: Tree
 
 
 class _Loss(NamedTuple):
@@ -211,10 +230,17 @@ def value_and_grad(
         _check_patterns(precision, params)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         first = first_call(fn)
-        return loss_and_grads(
-            fn if first is None else first.watched(fn, has_aux=has_aux), params, args, accumulate, has_aux=has_aux,
-            grads=grads, precision=precision, mean=mean, prefetch=prefetch, key=key, first=first,
-        )  # fmt: skip
+        watched = fn if first is None else first.watched(fn, has_aux=has_aux)
+        options = RunOptions(precision, key, prefetch=prefetch)
+        sums = loss_and_grads(watched, params, args, GradsTo(grads, accumulate), options, has_aux=has_aux, first=first)
+        loss = sums.loss
+        if mean:
+            divisor = _divisor(sums.count)
+            loss = loss / divisor
+            _compat.foreach_mul_([local_of(g) for g in tree.leaves(sums.grads) if g is not None], 1.0 / divisor)
+        value = refuse_backward(loss.float())
+        result = (value, sums.count.float()) if sums.counted else value
+        return ((result, sums.aux) if has_aux else result), sums.grads
 
     return run
 
@@ -237,41 +263,26 @@ def loss_and_grads(
     fn: Callable[..., Any],
     params: Tree,
     args: Sequence[Any],
-    accumulate: Tree = None,
+    to: GradsTo,
+    options: RunOptions,
     *,
     has_aux: bool,
-    grads: Tree,
-    precision: Precision,
-    mean: bool,
-    prefetch: int = 1,
-    grad_pool: Pool | None = None,
     agreement: Agreement = agreement_of_call,
-    key: Tensor | None = None,
-    microbatch: int = 0,
     first: FirstCall | None = None,
-) -> tuple[Any, Tree]:
-    """One call of the function that `value_and_grad` returns.
+) -> Sums:
+    """One forward and backward of a loss function.
 
     Args:
         fn: as in `value_and_grad`.
         params: tree of parameters.
         args: the other arguments of `fn`.
-        accumulate: gradients of earlier calls, which are added to in their own memory.
+        to: where gradients go.
+        options: how it runs.
         has_aux: as in `value_and_grad`.
-        grads: as in `value_and_grad`.
-        precision: as in `value_and_grad`.
-        mean: as in `value_and_grad`.
-        prefetch: as in `value_and_grad`.
-        grad_pool: of memory for large gradients that are whole on every data rank, used again from call to call as
-            soon as nobody holds the gradient that was in it. By default they are in fresh memory.
         agreement: gives what goes with the sum of loss and weight; by default the agreement of this call alone.
-        key: as in `value_and_grad`.
-        microbatch: the number of this call among those with this key.
         first: is shown the loss before its backward.
     """
-    tape = Tape(
-        params, grads, accumulate, precision, grad_pool=grad_pool, prefetch=prefetch, key=key, microbatch=microbatch
-    )
+    tape = Tape(params, to, options)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -286,9 +297,7 @@ def loss_and_grads(
     except BaseException:
         tape.close()
         raise
-    if mean:
-        _compat.foreach_mul_([g for g in local if g is not None], 1.0 / _divisor(totals[1]))
-    return _result(loss, totals, mean, has_aux), tape.as_tree(local)
+    return Sums(totals[0], totals[1], loss.weight is not None, loss.aux, tape.as_tree(local))
 
 
 @named("fs.evaluate")
@@ -317,7 +326,7 @@ def global_loss(
     """
     spec = tree.flatten(params)[1]
     frozen = tree.unflatten(spec, [None] * spec.num_leaves)
-    tape = Tape(params, frozen, None, precision, key=key, evaluates=True)
+    tape = Tape(params, GradsTo(frozen), RunOptions(precision, key, evaluates=True))
     try:
         with naming_lost("fs.evaluate", tape.mesh):
             loss = _take_apart(tape.forward(fn, *args), has_aux)
@@ -336,19 +345,12 @@ class Tape:
 
     Args:
         params: tree of parameters.
-        grads: tree of `NamedSharding`, as in `value_and_grad`.
-        accumulate: gradients of earlier calls, which are added to in place.
-        precision: dtypes of compute, wire and gradients.
+        to: where gradients go.
+        options: how it runs.
         pool: of buffers, where several tapes share one.
-        grad_pool: as in `loss_and_grads`.
-        defers: whether `backward` may be called with `defers`.
-        key: for formats whose rounding is keyed.
-        microbatch: the number of the call among those with this key.
         layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
         once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
             differentiated; by default the one that `forward` is given.
-        evaluates: whether the call is one of `evaluate`.
-        prefetch: as in `value_and_grad`.
 
     Attributes:
         mesh: of the parameters; None when none of them is a DTensor.
@@ -356,9 +358,9 @@ class Tape:
         adds_in_place: whether all gradients end in what was given as `accumulate`.
 
     Raises:
-        ConfigError: `precision` is strict, and the device has no kernel for its format.
-        TransformError: a leaf has an explicit assignment, and `grads` does not say who owns it.
-        TreeError: `grads` or `accumulate` does not match the parameters.
+        ConfigError: the precision is strict, and the device has no kernel for its format.
+        TransformError: a leaf has an explicit assignment, and `to.shardings` does not say who owns it.
+        TreeError: `to.shardings` or `to.accumulate` does not match the parameters.
     """
 
     # All lists are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or for a
@@ -368,32 +370,25 @@ class Tape:
     def __init__(
         self,
         params: Tree,
-        grads: Tree,
-        accumulate: Tree,
-        precision: Precision,
+        to: GradsTo,
+        options: RunOptions,
         pool: Pool | None = None,
-        grad_pool: Pool | None = None,
         *,
-        defers: bool = False,
-        key: Tensor | None = None,
-        microbatch: int = 0,
         layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
         once_for: tuple[Callable[..., Any], Hashable] | None = None,
-        prefetch: int = 1,
-        evaluates: bool = False,
     ) -> None:
         _refuse_transforms(params)
+        precision = options.precision
         self._once_for = once_for
         self._leaves, self._spec = tree.flatten(params)
         leaves = self._leaves
         count = len(self._leaves)
         self._shardings = [_as_parameter] * count
-        if grads is not None:
-            self._shardings = tree.flatten_up_to(self._spec, grads, ("params", "grads"))
+        if to.shardings is not None:
+            self._shardings = tree.flatten_up_to(self._spec, to.shardings, ("params", "grads"))
         self._accumulated: list[Any] = [None] * count
-        if accumulate is not None:
-            names = ("params", "accumulate")
-            self._accumulated = tree.flatten_up_to(self._spec, accumulate, names)
+        if to.accumulate is not None:
+            self._accumulated = tree.flatten_up_to(self._spec, to.accumulate, ("params", "accumulate"))
         triples = zip(leaves, self._shardings, self._accumulated, strict=True)
         self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
         self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
@@ -403,7 +398,6 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths = tree.paths(params)
-        compute = precision.compute_dtype
         formats = None
         if precision.gather is not None:
             _check_kernel(precision, nodes)
@@ -414,22 +408,10 @@ class Tape:
             ]
             firsts = [first for first, _ in rows]
             stacks = [count for _, count in rows]
-            term_key = key_of_terms(key, self.mesh, microbatch)
-            formats = WeightFormats(precision, paths, stacks, firsts, key, term_key)
-        self.context = GatherContext(
-            nodes,
-            paths,
-            self._targets,
-            compute,
-            accumulated,
-            pool,
-            grad_pool,
-            defers=defers,
-            formats=formats,
-            depth=prefetch,
-            cast=precision.activation_dtype or precision.params,
-            evaluates=evaluates,
-        )
+            term_key = key_of_terms(options.key, self.mesh, options.microbatch)
+            formats = WeightFormats(precision, paths, stacks, firsts, options.key, term_key)
+        of_leaves = map(TapeLeaf, paths, nodes, self._targets, accumulated)
+        self.context = GatherContext([*of_leaves], options, formats, pool, to.pool)
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
@@ -665,12 +647,6 @@ def _copy(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return like(x, local_of(x).clone()) if isinstance(x, DTensor) else x.clone()
-
-
-def _result(loss: _Loss, totals: Tensor, mean: bool, has_aux: bool) -> Any:
-    value = refuse_backward((totals[0] / _divisor(totals[1]) if mean else totals[0]).float())
-    result = value if loss.weight is None else (value, totals[1].float())
-    return (result, loss.aux) if has_aux else result
 
 
 def is_divisor(weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import fsharding as fs
 from fsharding.apps.bench.rounds import allocated
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.grad_reducer import GradReducer
+from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import large_from
 from fsharding.transforms.value_and_grad import Tape
 
@@ -142,7 +143,7 @@ def gradients_in_halves(size, transport, sums, defers):
     layout = fs.plan_layout({"blocks": draws}, mesh, names={"blocks": names}, precision=how)
     x = torch.randn(2, TOKENS, NARROW, generator=noise.manual_seed(1 + mesh.get_local_rank("dp")))
     with large_from(size):
-        tape = Tape(fs.shard({"blocks": draws}, layout), layout.main, None, how, defers=defers)
+        tape = Tape(fs.shard({"blocks": draws}, layout), GradsTo(layout.main), RunOptions(how, defers=defers))
         loss = tape.forward(lambda params, x: products({**params, "policy": "kept"}, x), x)
         tape.context.end_forward()
         tape.backward([loss], defers=defers)

@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharding as fs
 from fsharding.comm.buffer_pool import Pool
 from fsharding.sharding.named_sharding import local_of
+from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import loss_and_grads
 
 
@@ -44,18 +45,18 @@ def test_memory_of_gradients_is_used_again_but_not_while_somebody_holds_them():
         def loss(params):
             return (fs.gather_unit(params)["w"] * x).sum()
 
-        return loss_and_grads(loss, params, (), has_aux=False, grads=None, precision=fs.FP32, mean=True, grad_pool=pool)
+        return loss_and_grads(loss, params, (), GradsTo(pool=pool), RunOptions(), has_aux=False).grads
 
     def check(found, x):
         assert (local_of(found["w"]) == x).all() and not local_of(found["unused"]).any()
 
-    _, first = grad(params, 1.0)
-    _, second = grad(params, 2.0)
+    first = grad(params, 1.0)
+    second = grad(params, 2.0)
     check(first, 1.0)
     check(second, 2.0)
     places = {local_of(g).data_ptr() for g in second.values()}
     del second
-    _, third = grad(params, 3.0)
+    third = grad(params, 3.0)
     assert {local_of(g).data_ptr() for g in third.values()} == places
     check(first, 1.0)
     check(third, 3.0)

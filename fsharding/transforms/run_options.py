@@ -1,0 +1,54 @@
+"""How a forward and its backward run, and where its gradients go: values that a step hands on whole, to each gather.
+
+In: what a step or `value_and_grad` was asked for. Out: the same, for the tape and for the context that gathers.
+Law: options are the same on all ranks. None but the precision and the key changes a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fsharding.base.tree import Tree
+from fsharding.comm.buffer_pool import Pool
+from fsharding.formats.precision import FP32, Precision
+
+__all__ = ["GradsTo", "RunOptions"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a forward and its backward run.
+
+    Attributes:
+        precision: dtypes of compute, wire and gradients, and formats of weights.
+        key: int64[2], for formats whose rounding is keyed.
+        microbatch: the number of the call among those with this key.
+        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward.
+        defers: whether a backward may leave products that give gradients of weights alone for later.
+        evaluates: whether there is no backward.
+    """
+
+    precision: Precision = FP32
+    key: Tensor | None = None
+    microbatch: int = 0
+    prefetch: int = 1
+    defers: bool = False
+    evaluates: bool = False
+
+
+class GradsTo(NamedTuple):
+    """Where gradients go.
+
+    Attributes:
+        shardings: tree of `NamedSharding`; None at a leaf freezes it, None in all is the sharding of the parameters.
+        accumulate: gradients of earlier calls, which are added to in place; None where there are none.
+        pool: of memory for large gradients that are whole on every data rank, used again from call to call as soon as
+            nobody holds the gradient that was in it. By default they are in fresh memory.
+    """
+
+    shardings: Tree = None
+    accumulate: Tree = None
+    pool: Pool | None = None
