@@ -96,11 +96,14 @@ def adamw(
         _on_whole_vectors((values, grads, mu, nu), number, settings | {"scale": step.scale, "finite": step.finite})
         return values
 
-    state = State(AdamState, lambda count, moments: AdamState(count, *moments), lambda state: [state.mu, state.nu])
-    return driven(
-        "fs.adamw", kernel, learning_rate, state, ("mu", "nu"), roots=("nu",), weight_decay=weight_decay,
-        moments=moments, in_place=True,
-    )  # fmt: skip
+    state = State(
+        AdamState,
+        lambda count, moments: AdamState(count, *moments),
+        lambda state: [state.mu, state.nu],
+        names=("mu", "nu"),
+        roots=("nu",),
+    )
+    return driven("fs.adamw", kernel, learning_rate, state, weight_decay=weight_decay, moments=moments, in_place=True)
 
 
 def _on_whole_vectors(columns: _Columns, number: Tensor, settings: dict[str, Any]) -> None:

@@ -116,11 +116,15 @@ class State(NamedTuple):
         kind: its type.
         make: from the count and the moments.
         moments: of a state.
+        names: of the moments.
+        roots: those of them that are never negative, of which a format of 8 bits keeps the root.
     """
 
     kind: type
     make: Callable[[Tensor, list[Tree]], Any]
     moments: Callable[[Any], list[Tree]]
+    names: Sequence[str]
+    roots: Sequence[str] = ()
 
 
 @public("fs.optim.elementwise")
@@ -170,11 +174,10 @@ def elementwise(
         ElementwiseState,
         lambda count, trees: ElementwiseState(count, dict(zip(named, trees, strict=True))),
         lambda state: [state.moments[name] for name in named],
+        named,
+        roots,
     )
-    return driven(
-        "fs.optim.elementwise", rule, learning_rate, state, named, roots=roots, weight_decay=weight_decay,
-        moments=moments,
-    )  # fmt: skip
+    return driven("fs.optim.elementwise", rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
 
 
 def driven(
@@ -182,9 +185,7 @@ def driven(
     rule: Rule | Kernel,
     learning_rate: float | Schedule,
     state_of: State,
-    names: Sequence[str],
     *,
-    roots: Sequence[str] = (),
     weight_decay: float = 0.0,
     l2: float = 0.0,
     moments: torch.dtype | Blocks | None = None,
@@ -197,8 +198,6 @@ def driven(
         rule: as in `elementwise`; with `in_place` a `Kernel`.
         learning_rate: as in `elementwise`.
         state_of: how the state holds moments.
-        names: of the moments.
-        roots: as in `elementwise`.
         weight_decay: as in `elementwise`.
         l2: a weight decay that is added to gradients.
         moments: as in `elementwise`.
@@ -211,12 +210,12 @@ def driven(
     def home_of(updates: Tree, before: list[Tree], params: Tree) -> Tree:
         """A tree in the shapes and shardings in which an update is computed."""
         if before:
-            check_moments(**dict(zip(names, before, strict=True)))
+            check_moments(**dict(zip(state_of.names, before, strict=True)))
             return carriers(before[0])
         return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
 
     def start(params: Tree, context: InitContext) -> Any:
-        trees = [init_moments(params, kept, context, root=moment in roots) for moment in names]
+        trees = [init_moments(params, kept, context, root=name in state_of.roots) for name in state_of.names]
         return state_of.make(torch.zeros((), dtype=torch.int64), trees)
 
     def advance(updates: Tree, state: Any, params: Tree, context: UpdateContext) -> tuple[Tree, Any]:
@@ -379,21 +378,25 @@ def run_rule(
                 wide(g.dtype) if any(is_coded(m[i]) for m in moments) else kinds[i][0] for i, g in enumerate(grads)
             ]
             result |= {i: new_zeros(grads[i], dtype or wider[i]) for i in rest}
-        _run_on_chunks(
-            kernel, step, [result[i] for i in rest], [grads[i] for i in rest], [[m[i] for i in rest] for m in moments],
-            [leaves[i] for i in rest], [kinds[i] for i in rest], context, in_place=values is not None, copied=copied,
-        )  # fmt: skip
+        parts = [_Part(leaves[i], result[i], grads[i], [m[i] for m in moments], kinds[i]) for i in rest]
+        _run_on_chunks(kernel, step, parts, context, in_place=values is not None, copied=copied)
     return [result[i] for i in range(len(grads))]
+
+
+class _Part(NamedTuple):
+    """What a rank has of a leaf for one update: where it lies, what is written, and what is read."""
+
+    leaf: Leaf
+    result: Tensor
+    grad: Tensor
+    moments: list[Any]
+    kind: tuple[torch.dtype, torch.device]
 
 
 def _run_on_chunks(
     kernel: Kernel,
     step: Step,
-    result: list[Tensor],
-    grads: list[Tensor],
-    moments: Sequence[list[Any]],
-    leaves: Sequence[Leaf],
-    kinds: Sequence[tuple[torch.dtype, torch.device]],
+    of_leaves: Sequence[_Part],
     context: UpdateContext,
     *,
     in_place: bool,
@@ -403,10 +406,10 @@ def _run_on_chunks(
     key = functools.cache(lambda: step_key(context, step.count))
 
     def change(batch: Batch, parts: list[list[Tensor]], trial: bool) -> None:
-        dtype = kinds[batch[0][0]][0]
-        old = [chunk.of(result[i]) for i, chunk in batch]
+        dtype = of_leaves[batch[0][0]].kind[0]
+        old = [chunk.of(of_leaves[i].result) for i, chunk in batch]
         values = [x.to(dtype, copy=trial).contiguous() for x in old] if in_place else None
-        given = [chunk.of(grads[i]).to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
+        given = [chunk.of(of_leaves[i].grad).to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
         wider = [[x.to(dtype).contiguous() for x in column] for column in parts]
         new = kernel(values, given, *wider, step)
         for column, computed in zip(parts, wider, strict=True):
@@ -418,8 +421,11 @@ def _run_on_chunks(
             if not in_place:
                 x.copy_(y)
             elif x is not y:
-                write_param(x, y, context, leaves[i], chunk, key)
+                write_param(x, y, context, of_leaves[i].leaf, chunk, key)
 
+    moments = [*zip(*(part.moments for part in of_leaves), strict=True)]
+    leaves = [part.leaf for part in of_leaves]
+    kinds = [part.kind for part in of_leaves]
     change_chunks(leaves, moments, change, kinds=kinds, key=key, finite=step.finite)
 
 

@@ -93,10 +93,11 @@ def sgd(
         _compat.foreach_add_(trace, added)
         return _compat.foreach_add(grads, _compat.foreach_mul(trace, momentum)) if nesterov else trace
 
+    rule, names = (with_momentum, ("trace",)) if momentum else (plain, ())
     state = State(
         SgdState,
         lambda count, traces: SgdState(count, traces[0] if traces else None),
         lambda state: [] if state.trace is None else [state.trace],
+        names,
     )
-    rule, names = (with_momentum, ("trace",)) if momentum else (plain, ())
-    return driven("fs.sgd", rule, learning_rate, state, names, l2=weight_decay, moments=moments)
+    return driven("fs.sgd", rule, learning_rate, state, l2=weight_decay, moments=moments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from fsharding.base.calls import named
 from fsharding.base.public import check_optimizer, public, refuse, refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.formats.blocks import Rounding
 from fsharding.optim.base import (
     GradientTransformation,
     UpdateContext,
@@ -46,15 +46,9 @@ def apply_gradients(
     grads: Tree,
     state: Tree,
     params: Tree,
+    context: UpdateContext = UpdateContext(),
     *,
-    donate: bool = False,
-    norm: Tensor | None = None,
     scale: float | Tensor = 1.0,
-    shardings: Tree = None,
-    finite: Tensor | None = None,
-    key: Tensor | None = None,
-    step: Tensor | None = None,
-    rounding: Rounding = "nearest",
 ) -> tuple[Tree, Tree]:
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
@@ -63,16 +57,10 @@ def apply_gradients(
         grads: mean gradients; None at a leaf leaves the parameter as it is.
         state: of the optimizer.
         params: tree of DTensors or plain tensors.
-        donate: gradients, state and parameters may be overwritten.
-        norm: the global norm of the gradients, where it is known.
-        scale: the gradients are still to be multiplied by it, a number or a 0-d tensor; `norm` is that of the product.
-        shardings: where gradients and main parameters are, such as `layout.main`; needed for leaves with explicit
-            assignments by optimizers that look at more than an element at once.
-        finite: bool, 0-d: where it is false, parameters and state come out as they went in, bit for bit. The host does
-            not read it.
-        key: of the run, int64[2], such as `state.key`, for what is rounded by key.
-        step: number of updates of the run so far, 0-d.
-        rounding: of bfloat16 parameters: to the "nearest", or "keyed".
+        context: facts about this step. With `donate`, gradients, state and parameters may be overwritten; `norm` is
+            that of the scaled gradients; where `finite` is false, parameters and state come out as they went in, bit
+            for bit, and the host does not read it.
+        scale: the gradients are still to be multiplied by it, a number or a 0-d tensor.
 
     Returns:
         (parameters, state), in the shardings and dtypes that they had.
@@ -88,17 +76,12 @@ def apply_gradients(
     """
     check_optimizer(opt)
     transformation = opt.with_context()
+    finite = context.finite
+    donate = context.donate
     masks = finite is None or (transformation.apply is not None and transformation.masks)
-    # Without a mask of its own a transformation may not overwrite the values that it may have to go back to.
-    context = UpdateContext(
-        donate=donate and masks,
-        norm=norm,
-        shardings=shardings,
-        finite=finite if masks else None,
-        key=key,
-        step=step,
-        rounding=rounding,
-    )
+    if not masks:
+        # Without a mask of its own a transformation may not overwrite the values that it may have to go back to.
+        context = replace(context, donate=False, finite=None)
     if transformation.apply is not None:
         new_params, new_state = transformation.apply(grads, state, params, context, scale=scale)
     else:

@@ -669,36 +669,22 @@ class TrainStep:
             return self._optimized(state, verdict, finite)
 
     def _optimized(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
-        grads = verdict.grads
-        to_mean = verdict.to_mean
-        norm = verdict.norm
         main = main_of(state)
-        shardings = state.layout.main
-        donate = self._settings.donate
-        rounding = state.layout.precision.rounding
+        context = UpdateContext(
+            donate=self._settings.donate, norm=verdict.norm, shardings=state.layout.main, finite=finite, key=state.key,
+            step=state.step, rounding=state.layout.precision.rounding,
+        )  # fmt: skip
         if not self._bias_rates:
             return apply_gradients(
-                self._opt,
-                grads,
-                state.opt_state,
-                main,
-                donate=donate,
-                norm=norm,
-                scale=to_mean,
-                shardings=shardings,
-                finite=finite,
-                key=state.key,
-                step=state.step,
-                rounding=rounding,
-            )
+                self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean
+            )  # fmt: skip
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
-        grads = multiply(grads, to_mean, donate=donate)
-        donate = donate and finite is None  # what a refused step goes back to is not overwritten
-        context = UpdateContext(donate=donate, norm=norm, shardings=shardings, key=state.key, step=state.step)
-        context = replace(context, rounding=rounding)
+        grads = multiply(verdict.grads, verdict.to_mean, donate=context.donate)
+        # What a refused step goes back to is not overwritten.
+        context = replace(context, donate=context.donate and finite is None, finite=None)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
         updates = update_against_load(updates, verdict.loads, self._bias_rates)
-        new_main = add_updates(main, updates, context, donate=donate)
+        new_main = add_updates(main, updates, context, donate=context.donate)
         return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:

@@ -11,7 +11,7 @@ from fsharding.base.errors import ArgumentError, message
 from fsharding.base.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.optim.base import GradientTransformation, refuse_no_gradients
+from fsharding.optim.base import GradientTransformation, UpdateContext, refuse_no_gradients
 from fsharding.optim.updates import apply_gradients
 from fsharding.train.state import TrainState, main_of, rounding_key, sealed, spread
 
@@ -59,16 +59,9 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     refuse_no_gradients(grads, state.opt_state)
     layout = state.layout
     placed = redistribute(grads, layout.main)
-    main, opt_state = apply_gradients(
-        opt,
-        placed,
-        state.opt_state,
-        main_of(state),
-        shardings=layout.main,
-        key=state.key,
-        step=state.step,
-        rounding=layout.precision.rounding,
-    )
+    rounding = layout.precision.rounding
+    context = UpdateContext(shardings=layout.main, key=state.key, step=state.step, rounding=rounding)
+    main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), context)
     step = state.step + 1
     params = spread(main, state.params, layout, key=rounding_key(state.key, step, layout))
     kept = main if state.main is not None else None

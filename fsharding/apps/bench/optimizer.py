@@ -78,10 +78,11 @@ def _ours(values: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Ten
     given = shard(dict(zip(whole, grads, strict=True)), layout)
     opt = fs.optim.adamw(_RATE, weight_decay=_DECAY)
     state = opt.init(params)
+    donated = fs.optim.UpdateContext(donate=True)
 
     def run() -> Tensor:
         nonlocal params, state
-        params, state = fs.optim.apply_gradients(opt, given, state, params, donate=True)
+        params, state = fs.optim.apply_gradients(opt, given, state, params, donated)
         return local_of(params["w00000"]).view(-1)[0].clone()
 
     return run

@@ -427,9 +427,9 @@ def on_parts(name, levels, stages=None, **axes):
         sizes = fs.state_bytes(state.opt_state), layout.memory(opt).opt_state
         for step in range(1, STEPS + 1):
             grads = fs.shard(of_parts(step), layout.main)
-            how = {"shardings": layout.main, "donate": level % 2 == 1}
+            context = optim.UpdateContext(shardings=layout.main, donate=level % 2 == 1)
             main = state.main if state.main is not None else fs.main_params(state.params, layout)
-            main, inner = optim.apply_gradients(opt, grads, state.opt_state, main, **how)
+            main, inner = optim.apply_gradients(opt, grads, state.opt_state, main, context)
             params, kept = fs.spread_main(main, state.params, layout), main if state.main is not None else None
             state = state.replace(params=params, main=kept, opt_state=inner)
         one = fs.reshard(state, fs.plan_layout(of_parts(0), mesh_of({"dp": -1}), RULES, fs.zero(0), names=PART_NAMES))

@@ -83,7 +83,9 @@ def test_apply_is_update_and_add():
     assert_bitwise_equal(after, other)
     for x, y in zip(fs.tree.leaves(applied), fs.tree.leaves(optim.apply_updates(params, updates)), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-6)
-    donated = optim.apply_gradients(opt, grads, *fs.tree.map(torch.clone, (state, params)), donate=True)
+    donated = optim.apply_gradients(
+        opt, grads, *fs.tree.map(torch.clone, (state, params)), optim.UpdateContext(donate=True)
+    )
     assert_bitwise_equal(donated, (applied, after))
 
 
@@ -209,7 +211,11 @@ def test_an_update_below_half_a_step_is_not_lost(make, moves):
         state = opt.start(params)
         for step in range(16):
             params, state = optim.apply_gradients(
-                opt, grads, state, params, key=fs.random.key(3), step=torch.tensor(step), rounding=rounding
+                opt,
+                grads,
+                state,
+                params,
+                optim.UpdateContext(key=fs.random.key(3), step=torch.tensor(step), rounding=rounding),
             )
         assert params["w"].dtype == torch.bfloat16
         ends.append(float(params["w"].float().mean()))

@@ -249,7 +249,7 @@ def test_adam_of_any_dtypes_is_that_of_the_widest_rounded_once(params, grads, mo
     one = fs.adamw(0.1, weight_decay=0.1, moments=computed)
     for i, grad in enumerate(given):
         donated = fs.tree.map(torch.clone, grad)
-        found, state = optim.apply_gradients(opt, donated, state, found, donate=donate, scale=0.5)
+        found, state = optim.apply_gradients(opt, donated, state, found, optim.UpdateContext(donate=donate), scale=0.5)
         exact = optim.AdamState(torch.tensor(i), *({n: x.to(computed) for n, x in m.items()} for m in (mu, nu)))
         widened = ({n: x.to(computed) for n, x in t.items()} for t in (grad, want))
         grad_w, want_w = widened

@@ -123,13 +123,19 @@ def test_a_masked_update_is_the_update_or_nothing(opt, finite, donate):
 
     params, grads, state = made()
     norm = fs.global_norm(grads)
-    wanted = fs.optim.apply_gradients(opt, grads, state, params, norm=norm) if finite else (params, state)
+    wanted = (
+        fs.optim.apply_gradients(opt, grads, state, params, fs.optim.UpdateContext(norm=norm))
+        if finite
+        else (params, state)
+    )
     params, grads, state = made()
     before = made()
     if not finite:
         grads["w"][0, 0], norm = torch.nan, torch.tensor(torch.nan)
     flag = torch.tensor(finite)
-    result = fs.optim.apply_gradients(opt, grads, state, params, norm=norm, finite=flag, donate=donate)
+    result = fs.optim.apply_gradients(
+        opt, grads, state, params, fs.optim.UpdateContext(norm=norm, finite=flag, donate=donate)
+    )
     assert_bitwise_equal(result, wanted)
     if not donate:
         assert_bitwise_equal((params, state), (before[0], before[2]))

@@ -159,7 +159,9 @@ def test_a_donated_step_of_adam_is_done_in_place_and_is_the_same(sharded):
         state, homes = opt.init(params), params
         for _ in range(3):
             gradients = fs.tree.map(torch.clone, grads)
-            params, state = optim.apply_gradients(opt, gradients, state, params, donate=donate, scale=0.5)
+            params, state = optim.apply_gradients(
+                opt, gradients, state, params, optim.UpdateContext(donate=donate), scale=0.5
+            )
         return (params, state), all(params[name] is homes[name] for name in shapes)
 
     pure, moved = run(params, grads, False)
@@ -190,7 +192,9 @@ def test_a_donated_step_of_adam_on_slices_changes_them_and_nothing_else():
         state = opt.init(params)
         for _ in range(3):
             gradients = fs.tree.map(torch.clone, grads)
-            params, state = optim.apply_gradients(opt, gradients, state, params, donate=donate, scale=0.5)
+            params, state = optim.apply_gradients(
+                opt, gradients, state, params, optim.UpdateContext(donate=donate), scale=0.5
+            )
         return params, state
 
     pure = run(fs.tree.map(lambda x: x.clone(memory_format=torch.contiguous_format), slices), False)
@@ -326,7 +330,9 @@ def test_members_of_a_chain_that_applies_see_the_context_too():
     seen: list[Any] = []
     params, norm = {"w": torch.ones(2)}, torch.tensor(3.0)
     opt = fs.optim.chain(context_spy(seen, "a"), optim.multi_transform({"w": fs.adamw(0.1)}, lambda path, leaf: path))
-    optim.apply_gradients(opt, params, opt.init(params), params, donate=False, norm=norm, shardings={"w": "here"})
+    optim.apply_gradients(
+        opt, params, opt.init(params), params, optim.UpdateContext(donate=False, norm=norm, shardings={"w": "here"})
+    )
     assert seen == [("a", False, 3.0, {"w": "here"})]
 
 
@@ -474,7 +480,9 @@ def test_a_scale_that_is_handed_on_is_one_that_was_multiplied(opt, donate):
     divided = {name: g * 0.125 for name, g in divided.items()}
     norm = fs.global_norm(divided)
     before = fs.tree.map(torch.clone, (params, grads))
-    found = fs.optim.apply_gradients(opt, grads, opt.init(params), params, donate=donate, norm=norm, scale=0.125)
+    found = fs.optim.apply_gradients(
+        opt, grads, opt.init(params), params, fs.optim.UpdateContext(donate=donate, norm=norm), scale=0.125
+    )
     assert donate or all(
         torch.equal(x, y) for x, y in zip(*map(fs.tree.leaves, (before, (params, grads))), strict=True)
     )
