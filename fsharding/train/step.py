@@ -359,8 +359,8 @@ class Verdict(NamedTuple):
             mesh: of the step.
             parameters: the paths of those that were not finite before the step, if ranks know them.
         """
-        sums = self.squares, self.loss, self.norm, self.sums.weight
-        return functools.partial(_refusal, number, *sums, self.agreement.order, mesh, parameters)
+        cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.weight, parameters)
+        return functools.partial(_refusal, cause, self.agreement.order, mesh)
 
 
 class TrainStep:
@@ -782,22 +782,12 @@ def _bad_parameters(state: TrainState) -> list[str]:
 
 
 @named("train step")
-def _refusal(
-    number: Tensor,
-    squares: LeafSquares,
-    loss: Tensor,
-    norm: Tensor,
-    weight: Tensor,
-    order: UnitOrder | None,
-    mesh: Mesh,
-    parameters: Sequence[str],
-    code: int,
-) -> FshardingError:
+def _refusal(cause: Callable[[], str], order: UnitOrder | None, mesh: Mesh, code: int) -> FshardingError:
     """The error of a step that is refused, or of ranks that did different things in it."""
     if code == UNLIKE:
         assert order is not None
         return unlike_ranks(mesh, everyone(mesh).ranks, order)
-    return NonFiniteError(_not_finite(number, squares, loss, norm, weight, parameters))
+    return NonFiniteError(cause())
 
 
 def _not_finite(

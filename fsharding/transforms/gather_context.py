@@ -218,9 +218,9 @@ class GatherContext:
         """The dtype in which the loss function sees a leaf."""
         return self._compute(stored)
 
-    def _name_of(self, indices: Sequence[LeafIndex]) -> str:
+    def name_of(self, index: Sequence[LeafIndex]) -> str:
         """A readable name for a unit: the path of its first leaf, with the row of a stack."""
-        leaf, row = indices[0]
+        leaf, row = index[0]
         path = self.paths[leaf].rpartition(".")[0] or self.paths[leaf]
         return path if row is None else f"{path}[{row}]"
 
@@ -295,23 +295,25 @@ class GatherContext:
                 target = formats.with_terms(target, place, len(leaf.shape), compute)
             described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, misaligned))
 
-        def name() -> str:
-            return self._name_of(index)
-
         site = None if order_here() is None else call_stacks.site_here()
 
         def gathered(chosen: Sequence[int], plan: UnitPlan, columns: GatheredUnit | None) -> GatheredUnit:
             shards = [leaves[i] for i in chosen]
             places = tuple(index[i] for i in chosen)
-            return GatheredUnit(
-                plan, shards, places, self._pool, name=name, columns=columns, site=site,
-                on_start=lambda unit: self._note("gathers", unit), on_gather=lambda: self.counts.gathers.append(name()),
-                noise=self._noise_of(shards, places),
-            )  # fmt: skip
+            noise = self._noise_of(shards, places)
+            return GatheredUnit(plan, shards, places, self._pool, self, site=site, noise=noise, columns=columns)
 
         plan = plan_unit(tuple(described))
         columns = None if plan.across is None else gathered(*plan.across, None)
         return gathered(range(len(leaves)), plan, columns)
+
+    def starts(self, unit: GatheredUnit) -> None:
+        """Notes that a unit is gathered now."""
+        self._note("gathers", unit)
+
+    def counts_gather(self, unit: GatheredUnit) -> None:
+        """Counts an all-gather."""
+        self.counts.gathers.append(self.name_of(unit.index))
 
     def _note(self, kind: str, unit: GatheredUnit) -> None:
         """Notes what starts now in the order of the call, whose ranks have to agree on it."""
@@ -491,7 +493,7 @@ class GatherContext:
             self._note("reduces", unit)
         for b in unit.plan.reductions:
             if not (b.early.is_empty and b.late.is_empty):
-                self.counts.reductions.append(self._name_of([unit.index[i] for i in b.leaves]))
+                self.counts.reductions.append(self.name_of([unit.index[i] for i in b.leaves]))
         self.reducer.reduce(unit, unit.plan, unit.index, grads)
 
     # ---------------------------------------------------------------------------------------------------------- the end

@@ -6,10 +6,11 @@ Law: a buffer is released as soon as the last view of it is gone, and a collecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,22 @@ class UnitState(Enum):
     RELEASED = "the buffers have been let go"
 
 
+class Owner(Protocol):
+    """Who gathers units: the context of a call."""
+
+    def name_of(self, index: Sequence[LeafIndex]) -> str:
+        """What a unit of these leaves is called."""
+        ...
+
+    def starts(self, unit: GatheredUnit) -> None:
+        """Is told of a unit each time before its all-gathers start."""
+        ...
+
+    def counts_gather(self, unit: GatheredUnit) -> None:
+        """Is told of each all-gather that starts."""
+        ...
+
+
 class GatheredUnit:
     """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it.
 
@@ -47,9 +64,7 @@ class GatheredUnit:
         index: of its leaves in the parameter tree.
         pool: of buffers; bytes that the unit has in use are counted there as its own.
         noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.
-        name: says what the unit is called, for an error.
-        on_gather: is called when an all-gather starts.
-        on_start: is called with the unit each time before its all-gathers start.
+        owner: names the unit, and is told what it starts.
         site: file and line of the user's call; None where no error needs them.
         columns: a gather of some of its leaves in blocks along their other dim, for backward; it ends with this one.
 
@@ -73,10 +88,8 @@ class GatheredUnit:
         leaves: Sequence[Local],
         index: tuple[LeafIndex, ...],
         pool: Pool,
+        owner: Owner,
         *,
-        name: Callable[[], str],
-        on_gather: Callable[[], None],
-        on_start: Callable[[GatheredUnit], None],
         site: tuple[str, int] | None = None,
         noise: Noise | None = None,
         columns: GatheredUnit | None = None,
@@ -84,10 +97,8 @@ class GatheredUnit:
         self.plan = plan
         self.leaves = leaves
         self.index = index
-        self._name = name
-        self._on_gather = on_gather
+        self._owner = owner
         self._noise = noise
-        self._on_start = on_start
         self.site = site
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
         device = leaves[0].value.device
@@ -114,7 +125,7 @@ class GatheredUnit:
     def start(self) -> None:
         """Casts the shards and starts to gather them, if that has not been done."""
         if self.state in (UnitState.PLANNED, UnitState.RELEASED):
-            self._on_start(self)
+            self._owner.starts(self)
             with _compat.region("gather"), self._streams.on("gather"):
                 self._handles = [self._start(number, b) for number, b in enumerate(self.plan.gathers)]
             self.state = UnitState.GATHERING
@@ -138,7 +149,7 @@ class GatheredUnit:
         if b.if_viewed and self._was_alive and number not in self._viewed:
             return None
         if b.axes:
-            self._on_gather()
+            self._owner.counts_gather(self)
         noise = self._noise
         shards = [self.leaves[i].value for i in b.leaves]
         drawn = None if noise is None else lambda i: noise(b.leaves[i])
@@ -210,7 +221,7 @@ class GatheredUnit:
             self.state = UnitState.RELEASED
             self._memory.retire()
         if changed:
-            rule = f"gave weights of {self._name()} that were then written in place."
+            rule = f"gave weights of {self._owner.name_of(self.index)} that were then written in place."
             mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
             if self.plan.aliases:
                 mend += " Leaves that nothing cuts are the state's own: it is changed, so load or make it again."

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -107,23 +107,32 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(config.clip), _optimizer(config, chosen, schedule))
     swaps = {swap.step: swap for swap in parse_swaps(config.swap_at)}
     with ExitStack() as held:
-        state, data, result, first = _begin(config, model, opt, [*swaps.values()], held)
-        return _run(config, watch, model, opt, schedule, swaps, state, data, result, first)
+        begun = _begin(config, model, opt, [*swaps.values()], held)
+        return _run(config, watch, _Plan(model, opt, schedule, swaps), begun)
 
 
-def _run(
-    config: TrainConfig,
-    watch: preemption.Watch | None,
-    model: Model,
-    opt: fs.optim.GradientTransformation,
-    schedule: fs.optim.Schedule,
-    swaps: dict[int, Swap],
-    state: TrainState,
-    data: Tokens | Packed,
-    checkpoint: Path | None,
-    first: int,
-) -> bool:
-    """All steps after `first`, of a state that `checkpoint` was loaded into, or a new one; whether it was stopped."""
+class _Plan(NamedTuple):
+    """What a run trains, and how."""
+
+    model: Model
+    opt: fs.optim.GradientTransformation
+    schedule: fs.optim.Schedule
+    swaps: dict[int, Swap]
+
+
+class _Begun(NamedTuple):
+    """A run before its first step: what it goes on from, and how many batches that had seen."""
+
+    state: TrainState
+    data: Tokens | Packed
+    checkpoint: Path | None
+    first: int
+
+
+def _run(config: TrainConfig, watch: preemption.Watch | None, plan: _Plan, begun: _Begun) -> bool:
+    """All steps that are left; whether it was stopped."""
+    model, opt, schedule, swaps = plan
+    state, data, checkpoint, first = begun
     step = _step(config, model, opt, state)
     mesh = state.layout.mesh
     validation = open_validation(config)
@@ -180,8 +189,8 @@ def _run(
 
 def _begin(
     config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: list[Swap], held: ExitStack
-) -> tuple[TrainState, Tokens | Packed, Path | None, int]:
-    """The first state of a run, its data, the checkpoint that it goes on from, and how many batches that had seen.
+) -> _Begun:
+    """The first state of a run, and what it goes on from.
 
     Args:
         config: of the run.
@@ -208,10 +217,11 @@ def _begin(
                 continue  # a run that was ending has saved meanwhile
         _tell(config, choice, first)
         if choice.path is None:
-            return init_state(model, opt, fs.random.key(config.seed), layout), data, None, 0
+            return _Begun(init_state(model, opt, fs.random.key(config.seed), layout), data, None, 0)
         try:
             position = _position(data) if checkpoint.metadata(choice.path).data is not None else None
-            return checkpoint.load(choice.path, layout, opt=opt, data=position), data, choice.path, first
+            state = checkpoint.load(choice.path, layout, opt=opt, data=position)
+            return _Begun(state, data, choice.path, first)
         except CheckpointError:
             if not config.resume_older or not is_damaged(choice.path):
                 raise
