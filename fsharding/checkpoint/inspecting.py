@@ -24,6 +24,7 @@ from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
 from fsharding.checkpoint.reader import damage, open_source
 from fsharding.checkpoint.writer import METADATA
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Inspection", "inspect"]
 
@@ -156,7 +157,7 @@ def _objections(folder: Path, manifest: Manifest) -> list[str]:
         chunks = described(source.located())
         if manifest.chunks not in (None, chunks):
             return [f"{METADATA}: its chunks are not where {MANIFEST} says"]
-        if source.leaves.get("step") == ((), torch.int64):
+        if source.leaves.get("step") == LeafType((), torch.int64):
             source.read("step", (), step := torch.zeros((), dtype=torch.int64))
             if int(step) != manifest.step:
                 return [f"{MANIFEST}: it says step {manifest.step}, the files say step {int(step)}"]

@@ -103,11 +103,11 @@ def _write(
     for rank, mine in _by_rank(manifest, homes, mesh).items():
         with Writer(folder, rank) as writer:
             for path, box in mine:
-                shape, dtype = leaves.leaves[path]
-                for piece in pieces(box, dtype.itemsize) if boxes.volume(box) else [box]:
-                    x = torch.empty(boxes.shape_of(piece), dtype=dtype)
+                leaf = leaves.leaves[path]
+                for piece in pieces(box, leaf.dtype.itemsize) if boxes.volume(box) else [box]:
+                    x = torch.empty(boxes.shape_of(piece), dtype=leaf.dtype)
                     leaves.read(path, piece, x)
-                    writer.add(path, shape, piece, x)
+                    writer.add(path, leaf.shape, piece, x)
                     writer.settle()
                     del x  # before the next one is made
             written.append(writer.close())

@@ -15,7 +15,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ from fsharding.checkpoint.torch_record import Record, Window, parse_record
 from fsharding.checkpoint.writer import METADATA
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["DamagedError", "LeafInfo", "Source", "damage", "open_source"]
+__all__ = ["DamagedError", "Source", "damage", "open_source"]
 
 _PIECE = 1 << 20
 _KEPT_BLOCKS = 3
@@ -40,16 +41,6 @@ _OTHER = "Use another checkpoint, or a copy of this one."
 
 class DamagedError(CheckpointError):
     """Bytes that are not those that were written; the other exceptions of a load say that a checkpoint does not fit."""
-
-
-class LeafInfo(NamedTuple):
-    """Global shape and dtype of a leaf; prints as `float32[8, 512]`."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -200,7 +191,7 @@ class Source:
         if files is None:
             names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
             files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
-        self.leaves = {path: LeafInfo(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
+        self.leaves = {path: LeafType(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
         self._folder = folder
         self._inventory = inventory
         self._blocks = _Blocks(folder, files)

@@ -22,11 +22,11 @@ from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain, read_plain
 from fsharding.checkpoint.dcp_metadata import Place, value_places
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.torch_record import WHOLE, Window, parse_plain
 from fsharding.checkpoint.writer import METADATA
 from fsharding.contrib.megatron_names import EMBEDDING
 from fsharding.foreign.foreign_weights import Weights, weights_at
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["COMMON", "MAIN", "Opened", "iteration_of", "open_directory"]
 
@@ -59,7 +59,7 @@ class Opened:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     flat: str = ""
 
-    def info(self, kind: str, name: str) -> LeafInfo | None:
+    def info(self, kind: str, name: str) -> LeafType | None:
         """Shape and dtype of a tensor."""
         stored = self.tensors.get(kind, {}).get(name)
         return None if stored is None else self.weights.leaves[stored]

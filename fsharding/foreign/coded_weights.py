@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fsharding.base.untrusted import beside, read_json
 from fsharding.checkpoint.byte_ranges import pieces
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.formats import E4M3, E5M2, Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.precision import DTYPES
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = [
     "CONFIG_KEY", "CONFIG_LIMIT", "MEND", "SCALES", "Reader", "blocks_in", "blocks_of", "config_of_blocks", "decoded",
@@ -116,7 +116,7 @@ def why_not(format: Any) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-def decoded(leaves: Mapping[str, LeafInfo], read: Reader, format: Blocks) -> tuple[dict[str, LeafInfo], Reader]:
+def decoded(leaves: Mapping[str, LeafType], read: Reader, format: Blocks) -> tuple[dict[str, LeafType], Reader]:
     """Tensors with codes as numbers.
 
     Args:
@@ -141,7 +141,7 @@ def decoded(leaves: Mapping[str, LeafInfo], read: Reader, format: Blocks) -> tup
     if rows:
         raise ValueError("\n".join(rows))
     result = {
-        name: leaf._replace(dtype=torch.float32) if name in coded else leaf
+        name: replace(leaf, dtype=torch.float32) if name in coded else leaf
         for name, leaf in leaves.items()
         if weights.get(name) not in coded
     }
@@ -157,10 +157,10 @@ def decoded(leaves: Mapping[str, LeafInfo], read: Reader, format: Blocks) -> tup
     return result, numbers
 
 
-def _objections(name: str, leaf: LeafInfo, scales: LeafInfo | None, blocks: Blocks) -> list[str]:
+def _objections(name: str, leaf: LeafType, scales: LeafType | None, blocks: Blocks) -> list[str]:
     if not leaf.shape:
         return [f"{name} is {leaf}: codes have one dim at least"]
-    wanted = LeafInfo(blocks.grid(leaf.shape), torch.float32)
+    wanted = LeafType(blocks.grid(leaf.shape), torch.float32)
     if scales is None:
         return [f"{name} is {leaf}, and {name}{SCALES} is missing; wanted is {wanted}"]
     if scales.shape != wanted.shape or scales.dtype not in DTYPES:

@@ -23,7 +23,7 @@ from fsharding.base.errors import CheckpointError, message
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.reader import LeafInfo, Source, open_source
+from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.state_leaves import BUFFERS
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.comm.redistribute import in_buckets
@@ -34,6 +34,7 @@ from fsharding.foreign.safetensors_layout import INDEX, index_text, tensor_files
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.leaf_names import RESERVED
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["FORMATS", "Exported", "export"]
 
@@ -184,8 +185,8 @@ def _plan(
     rows += [f"{row} in the checkpoint" for row in missing]
     for name, value in constants.items():
         if isinstance(value, str):
-            shape, dtype = leaves.leaves[value]
-            item = _Item(value, Part(f"{prefix}{name}", (), shape, transposed=False), dtype)
+            leaf = leaves.leaves[value]
+            item = _Item(value, Part(f"{prefix}{name}", (), leaf.shape, transposed=False), leaf.dtype)
         else:
             part = Part(f"{prefix}{name}", (), tuple(value.shape), transposed=False)
             item = _Item(name, part, value.dtype, value.cpu())
@@ -212,11 +213,11 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[T
     rows = unknown(names, wanted)
     result: list[Taken] = []
     for path, saved in wanted.items():
-        shape, dtype = leaves.leaves[saved]
-        if format == "safetensors" and dtype not in SAFETENSORS.values():
-            rows.append(f"{path}: safetensors has no {dtype}")
+        leaf = leaves.leaves[saved]
+        if format == "safetensors" and leaf.dtype not in SAFETENSORS.values():
+            rows.append(f"{path}: safetensors has no {leaf.dtype}")
         try:
-            result += [Taken(saved, part, dtype) for part in parts(named(path), shape)]
+            result += [Taken(saved, part, leaf.dtype) for part in parts(named(path), leaf.shape)]
         except ValueError as error:
             rows.append(f"{path}: {error}")
     return result, rows
@@ -270,7 +271,7 @@ def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
 
 def _write_safetensors(leaves: Source, items: Sequence[_Item], limit: int, folder: Path) -> None:
     named = {item.part.name: item for item in items}
-    files = tensor_files({name: LeafInfo(item.part.shape, item.dtype) for name, item in named.items()}, limit)
+    files = tensor_files({name: LeafType(item.part.shape, item.dtype) for name, item in named.items()}, limit)
     for file in files:
         with (folder / file.name).open("xb") as stream:
             stream.write(file.header)

@@ -22,13 +22,14 @@ from fsharding.base.untrusted import beside, open_plain, own_tree, read_json
 from fsharding.checkpoint.byte_ranges import Range, read_range
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import is_plain_name
-from fsharding.checkpoint.reader import LeafInfo, open_source
+from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.torch_record import WHOLE, Record, Window, parse_file
 from fsharding.checkpoint.writer import METADATA
 from fsharding.foreign import coded_weights
 from fsharding.foreign.safetensors_headers import LARGEST, SAFETENSORS, header_of
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "weights_at"]
 
@@ -62,7 +63,7 @@ class Weights:
 
     path: Path
     format: str
-    leaves: Mapping[str, LeafInfo]
+    leaves: Mapping[str, LeafType]
     others: tuple[str, ...]
     reader: Callable[[str, Box, Tensor], None]
 
@@ -299,7 +300,7 @@ def _leads_out(folder: Path, name: object) -> str | None:
 
 def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = ()) -> Weights:
     """Tensors that each lie in one piece."""
-    leaves = {name: LeafInfo(where.shape, where.dtype) for name, where in ranges.items()}
+    leaves = {name: LeafType(where.shape, where.dtype) for name, where in ranges.items()}
     return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
 
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.foreign.name_map import Names, Part, aliases_of, naming, parts, unknown
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Settings", "Taken", "plan_fsdp2"]
 
@@ -41,7 +41,7 @@ class _Slot(NamedTuple):
 
 
 def plan_fsdp2(
-    leaves: Mapping[str, LeafInfo], names: Names, settings: Settings | None
+    leaves: Mapping[str, LeafType], names: Names, settings: Settings | None
 ) -> tuple[list[Taken], dict[str, Any], list[str]]:
     """Where all of it comes from.
 
@@ -61,16 +61,16 @@ def plan_fsdp2(
     result: list[Taken] = []
     trained: list[str] = []
     for path, saved in params.items():
-        shape, dtype = leaves[saved]
+        leaf = leaves[saved]
         try:
-            for part in parts(named(path), shape):
+            for part in parts(named(path), leaf.shape):
                 every = aliases_of(names, part.name)
-                result += [Taken(saved, part._replace(name=f"model.{name}"), dtype) for name in every]
+                result += [Taken(saved, part._replace(name=f"model.{name}"), leaf.dtype) for name in every]
                 state = f"optim.state.{every[0]}"
                 own = slots.get(path, [])
                 trained += [every[0]] if own else []
                 for slot in own:
-                    scalar = leaves[slot.path].shape == () != shape
+                    scalar = leaves[slot.path].shape == () != leaf.shape
                     one = Part("", (), (), transposed=False) if scalar else part
                     kind = torch.float32 if scalar else leaves[slot.path].dtype
                     result.append(Taken(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
@@ -82,7 +82,7 @@ def plan_fsdp2(
     return result, _groups(settings, trained, rows), rows
 
 
-def _slots(leaves: Mapping[str, LeafInfo], params: Mapping[str, str], rows: list[str]) -> dict[str, list[_Slot]]:
+def _slots(leaves: Mapping[str, LeafType], params: Mapping[str, str], rows: list[str]) -> dict[str, list[_Slot]]:
     """The optimizer state of each parameter; leaves that torch has no name for are added to the rows."""
     result: dict[str, list[_Slot]] = {}
     for path, leaf in leaves.items():

@@ -20,7 +20,6 @@ from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.state_leaves import Want, main_wants, staged
 from fsharding.foreign.foreign_weights import Weights, weights_at
 from fsharding.foreign.name_map import (
@@ -38,7 +37,7 @@ from fsharding.mesh.failures import called_by_all
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import MEND, objections_to_names
-from fsharding.sharding.named_sharding import local_of, sharding_of
+from fsharding.sharding.named_sharding import LeafType, local_of, sharding_of
 
 __all__ = ["load_weights"]
 
@@ -146,8 +145,8 @@ def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str
     raise CheckpointError(message(rule, rows, f"{mend}."))
 
 
-def _objection(part: Part, want: Want, stored: LeafInfo | None, *, cast: bool) -> str | None:
-    wanted = LeafInfo(part.shape, want.dtype)
+def _objection(part: Part, want: Want, stored: LeafType | None, *, cast: bool) -> str | None:
+    wanted = LeafType(part.shape, want.dtype)
     if stored is None:
         return f"is missing; wanted is {wanted}"
     if stored.shape != wanted.shape or (stored.dtype != wanted.dtype and not cast):

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.foreign_weights import SAFETENSORS
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["INDEX", "TensorFile", "index_text", "tensor_files"]
 
@@ -38,7 +38,7 @@ class TensorFile(NamedTuple):
     size: int
 
 
-def tensor_files(tensors: Mapping[str, LeafInfo], max_file_bytes: int) -> list[TensorFile]:
+def tensor_files(tensors: Mapping[str, LeafType], max_file_bytes: int) -> list[TensorFile]:
     """The files of a directory.
 
     Args:
@@ -54,11 +54,11 @@ def tensor_files(tensors: Mapping[str, LeafInfo], max_file_bytes: int) -> list[T
     return files
 
 
-def _bytes(info: LeafInfo) -> int:
+def _bytes(info: LeafType) -> int:
     return math.prod(info.shape) * info.dtype.itemsize
 
 
-def _file(name: str, tensors: Mapping[str, LeafInfo]) -> TensorFile:
+def _file(name: str, tensors: Mapping[str, LeafType]) -> TensorFile:
     codes = {dtype: code for code, dtype in SAFETENSORS.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts = dict[str, int]()

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import combinations
-from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast, get_args
+from typing import Any, Literal, Never, TypeAlias, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from fsharding.base._compat import cache_on_mesh, kept_by
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, MeshError, RankError, message
 from fsharding.base.public import check_timeout, public, refuse
+from fsharding.base.registry import names_of
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import agree
@@ -41,7 +42,6 @@ __all__ = [
     "AxisSizes",
     "Group",
     "Mesh",
-    "TransportName",
     "abstract",
     "axis_group",
     "axis_index",
@@ -67,8 +67,6 @@ __all__ = [
 Mesh: TypeAlias = DeviceMesh | AbstractMesh
 
 _log = logging.getLogger("fsharding")
-
-TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
 
 
 class AxisSizes(TypedDict, total=False):
@@ -113,7 +111,7 @@ def make_mesh(
     device: Literal["cpu", "cuda"] | None = None,
     timeout: timedelta = timedelta(minutes=10),
     ranks: Sequence[int] | None = None,
-    transport: TransportName = "auto",
+    transport: str = "auto",
     communicators: Literal[1, 2] | None = None,
     **axes: Unpack[AxisSizes],
 ) -> DeviceMesh:
@@ -131,8 +129,9 @@ def make_mesh(
         ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
             are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
         transport: how tensors travel: "native", the collectives of NCCL or of gloo; "pairwise", sends and receives of
-            gloo; "shared_memory", for gloo between processes of one machine; by default the fastest that all ranks of
-            a group can use. All of them give the same bits. `FSHARDING_SHARED_MEMORY=0` has "auto" not choose the last.
+            gloo; "shared_memory", for gloo between processes of one machine; or another one that is registered. By
+            default the fastest that all ranks of a group can use. All of them give the same bits.
+            `FSHARDING_SHARED_MEMORY=0` has "auto" not choose the third.
         communicators: process groups of each set of ranks. With 2, reductions of gradients have one of their own, so
             that a gather does not wait until they are done; by default 2 for NCCL, 1 otherwise.
         **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
@@ -156,8 +155,9 @@ def make_mesh(
         raise refuse("sizes by axis", unnamed[0], mend)
     if device not in (None, "cpu", "cuda"):
         raise refuse('device="cpu" or "cuda"', device, "Give one of the two.")
-    if transport not in get_args(TransportName):
-        mend = f"Give one of {', '.join(get_args(TransportName))}."
+    transports = "auto", "native", *names_of("transport")
+    if transport not in transports:
+        mend = f"Give one of {', '.join(sorted(transports))}."
         raise refuse("transport= by name", transport, mend)
     if communicators not in (None, 1, 2) or isinstance(communicators, bool):
         mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."

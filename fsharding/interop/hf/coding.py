@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fsharding.base.errors import message
 from fsharding.checkpoint.byte_ranges import pieces
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.coded_weights import SCALES, touched_by
 from fsharding.formats import Blocks, codec
@@ -28,6 +27,7 @@ from fsharding.interop.hf.naming import Piece
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Coding", "Rule", "rule_of"]
 
@@ -83,9 +83,9 @@ class Coding:
         self.format, self.tensors = format, dict(tensors)
         self._amaxes = {name: torch.zeros(format.grid(shape)) for name, shape in tensors.items()}
 
-    def infos(self) -> dict[str, LeafInfo]:
+    def infos(self) -> dict[str, LeafType]:
         """The tensors of scales, by name."""
-        return {name + SCALES: LeafInfo(tuple(x.shape), torch.float32) for name, x in self._amaxes.items()}
+        return {name + SCALES: LeafType(tuple(x.shape), torch.float32) for name, x in self._amaxes.items()}
 
     def measure(self, parts: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Takes the boxes that this rank has: names of tensors, boxes of them, and values."""

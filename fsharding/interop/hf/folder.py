@@ -20,12 +20,12 @@ from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import beside
 from fsharding.checkpoint.directory import StrPath, real_path
 from fsharding.checkpoint.manifest import is_plain_name
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.foreign import coded_weights
 from fsharding.foreign.coded_weights import Reader
 from fsharding.foreign.foreign_weights import Weights, open_file, table_of
 from fsharding.foreign.safetensors_layout import INDEX
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Folder", "open_folder"]
 
@@ -44,7 +44,7 @@ class Folder:
     """
 
     path: Path
-    leaves: Mapping[str, LeafInfo]
+    leaves: Mapping[str, LeafType]
     reader: Reader
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
@@ -91,7 +91,7 @@ def open_folder(path: StrPath) -> Folder:
             rows.append(f"{name} is missing")
         except (OSError, ValueError) as error:
             rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
-    leaves = dict[str, LeafInfo]()
+    leaves = dict[str, LeafType]()
     files = dict[str, Weights]()
     for name, weights in opened.items():
         own = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
@@ -109,7 +109,7 @@ def open_folder(path: StrPath) -> Folder:
     return Folder(folder, *_as_numbers(folder, leaves, reader))
 
 
-def _as_numbers(folder: Path, leaves: dict[str, LeafInfo], reader: Reader) -> tuple[dict[str, LeafInfo], Reader]:
+def _as_numbers(folder: Path, leaves: dict[str, LeafType], reader: Reader) -> tuple[dict[str, LeafType], Reader]:
     """Tensors with codes as numbers, where the directory has codes."""
     try:
         blocks = coded_weights.blocks_in(folder)

@@ -18,7 +18,6 @@ from fsharding.base.public import check_path
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.state_leaves import Shards, Want, main_wants, staged
 from fsharding.foreign.coded_weights import CONFIG_KEY
 from fsharding.foreign.name_map import SAME_BUFFERS, constants_of, other_constants
@@ -30,6 +29,7 @@ from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, name
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["load"]
 
@@ -169,12 +169,12 @@ def _compare(
     return result
 
 
-def _objection(piece: Piece, want: Want, stored: LeafInfo | None) -> str | None:
+def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
     if stored is None:
-        return f"is missing; wanted is {LeafInfo(piece.shape, want.dtype)}"
+        return f"is missing; wanted is {LeafType(piece.shape, want.dtype)}"
     plain = stored.dtype == want.dtype or (stored.dtype in DTYPES and want.dtype in DTYPES)
     if stored.shape != piece.shape or not plain:
-        return f"is {stored}, wanted is {LeafInfo(piece.shape, want.dtype)}"
+        return f"is {stored}, wanted is {LeafType(piece.shape, want.dtype)}"
     return None
 
 

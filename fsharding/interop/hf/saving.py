@@ -33,7 +33,6 @@ from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import Shards, staged
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
@@ -53,7 +52,7 @@ from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import RESERVED
 from fsharding.sharding.leaf_plan import LeafLayout
-from fsharding.sharding.named_sharding import NamedSharding, hides_owners, local_of, sharding_of
+from fsharding.sharding.named_sharding import LeafType, NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.train.state import Buffers, TrainState, main_of
 from fsharding.train.state_check import check_state
 
@@ -178,7 +177,7 @@ class _Job:
 
     target: Path
     entries: dict[str, Mapping[str, Any]]
-    tensors: dict[str, LeafInfo]
+    tensors: dict[str, LeafType]
     files: list[TensorFile]
     leaves: dict[str, Shards]
     pieces: dict[str, list[Piece]]
@@ -302,7 +301,7 @@ def _plan(
     rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
     result = dict[str, list[Piece]]()
     by_name = dict[str, list[Piece]]()
-    tensors: dict[str, LeafInfo] = {}
+    tensors: dict[str, LeafType] = {}
     coded: dict[str, tuple[int, ...]] = {}
     rule = None if format is None else rule_of(format, layout)
     for leaf, held in leaves.items():
@@ -324,7 +323,7 @@ def _plan(
             by_name.setdefault(piece.name, []).append(piece)
             if piece.name == RESERVED:
                 rows.append(f"{leaf}: {RESERVED} is reserved by the safetensors format")
-            if (other := tensors.setdefault(piece.name, LeafInfo(piece.shape, own)).dtype) != own:
+            if (other := tensors.setdefault(piece.name, LeafType(piece.shape, own)).dtype) != own:
                 rows.append(f"{leaf}: {piece.name} would be both {own} and {other}: give dtype=")
     kinds = {str(info.dtype).removeprefix("torch.") for name, info in tensors.items() if name not in coded}
     constants, missing = written_constants(names, buffers)
@@ -334,7 +333,7 @@ def _plan(
         rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
         leaves[name] = staged(tuple(buffer.shape), None, buffer)
         result[name] = list(pieces_of(name, buffer.shape))
-        tensors[name] = LeafInfo(tuple(buffer.shape), buffer.dtype)
+        tensors[name] = LeafType(tuple(buffer.shape), buffer.dtype)
     coding = None if rule is None else Coding(rule.format, coded)
     for name, info in ({} if coding is None else coding.infos()).items():
         rows += [f"{name}: a leaf, and the scales of another"] if name in tensors else []
@@ -406,7 +405,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 # ------------------------------------------------------------------------------------------------------------ the bytes
 def _write_box(
-    handle: int, start: int, tensor: LeafInfo, box: Box, x: Tensor, values: Callable[[Box, Tensor], Tensor] | None
+    handle: int, start: int, tensor: LeafType, box: Box, x: Tensor, values: Callable[[Box, Tensor], Tensor] | None
 ) -> None:
     """Writes a box of a tensor to its places in a file, a window at a time.
 

@@ -15,11 +15,10 @@ import fsharding as fs
 from fsharding import checkpoint, ops
 from fsharding.apps.bench.rounds import allocated
 from fsharding.base.errors import CheckpointError, ConfigError, RankError
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.foreign.safetensors_layout import tensor_files
 from fsharding.interop import hf
 from fsharding.mesh.device_mesh import data_position
-from fsharding.sharding.named_sharding import sharding_of
+from fsharding.sharding.named_sharding import LeafType, sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import full
 from tests.hf_configs import LONG, SIZES, YARN
@@ -518,7 +517,7 @@ def test_a_rank_holds_its_shard_and_a_window(tmp_path):
     }
     pieces = [piece for path, name in names.items() for piece in hf.naming.pieces_of(name, shapes[path])]
     (tmp_path / "model").mkdir()
-    for file in tensor_files({piece.name: LeafInfo(piece.shape, torch.float32) for piece in pieces}, 100 << 20):
+    for file in tensor_files({piece.name: LeafType(piece.shape, torch.float32) for piece in pieces}, 100 << 20):
         with (tmp_path / "model" / file.name).open("xb") as stream:
             stream.write(file.header)
             stream.truncate(file.size)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharding import formats
-from fsharding.checkpoint.reader import LeafInfo
 from fsharding.foreign.coded_weights import SCALES, decoded
 from fsharding.formats import codec
 from fsharding.interop import hf
 from fsharding.interop.hf.coding import Coding
 from fsharding.interop.hf.naming import pieces_of, renumbered, untiled
 from fsharding.sharding import boxes
+from fsharding.sharding.named_sharding import LeafType
 
 
 @st.composite
@@ -106,9 +106,9 @@ def test_codes_of_boxes_are_those_of_the_whole_and_read_in_boxes_are_its_numbers
     def read(name, box, out):
         out.copy_(files[name][tuple(slice(a, b) for a, b in box)])
 
-    leaves = {name: LeafInfo(tuple(x.shape), x.dtype) for name, x in files.items()}
+    leaves = {name: LeafType(tuple(x.shape), x.dtype) for name, x in files.items()}
     found, numbers = decoded(leaves, read, format)
-    assert found == {"w": LeafInfo(shape, torch.float32)}
+    assert found == {"w": LeafType(shape, torch.float32)}
     wanted = codec.decode(whole, scales, format)
     for box in tiles:
         numbers("w", box, out := torch.empty(boxes.shape_of(box)))
