@@ -19,7 +19,6 @@ __all__ = [
     "default_store",
     "has_fake_backend",
     "is_served_by_rank",
-    "launchers_store",
     "open_store",
     "own_connection",
     "prefixed",
@@ -51,12 +50,6 @@ def default_store() -> dist.Store | None:
 def own_connection(store: Any) -> Any:
     """The same store for another thread, which does not wait while this one waits for a key."""
     return store.clone()
-
-
-def launchers_store(prefix: str) -> dist.Store:
-    """The store that a launcher's environment names, with a prefix before every key."""
-    store, _, _ = next(iter(dist.rendezvous("env://")))
-    return dist.PrefixStore(prefix, store)
 
 
 def open_store(url: str, rank: int, size: int, timeout: timedelta) -> Any:

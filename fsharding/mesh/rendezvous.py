@@ -20,7 +20,7 @@ from typing import Any
 
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, RankError, message
-from fsharding.mesh.backends import launchers_store, open_store, prefixed
+from fsharding.mesh.backends import open_store, prefixed
 from fsharding.mesh.failures import rank_numbers
 
 __all__ = [
@@ -74,8 +74,8 @@ def local_variables() -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def init_arguments() -> dict[str, Any]:
-    """Arguments of `init_process_group` that say where the ranks meet; none at a first start under torchrun.
+def init_arguments() -> dict[str, str]:
+    """Where the ranks meet: an "init_method" or a "prefix" in a launcher's store; nothing at a first start of torchrun.
 
     torch reads the number of the rank from the environment by itself with `env://` only. When torchrun starts the ranks
     of one machine again, they meet in the store of the start before, with addresses of processes that are gone in it:
@@ -92,12 +92,8 @@ def init_arguments() -> dict[str, Any]:
         rows = ["It has the addresses of ranks that are gone, and new ranks would wait for those."]
         raise ConfigError(message(rule, rows, f"Start torchrun with {FRESH_STORE}=1 on every machine."))
     if method:
-        where: dict[str, Any] = {"init_method": method}
-    elif start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        where = {"store": launchers_store(f"start_{start}")}
-    else:
-        return {}
-    return {**where, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        return {"init_method": method}
+    return {"prefix": f"start_{start}"} if start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1" else {}
 
 
 def meet_all(timeout: timedelta) -> dict[str, Any]:
@@ -124,7 +120,9 @@ def meet_all(timeout: timedelta) -> dict[str, Any]:
     timer.start()
     lost: list[int] = []
     try:
-        store = where.get("store") or open_store(url, rank, size, timeout)
+        store = open_store(url, rank, size, timeout)
+        if "prefix" in where:
+            store = prefixed(where["prefix"], store)
         timer.cancel()
         lost = _wait(prefixed("fsharding_start", store), rank, size, until, place)
     except RuntimeError as error:

@@ -72,9 +72,14 @@ def test_a_rank_without_its_peer_says_so_and_ends(where, tmp_path):
     assert seconds < 12
 
 
-def test_a_rank_whose_store_nobody_serves_says_so_and_ends():
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("launcher", [{}, RESTARTED], ids=["first start", "started again"])
+def test_a_rank_whose_store_nobody_serves_says_so_and_ends(launcher):
+    """Such as the ranks of a torchrun that was killed while it started them again."""
     port = free_port()
-    text, err, seconds = ended(start(4, **variables(1, 2, port)))
+    text, err, seconds = ended(start(4, **variables(1, 2, port), **launcher))
     head, row, mend = text.split("\n")
     assert (head, mend) == (f"RankError fs.make_mesh on rank 1 has not met all of 2 ranks at localhost:{port}.", MEND)
     assert "timed out" in row

@@ -176,7 +176,7 @@ def test_the_environment_says_where_ranks_meet_and_the_user_where_they_listen(mo
     monkeypatch.setenv("FSHARDING_INIT_METHOD", "file:///tmp/meet")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert rendezvous.init_arguments() == {"init_method": "file:///tmp/meet", "rank": 1, "world_size": 3}
+    assert rendezvous.init_arguments() == {"init_method": "file:///tmp/meet"}
     monkeypatch.delenv("FSHARDING_INIT_METHOD")
     for name, value in (("GROUP_WORLD_SIZE", "2"), ("TORCHELASTIC_RESTART_COUNT", "1")):
         monkeypatch.setenv(name, value)
