@@ -198,7 +198,7 @@ def safetensors_header(folder: Path) -> tuple[bytes, Reader]:
             for name, leaf in found.leaves.items():
                 want = theirs.get_tensor(name)
                 found.read(name, tuple((0, size) for size in leaf.shape), out := torch.empty_like(want))
-                assert (tuple(want.shape), want.dtype) == tuple(leaf)
+                assert (tuple(want.shape), want.dtype) == (leaf.shape, leaf.dtype)
                 raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (want, out)]
                 assert torch.equal(*raw)
 
