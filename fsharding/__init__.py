@@ -86,7 +86,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
             raise AttributeError(name)
         if name in names_of("namespace"):
             return globals().setdefault(name, find("namespace", name))
-        # Modules alone: `from fsharding import tree` asks for one while the names of the api are still being made.
+        # Modules alone: `from fsharding import optim` asks for one while the names of the api are still being made.
         if find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")  # lazy: so that the command line answers before torch is there
         api = import_module(f"{__name__}.api")  # lazy: as above

@@ -59,7 +59,7 @@ def loss_fn(params, batch):
 def world(strategy, folder):
     """All that a call may need, by name."""
     mesh, key, opt = (
-        fs.make_mesh(dp=2, timeout=timedelta(seconds=5)),
+        fs.make_mesh(dp=2, timeout=timedelta(seconds=20)),
         fs.random.key(0),
         fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-2, weight_decay=0.1)),
     )

@@ -111,9 +111,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         check_values(command, config)
         if isinstance(config, TrainConfig):
             quit_on_signals(config.preempt_status)
-        from fsharding.apps.cli.verbs import (
-            run,  # lazy: it imports torch, for which no help and no mistyped option waits
-        )
+        from fsharding.apps.cli.verbs import run  # lazy: it imports torch, for which no help waits
 
         status = run(config)
     except FshardingError as error:
