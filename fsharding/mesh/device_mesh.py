@@ -68,6 +68,9 @@ Mesh: TypeAlias = DeviceMesh | AbstractMesh
 
 _log = logging.getLogger("fsharding")
 
+TransportName: TypeAlias = Literal["auto", "native", "pairwise", "shared_memory"]
+"""The names that type checkers know; others can be registered."""
+
 
 class AxisSizes(TypedDict, total=False):
     """The sizes that `make_mesh` takes, by axis, for type checkers; one that is left out is 1."""
@@ -111,7 +114,7 @@ def make_mesh(
     device: Literal["cpu", "cuda"] | None = None,
     timeout: timedelta = timedelta(minutes=10),
     ranks: Sequence[int] | None = None,
-    transport: str = "auto",
+    transport: TransportName = "auto",
     communicators: Literal[1, 2] | None = None,
     **axes: Unpack[AxisSizes],
 ) -> DeviceMesh:
