@@ -2,19 +2,20 @@
 
 In: a function with annotations, or an argument as a user gave it. Out: the same function, or an `ArgumentError` with
 the line to type instead. People who come from torch pass modules and optimizers, others swap two arguments. A failure
-of Python or torch inside a function marked by `public` is looked at once more: an argument that is not what its
-annotation says, or a leaf of a tree that is no tensor, is named. An error of the user's own function stays as it is.
+of Python or torch inside a function marked by `public` is looked at once more: an argument that is of none of the
+classes in its annotation, or a leaf of a tree that is no tensor, is named. An error of the user's own function stays
+as it is.
 Law: a call that succeeds pays nothing for it.
 """
 
 from __future__ import annotations
 
+import builtins
 import collections.abc
 import functools
 import inspect
 import os
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -112,28 +113,19 @@ def _explanation(
     except TypeError as unfit:
         if _holds_parameters(signature, args):
             return str(call_as(name, without_parameters))
-        if "too many positional" in str(unfit) and (call := _call_of(_hints(fn).get("return"))):
+        if "too many positional" in str(unfit) and (call := _call_of(typing.get_type_hints(fn).get("return"))):
             mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
         return report(f"{name} cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
     given.pop("self", None)  # of a method
-    hints = _hints(fn)
-    wrong = {arg: x for arg, x in given.items() if not _fits(x, hints.get(arg, Any))}
-    rows = [f"{arg} is {kind_of(x)}, not {_words(hints[arg])}" for arg, x in wrong.items()]
-    trees = [arg for arg, hint in fn.__annotations__.items() if "Tree" in str(hint) and arg in given]
-    odd = [
-        row
-        for arg in trees
-        if arg not in wrong and given[arg] is not None
-        for row in _odd_leaves(arg, given[arg], error)
-    ]
-    for first in wrong:
-        for second in wrong:
-            if first < second and _fits(wrong[first], hints[second]) and _fits(wrong[second], hints[first]):
-                mend = f"Swap {first} and {second}. {mend}"
-    if rows:
+    classes = {arg: _classes(fn, arg) for arg in given}
+    wrong = [arg for arg, x in given.items() if classes[arg] and not isinstance(x, classes[arg])]
+    if wrong:
+        rows = [f"{arg} is {kind_of(given[arg])}, not {fn.__annotations__[arg]}" for arg in wrong]
         return report(f"{name} got arguments of another kind.", rows, mend)
+    trees = [arg for arg, hint in fn.__annotations__.items() if "Tree" in str(hint) and given.get(arg) is not None]
+    odd = [row for arg in trees for row in _odd_leaves(arg, given[arg], error)]
     if odd:
         rows = [*odd, f"so it failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"]
         return report(
@@ -202,69 +194,12 @@ def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bo
     return first == "learning_rate" and bool(args) and isinstance(args[0], Iterable) and not isinstance(args[0], str)
 
 
-@functools.lru_cache(maxsize=512)
-def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    return typing.get_type_hints(fn)
-
-
-def _fits(x: Any, hint: Any) -> bool:
-    """Whether a value can be what an annotation says; what an annotation does not say, every value can be."""
-    origin = typing.get_origin(hint)
-    inner = typing.get_args(hint)
-    if hint is Any or isinstance(hint, TypeVar | ParamSpec):
-        return True
-    if hint is None or hint is type(None):
-        return x is None
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(x, option) for option in inner)
-    if origin is typing.Literal:
-        return x in inner
-    if origin is collections.abc.Callable:
-        return callable(x) and not isinstance(x, Tensor)
-    if origin is type:
-        return isinstance(x, type)
-    if isinstance(origin, type):
-        return _holds(x, origin, inner)
-    return _is_a(x, hint) if isinstance(hint, type) else True
-
-
-def _holds(x: Any, kind: type, inner: tuple[Any, ...]) -> bool:
-    """Whether something is a container of a kind; of short ones, whether what is in it fits."""
-    if not isinstance(x, kind) or (isinstance(x, str) and kind is collections.abc.Sequence and inner != (str,)):
-        return False
-    if isinstance(x, collections.abc.Mapping):
-        return all(_fits(value, inner[-1]) for value in typing.cast("dict[Any, Any]", x).values()) if inner else True
-    if isinstance(x, tuple | list) and len(typing.cast("list[Any]", x)) <= 100 and len(inner) == 1:
-        return all(_fits(value, inner[0]) for value in typing.cast("list[Any]", x))
-    return True
-
-
-def _is_a(x: Any, kind: type) -> bool:
-    if kind is float:
-        return isinstance(x, int | float) and not isinstance(x, bool)
-    if kind is int:
-        return isinstance(x, int) and not isinstance(x, bool)
-    if getattr(kind, "_is_protocol", False):
-        return True
-    if set(getattr(kind, "__dataclass_fields__", ())) >= {"init", "update"}:
-        return is_optimizer(x)
-    return isinstance(x, kind)
-
-
-def _words(hint: Any) -> str:
-    """An annotation in words."""
-    origin = typing.get_origin(hint)
-    inner = typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_words(option) for option in inner))
-    if hint is None or hint is type(None):
-        return "None"
-    if origin is collections.abc.Callable:
-        return "a function"
-    if origin is not None and isinstance(origin, type) and len(inner) in (1, 2):
-        return f"a {origin.__name__} of {_words(inner[0]).partition(' ')[2] or inner[0]}"
-    name = getattr(hint, "__name__", str(hint))
-    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
+    """The classes of an annotation such as "Layout | None" or "Sequence[Tree]"; none if it says anything else."""
+    known = {**vars(builtins), **fn.__globals__, "None": type(None)}
+    found = [known.get(word.partition("[")[0]) for word in str(fn.__annotations__.get(arg, "")).split(" | ")]
+    classes = tuple(x for x in found if isinstance(x, type) and x is not Any and not getattr(x, "_is_protocol", False))
+    return (*classes, *((int,) if float in classes else ())) if len(classes) == len(found) else ()
 
 
 def _is_about_arguments(error: Exception) -> bool:

@@ -355,7 +355,7 @@ def test_a_context_of_another_kind_is_named():
         call(params, opt.init(params), params, True)
     assert str(caught.value) == (
         "fs.adamw(...).update got arguments of another kind.\n"
-        "  context is True, not a UpdateContext\n"
+        "  context is True, not UpdateContext\n"
         "Call it as fs.adamw(...).update(updates, state)."
     )
     with pytest.raises(ArgumentError, match="cannot be called so: got an unexpected keyword argument 'donate'"):
