@@ -281,7 +281,7 @@ def test_a_hang_ends_at_the_timeout_and_says_where():
     pids = run_ranks(pid, 2)
     began = time.monotonic()
     error = failure(hang, 2, 1, timeout=0.5)
-    assert 0.5 <= time.monotonic() - began < 4
+    assert 0.5 <= time.monotonic() - began < 20
     text = str(error)
     assert text.startswith(
         f"run_ranks could not finish {hang.__module__}.hang on 2 ranks.\n"
