@@ -42,10 +42,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
+from fsharding.base.calls import LIBRARY, named
 from fsharding.base.errors import ArgumentError, ConfigError, RankError, message, report
 from fsharding.base.public import Immutable
-from fsharding.mesh.call_stacks import LIBRARY
 from fsharding.mesh.failures import is_network_error, own_rank
 from fsharding.testing.failures import Failure, RankFailure, worded
 from fsharding.testing.ranks import RankPool

@@ -1,1 +1,1 @@
-"""What every room needs: errors, trees, names of public calls, and all private names of torch."""
+"""Errors, trees, names of public calls, and all private names of torch."""

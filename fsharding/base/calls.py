@@ -8,17 +8,22 @@ nothing for its name.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["call_as", "name_of", "named", "public_name"]
+__all__ = ["LIBRARY", "call_as", "name_of", "named", "public_name"]
 
 _Args = ParamSpec("_Args")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
+
+LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
+"""The folder of the package: files below it are ours."""
 
 _names: dict[CodeType, str] = {}
 """By the code of a function: the name by which users call it."""

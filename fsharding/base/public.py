@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import call_as, named, public_name
+from fsharding.base.calls import LIBRARY, call_as, named, public_name
 from fsharding.base.errors import (
     ArgumentError,
     FrozenError,
@@ -62,7 +62,6 @@ __all__ = [
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-_PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).parent))
 
 
@@ -99,7 +98,7 @@ def _is_ours(error: BaseException) -> bool:
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
     inside = [file for file in files if not file.startswith(_LIBRARIES)]
-    return bool(inside) and inside[-1].startswith(_PACKAGE)
+    return bool(inside) and inside[-1].startswith(LIBRARY)
 
 
 def _explanation(
@@ -195,7 +194,7 @@ def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bo
 
 
 def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
-    """The classes of an annotation such as "Layout | None" or "Sequence[Tree]"; none if it says anything else."""
+    """Return the classes of an annotation such as "Layout | None" or "Sequence[Tree]"; none if it says more."""
     known = {**vars(builtins), **fn.__globals__, "None": type(None)}
     found = [known.get(word.partition("[")[0]) for word in str(fn.__annotations__.get(arg, "")).split(" | ")]
     classes = tuple(x for x in found if isinstance(x, type) and x is not Any and not getattr(x, "_is_protocol", False))

@@ -29,7 +29,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
 from fsharding.sharding.layout import Layout, LeafLayout
 from fsharding.sharding.leaf_plan import owner_of
-from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
+from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
 
 __all__ = [
@@ -102,7 +102,7 @@ class Want(NamedTuple):
     device: torch.device
 
     def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+        return str(LeafType(self.shape, self.dtype))
 
 
 class StateLeaf(NamedTuple):

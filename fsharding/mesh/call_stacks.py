@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from fsharding.base.calls import LIBRARY
 from fsharding.base.errors import printable
 
 __all__ = [
     "DISTRIBUTED",
-    "LIBRARY",
     "Line",
     "collective",
     "is_users",
@@ -35,7 +35,6 @@ __all__ = [
     "describe",
 ]
 
-LIBRARY = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 _PYTHON = str(Path(os.__file__).parent) + os.sep

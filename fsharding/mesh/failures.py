@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base import _compat
-from fsharding.base.calls import call_as, name_of
+from fsharding.base.calls import LIBRARY, call_as, name_of
 from fsharding.base.errors import CheckpointError, RankError, message, report
 from fsharding.mesh import call_stacks
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -308,7 +308,7 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
         if call_stacks.is_users(outer):
             break
         inside.append(outer)
-    where = call_stacks.LIBRARY if waits else call_stacks.DISTRIBUTED
+    where = LIBRARY if waits else call_stacks.DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
         known = next(filter(None, map(name_of, codes)), "")

@@ -384,7 +384,7 @@ def run_rule(
 
 
 class _Part(NamedTuple):
-    """What a rank has of a leaf for one update: where it lies, what is written, and what is read."""
+    """A leaf on this rank, for one update: where it lies, what is written, and what is read."""
 
     leaf: Leaf
     result: Tensor

@@ -675,9 +675,7 @@ class TrainStep:
             step=state.step, rounding=state.layout.precision.rounding,
         )  # fmt: skip
         if not self._bias_rates:
-            return apply_gradients(
-                self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean
-            )  # fmt: skip
+            return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
         grads = multiply(verdict.grads, verdict.to_mean, donate=context.donate)
         # What a refused step goes back to is not overwritten.

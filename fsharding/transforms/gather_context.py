@@ -129,7 +129,7 @@ class GatherContext:
     Args:
         leaves: of the differentiated tree, in order.
         options: how the call runs.
-        formats: of leaves that travel in low precision.
+        formats: of leaves that are sent in low precision.
         pool: of buffers, for contexts that share one; whoever gave it closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
 

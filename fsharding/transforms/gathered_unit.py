@@ -40,10 +40,10 @@ class UnitState(Enum):
 
 
 class Owner(Protocol):
-    """Who gathers units: the context of a call."""
+    """Context of a call that gathers units."""
 
     def name_of(self, index: Sequence[LeafIndex]) -> str:
-        """What a unit of these leaves is called."""
+        """Return the name of a unit of these leaves."""
         ...
 
     def starts(self, unit: GatheredUnit) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
+from fsharding.base.calls import LIBRARY, named
 from fsharding.base.errors import (
     ArgumentError,
     BatchError,
@@ -38,7 +38,6 @@ from fsharding.base.errors import (
 )
 from fsharding.base.public import YIELDS, kind_of, yields_batches
 from fsharding.base.tree import Tree
-from fsharding.mesh.call_stacks import LIBRARY
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext

@@ -45,8 +45,8 @@ class GradsTo(NamedTuple):
     Attributes:
         shardings: tree of `NamedSharding`; None at a leaf freezes it, None in all is the sharding of the parameters.
         accumulate: gradients of earlier calls, which are added to in place; None where there are none.
-        pool: of memory for large gradients that are whole on every data rank, used again from call to call as soon as
-            nobody holds the gradient that was in it. By default they are in fresh memory.
+        pool: of memory for large gradients that are whole on every data rank, used again from call to call when the
+            gradient that was in it has been released. By default they are in fresh memory.
     """
 
     shardings: Tree = None

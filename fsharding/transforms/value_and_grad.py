@@ -52,8 +52,8 @@ from fsharding.transforms.unit_plan import GradTarget
 from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 
 __all__ = [
-    "Agreement", "GradFn", "Loss", "Sums", "Tape", "agreement_of_call", "global_loss", "is_divisor", "loss_and_grads",
-    "refuse_backward", "results_text", "value_and_grad",
+    "Agreement", "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "is_divisor",
+    "loss_and_grads", "refuse_backward", "results_text", "value_and_grad",
 ]  # fmt: skip
 
 
@@ -105,8 +105,8 @@ class Loss(NamedTuple):
         return self.sum / _divisor(count)
 
 
-class Sums(NamedTuple):
-    """What a forward and its backward give.
+class LossAndGrads(NamedTuple):
+    """Results of one forward and backward.
 
     Attributes:
         loss: the sum of losses over all data ranks, float64, 0-d.
@@ -269,7 +269,7 @@ def loss_and_grads(
     has_aux: bool,
     agreement: Agreement = agreement_of_call,
     first: FirstCall | None = None,
-) -> Sums:
+) -> LossAndGrads:
     """One forward and backward of a loss function.
 
     Args:
@@ -297,7 +297,7 @@ def loss_and_grads(
     except BaseException:
         tape.close()
         raise
-    return Sums(totals[0], totals[1], loss.weight is not None, loss.aux, tape.as_tree(local))
+    return LossAndGrads(totals[0], totals[1], loss.weight is not None, loss.aux, tape.as_tree(local))
 
 
 @named("fs.evaluate")

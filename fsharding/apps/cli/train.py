@@ -112,7 +112,7 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
 
 
 class _Plan(NamedTuple):
-    """What a run trains, and how."""
+    """A model, and how a run trains it."""
 
     model: Model
     opt: fs.optim.GradientTransformation
@@ -190,7 +190,7 @@ def _run(config: TrainConfig, watch: preemption.Watch | None, plan: _Plan, begun
 def _begin(
     config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: list[Swap], held: ExitStack
 ) -> _Begun:
-    """The first state of a run, and what it goes on from.
+    """Make or load the first state of a run.
 
     Args:
         config: of the run.
