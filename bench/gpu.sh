@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call and without a download: the tests of tests/gpu, then `fsharding bench` on one
-# process and on several ranks of the same GPU. Without a GPU it does the same on the CPU at a tiny size.
+# Everything that needs a GPU, in one call and without a download: the tests of tests/gpu, then `fsharding bench` on one
+# process and on as many ranks as there are GPUs: NCCL 2.28 refuses two ranks on one GPU. Without a GPU it does the same
+# on the CPU at a tiny size.
 #
 #   bench/gpu.sh [OUT]     results go to OUT (default: runs/gpu): one JSON and one log for each measurement
 #
@@ -14,10 +15,11 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv | tee "$out/machine.txt"
-    preset=bench-1b dtype=bfloat16 batch=4 length=2048 rounds=10 many=(2 4) graphs=1
+    preset=bench-1b dtype=bfloat16 batch=4 length=2048 rounds=10 graphs=1
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 else
     echo "no GPU: the same on the CPU, at a tiny size" | tee "$out/machine.txt"
-    preset=tiny dtype=float32 batch=1 length=16 rounds=2 many=(2) graphs=
+    preset=tiny dtype=float32 batch=1 length=16 rounds=2 graphs= gpus=2
 fi
 
 failed=0
@@ -48,8 +50,8 @@ if [[ -n "$graphs" ]]; then  # a step of the 1 B model, and one so short that it
     measure captured bash -c "step 1 $pair"
     preset=bench-34m batch=1 length=128 measure captured-short bash -c "step 1 $pair"
 fi
-for ranks in "${many[@]}"; do
-    NCCL_MULTI_RANK_GPU_ENABLE=1 measure "ranks-$ranks" bash -c "step $ranks"
+for ranks in 2 4 8; do
+    if (( ranks <= gpus )); then measure "ranks-$ranks" bash -c "step $ranks"; fi
 done
 measure memory "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench memory --json \
     --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length"

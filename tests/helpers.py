@@ -37,6 +37,11 @@ TRANSPORTS = ["native", "pairwise", "shared_memory"]
 full = pytest.mark.full
 """Marks a case that `make test` leaves out: `pytest.param(..., marks=full)`, or `@full` for a whole test."""
 
+fake_groups_write = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="fake groups of torch before 2.13 leave the results of reductions unwritten"
+)
+"""Marks a test that computes with numbers on ranks that are not there."""
+
 
 def crossed(
     *columns: Iterable[Any] | Mapping[str, tuple[Any, ...]], kept: Iterable[str], name: Callable[[Any], str] = str

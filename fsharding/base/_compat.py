@@ -1,7 +1,7 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportDeprecated=false
 """Every private or version-dependent torch API that we touch, in one place; each has a canary test.
 
-In and out: plain tensors, storages, groups. Supports torch 2.13 to 2.15; when torch changes, this file changes and no
+In and out: plain tensors, storages, groups. Supports torch 2.11 to 2.15; when torch changes, this file changes and no
 other. Nothing here knows about shardings.
 """
 
@@ -42,15 +42,16 @@ from fsharding.base.calls import named
 from fsharding.base.errors import LayoutError, message
 
 __all__ = [
-    "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh", "call_first_at_exit", "clone",
-    "close_group", "copied", "copy_of_mesh", "describe_mesh", "device_mesh_of", "drop_local", "enclose_full_tensor",
-    "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
+    "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
+    "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh", "device_mesh_of",
+    "drop_local", "enclose_full_tensor", "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller",
     "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by", "left_to_python",
     "like_dtensor",
     "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
-    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "refuse_backward", "refuse_full_tensor",
+    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_single",
+    "refuse_backward", "refuse_full_tensor",
     "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data", "shapes_only", "storage_id",
     "storage_users", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage",
     "WeakStorage", "with_values",
@@ -602,6 +603,25 @@ def keep_unequal(mesh: DeviceMesh) -> None:
     """Have a mesh of a fake world differ from every real one, whose name torch's caches would take for it."""
     mesh._thread_id = -1
     mesh._hash = None
+
+
+# Torch renamed both collectives in 2.13 and warns about the older names from then on.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def all_gather_single(
+    gathered: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Gathers equal tensors of all ranks of a group into one."""
+    return getattr(dist, _ALL_GATHER)(gathered, own, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    own: Tensor, rows: Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Adds rows over the ranks of a group and keeps the row of this rank."""
+    return getattr(dist, _REDUCE_SCATTER)(own, rows, group=group, async_op=async_op)
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -258,7 +258,7 @@ class Native:
     def _all_gather_flat(self, out: Tensor, own: Tensor) -> dist.Work:
         assert self.group.process_group is not None
         with among(self.group.ranks):
-            return _started(dist.all_gather_single(out.view(-1), own, group=self.group.process_group, async_op=True))
+            return _started(_compat.all_gather_single(out.view(-1), own, group=self.group.process_group, async_op=True))
 
     def _all_to_all(self, sent: Tensor, received: Tensor) -> Works:
         """Starts to send row i to member i, and to receive row i from member i."""

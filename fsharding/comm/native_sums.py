@@ -106,7 +106,7 @@ class _ReduceScatter(_Native):
             if not group.in_order:
                 rows = rows.index_select(0, index_of(group.by_rank, rows.device))
             with among(group.ranks):
-                work = dist.reduce_scatter_single(sums, rows.view(-1), group=self._process_group, async_op=True)
+                work = _compat.reduce_scatter_single(sums, rows.view(-1), group=self._process_group, async_op=True)
             assert work is not None
             works = Works((work,), (rows,), (group.ranks,))
         return self._sent(works, sums, group.index)

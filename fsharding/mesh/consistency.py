@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 
@@ -95,7 +96,7 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
     where = "cpu" if backend_of(group, "cpu") else device
     term = torch.full((1,), own, dtype=torch.int64, device=where)
     result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
-    dist.all_gather_single(result, term, group=group)
+    _compat.all_gather_single(result, term, group=group)
     return result.tolist()
 
 

@@ -970,7 +970,7 @@ def meet(number: int = 0) -> list[int]:
     own = torch.tensor([call, number], dtype=torch.int64, device="cpu")
     everyone = torch.empty(world_size(), 2, dtype=torch.int64, device="cpu")
     with among(range(world_size())), _reminding(entry):
-        dist.all_gather_single(everyone.view(-1), own, group=_meeting_group())
+        _compat.all_gather_single(everyone.view(-1), own, group=_meeting_group())
     calls, numbers = everyone.unbind(1)
     if others := (calls != call).nonzero().flatten().tolist():
         with among(others):

@@ -272,9 +272,10 @@ def _block(
         x_BTD = stream.x
         x_BTD = x_BTD + attention.apply(params, norm(params["norm1"], x_BTD, settings), stream, settings)
         y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, settings), settings)
-        if extra is not None and stream.extra is not None:
-            extra = stream.extra + extra
-        return stream._replace(x=x_BTD + y_BTD, extra=stream.extra if extra is None else extra)
+        if stream.extra is not None:
+            extra = stream.extra if extra is None else stream.extra + extra
+        # Not `_replace`: compiled by torch 2.11, that returns an empty tuple.
+        return Stream(x_BTD + y_BTD, stream.positions, stream.documents, extra, stream.cache)
 
     return block
 

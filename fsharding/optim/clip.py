@@ -181,7 +181,7 @@ def _square_sum(flat: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)
-    for part in flat.split(_CHUNK):
+    for part in flat.split(_CHUNK) if flat.numel() else ():  # torch 2.11 splits no empty fake tensor
         wide = buffer[: part.numel()].copy_(part)
         total += torch.dot(wide, wide)
     return total

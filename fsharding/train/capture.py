@@ -4,6 +4,7 @@ In: a step that reads nothing, a state, a batch. Out: a function with the step's
 memory of the graph, and runs it again there. State and batch live in static memory; the returned state is that memory.
 
     capture    copy the state; step once on the copy, so that counts move to the device and ranks have agreed
+               step once more, which fills the pool of buffers
                trace two steps: the same operations, no host reads      (else refused, with the line)
                warm up on a stream beside; record: judge, update, copy the new state to where the old one is
     call       copy state and batch in, where they are not there; the bit of fs.preemption; replay
@@ -366,7 +367,12 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         plan = replace(plan, buffers=Pool())
         own = tree.map(torch.clone, batch)
         bit = torch.zeros((), dtype=torch.float64, device=metrics.loss.device)
-        check_operations(lambda: _run(step, plan, static, own, bit))
+
+        def run() -> _Recorded:
+            return _run(step, plan, static, own, bit)
+
+        run()  # The first call makes the buffers of the pool; all later ones take them again.
+        check_operations(run)
     return CapturedStep(plan, static, own, bit)
 
 

@@ -3,6 +3,7 @@
 import gc
 import io
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -42,7 +43,7 @@ def test_a_fake_group_is_one_rank_of_many_and_sends_nothing():
     try:
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (3, 500, "fake")
         rows = torch.zeros(500, 2)
-        dist.all_gather_single(rows.view(-1), torch.ones(2))
+        _compat.all_gather_single(rows.view(-1), torch.ones(2))
         assert rows[3].tolist() == [1, 1]
     finally:
         dist.destroy_process_group()
@@ -86,7 +87,9 @@ def test_autograd_takes_fake_tensors_of_cuda_without_a_gpu(before):
     program = FAKE_CUDA.replace("BEFORE", repr(before))
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 7, ended.stderr
-    assert "devices that differ: Expected all tensors to be on the same device" in ended.stdout
+    assert re.search(
+        "devices that differ: (Expected all tensors to be on the same|.*two different) device", ended.stdout
+    )
     refused = "Found no NVIDIA driver on your system" if torch.version.cuda else "Torch not compiled with CUDA enabled"
     assert f"real ones: {refused}" in ended.stdout
 
@@ -566,6 +569,10 @@ def test_the_compiler_leaves_frames_alone():
 
 
 # ------------------------------------------------------------------------------------------------------- low precision
+cpu_scales = pytest.mark.skipif(torch.__version__ < (2, 13), reason="no scaled products on the CPU before torch 2.13")
+
+
+@cpu_scales
 def test_scaled_products_take_scales_of_rows():
     a, b = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (5, 7))
     scales = torch.rand(5, 1), torch.rand(1, 7)
@@ -575,6 +582,7 @@ def test_scaled_products_take_scales_of_rows():
     torch.testing.assert_close(got, want)
 
 
+@cpu_scales
 def test_names_of_recipes_and_swizzles_are_those_of_torch():
     recipes = {"RowWise", "TensorWise", *(f"BlockWise{x}" for x in ("1x16", "1x32", "1x128", "128x128"))}
     assert recipes <= {*F.ScalingType.__members__}

@@ -7,6 +7,7 @@ Law: what a contender computes is what `fsharding` computes, in the same dtype, 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -54,6 +55,11 @@ class Task:
         """Everyone's first weights, lazily: those that `init_state` draws with `random.key(0)`."""
         return self.model.init(fs.random.split(fs.random.key(0))[0])
 
+    @functools.cached_property
+    def weights(self) -> fs.tree.Tree:
+        """The same as tensors on the CPU, drawn once for all contenders; each copies them."""
+        return fs.tree.map(lambda draw: draw.tensor(), self.draws())
+
 
 def first_dims(names: fs.tree.Tree) -> fs.tree.Tree:
     """Names of dims without rules for data axes, so that these cut the first dim of each leaf, as FSDP2 does.
@@ -76,7 +82,7 @@ class _Unit(nn.Module):
         leaves, self.structure = fs.tree.flatten(values)
         self.fn = fn
         self.dtype = task.dtype
-        self.leaves = nn.ParameterList(nn.Parameter(x.to(task.mesh.device_type)) for x in leaves)
+        self.leaves = nn.ParameterList(nn.Parameter(x.to(task.mesh.device_type, copy=True)) for x in leaves)
 
     def forward(self, *args: Any) -> Any:
         return self.fn(fs.tree.unflatten(self.structure, [x.to(self.dtype) for x in self.leaves]), *args)
@@ -84,13 +90,13 @@ class _Unit(nn.Module):
 
 def _rows(stack: fs.tree.Tree) -> list[fs.tree.Tree]:
     leaves, structure = fs.tree.flatten(stack)
-    return [fs.tree.unflatten(structure, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
+    return [fs.tree.unflatten(structure, row) for row in zip(*leaves, strict=True)]
 
 
 class _Decoder(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
-        values = fs.tree.map(lambda draw: draw.tensor(), task.draws())
+        values = task.weights
         units = [(block, row) for path, block in stacks_of(task.model) for row in _rows(fs.tree.at(values, path))]
         self.embed = _Unit(task.model.embed, values["embed"], task)
         self.blocks = nn.ModuleList(_Unit(block, row, task) for block, row in units)

@@ -276,7 +276,10 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with segments.watched() as taken, torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    with (
+        segments.watched() as taken,
+        torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile,
+    ):
         run()
     results: Any = profile.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]

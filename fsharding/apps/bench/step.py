@@ -211,7 +211,7 @@ def _ours(kind: Ours, task: Task, *, sends: bool = False) -> Callable[[], Tensor
     names = first_dims(task.model.names) if kind.first else task.model.names
     layout = plan_layout(task.draws(), mesh, strategy=kind.strategy, names=names, precision=precision)
     opt = fs.optim.adamw(RATE, b1=B1, b2=B2)
-    state = init_state(task.model.init, opt, fs.random.key(0), layout)
+    state = init_state(lambda _: fs.tree.map(torch.clone, task.weights), opt, fs.random.key(0), layout)
     step: Callable[..., Any] = make_train_step(task.model, opt, donate=True)
     step = fs.capture(step, state, task.batch) if kind.captured else step
 
@@ -251,6 +251,7 @@ def build(task: Task, name: str, *, sends: bool = False) -> Built:
         name: of the contender.
         sends: one of ours sends every byte, as between machines, also where ranks share memory.
     """
+    _ = task.weights  # Drawn before anything is counted.
     ours = name not in PEERS
     make = functools.partial(functools.partial(_ours, OURS[name], sends=sends) if ours else PEERS[name], task)
     made: list[Callable[[], Tensor]] = []

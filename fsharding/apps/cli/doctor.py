@@ -32,6 +32,7 @@ from rich.text import Text
 from fsharding import formats
 from fsharding.apps.cli.options import DoctorConfig
 from fsharding.base.errors import RankError
+from fsharding.base.version import own_version
 from fsharding.comm.transport import choice_for
 from fsharding.contrib.pairwise import Pairwise
 from fsharding.mesh.device_mesh import everyone, make_mesh
@@ -125,7 +126,8 @@ def _machine() -> Iterator[Finding]:
     """Rows that do not depend on ranks."""
     yield Finding("python", f"{platform.python_version()}, {sys.executable}")
     yield Finding("torch", f"{torch.__version__}, {_build()}")
-    yield from (Finding(name, metadata.version(name)) for name in ("optree", "fsharding"))
+    yield Finding("optree", metadata.version("optree"))
+    yield Finding("fsharding", own_version())
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}, {socket.gethostname()}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", f"{cores} of {os.cpu_count()}")

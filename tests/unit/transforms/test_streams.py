@@ -15,7 +15,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.streams import OneStream, streams_for
 from fsharding.testing import assert_bitwise_equal
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import bits, fake_ranks, full
+from tests.helpers import bits, fake_groups_write, fake_ranks, full
 from tests.stream_log import Row, recording_streams, unjoined, violations, waits_of, without
 from tests.training import MODEL, ZEROS, optimizer
 
@@ -94,6 +94,7 @@ ODD = {
 }
 
 
+@fake_groups_write
 @pytest.mark.parametrize("cases", [SOME, pytest.param(EVERY, marks=full)], ids=["some", "every"])
 @pytest.mark.parametrize("strategy", ZEROS, ids=str)
 def test_nothing_is_read_before_it_is_written_nor_written_while_a_reader_is_due(strategy, cases):
@@ -102,6 +103,7 @@ def test_nothing_is_read_before_it_is_written_nor_written_while_a_reader_is_due(
         assert violations(rows) == [] and unjoined(rows) == [], case
 
 
+@fake_groups_write
 @pytest.mark.parametrize("name", ODD)
 def test_nor_in_odd_steps(name):
     for strategy, axes in ((fs.zero(3), DP), (fs.zero(0), DP), (fs.HFSDP, OUTER)):
@@ -109,6 +111,7 @@ def test_nor_in_odd_steps(name):
         assert violations(rows) == [] and unjoined(rows) == [], strategy
 
 
+@fake_groups_write
 @pytest.mark.parametrize("strategy", [fs.zero(3), fs.zero(1)], ids=str)
 def test_queues_change_no_bit(strategy):
     for case in ({}, {"microbatches": 2, "donate": True, "sums": "ordered", "large": 32}):
@@ -143,6 +146,7 @@ def fails(rows):
     return bool(violations(rows) or unjoined(rows))
 
 
+@fake_groups_write
 def test_without_a_wait_the_order_is_refused():
     seen, needed, both = set(), set(), []
     for rows in logs():
@@ -250,6 +254,7 @@ def test_memory_that_was_let_go_is_that_of_the_next_on_its_queue():
     assert violations([*read, freed, wait("a", 1), *again]) == []
 
 
+@fake_groups_write
 @full
 def test_nor_in_a_decoder():
     tokens = torch.zeros(4, 8, dtype=torch.int64)
@@ -265,6 +270,7 @@ def test_nor_in_a_decoder():
         assert violations(streams.rows) == [] and unjoined(streams.rows) == []
 
 
+@fake_groups_write
 @pytest.mark.parametrize("sums", ["native", "ordered"])
 def test_no_queue_waits_for_all_that_others_do_but_at_the_end_of_a_call(sums):
     for strategy, case in itertools.product((fs.zero(3), fs.zero(0), fs.HFSDP), ({}, {"large": 32}, {"depth": 2})):
