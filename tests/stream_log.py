@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding.comm.native import Works
+from fsharding.comm.handles import Works
 from fsharding.comm.streams import use_streams
 
 COMPUTE = "compute"

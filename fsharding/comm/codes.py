@@ -23,7 +23,7 @@ from fsharding.base._compat import cache_on_mesh
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.native import Works
+from fsharding.comm.handles import Works
 from fsharding.comm.reduce import Noise
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks

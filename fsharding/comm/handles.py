@@ -13,11 +13,13 @@ from datetime import timedelta
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsharding.base import _compat
+from fsharding.mesh.failures import among
 
-__all__ = ["Exchange", "FreshMemory", "Handle", "Memory", "Reduction", "Rows", "Terms", "Work", "done"]
+__all__ = ["Exchange", "FreshMemory", "Handle", "Memory", "Reduction", "Rows", "Terms", "Work", "Works", "done"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -92,22 +94,45 @@ class Handle(Generic[_T_co]):
         return Handle(self, finish, communicates=communicates or self._communicates)
 
 
-class _Done(NamedTuple):
-    """Nothing to wait for."""
+@dataclass
+class Works:
+    """Works of torch, as a `Work`.
+
+    Attributes:
+        works: that are waited for; none when that has been done, as gloo's messages can be waited for once only.
+        buffers: that have to live until then.
+        peers: global ranks that each of the works is with; the last entry is for all that are left.
+        limit: how long to wait where nothing else is said; by default as long as torch does.
+    """
+
+    works: tuple[dist.Work, ...] = ()
+    buffers: tuple[Tensor, ...] = ()
+    peers: tuple[tuple[int, ...], ...] = ((),)
+    limit: timedelta | None = None
 
     def is_ready(self) -> bool:
-        return True
+        """See `Work`."""
+        return all(work.is_completed() for work in self.works)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        return None
+        """See `Work`; the error is torch's own."""
+        timeout = self.limit if timeout is None else timeout
+        for i, work in enumerate(self.works):
+            with among(self.peers[min(i, len(self.peers) - 1)]):
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        self.works = ()
 
     def release(self, timeout: timedelta | None = None) -> None:
-        return None
+        """See `Work`."""
+        self.wait(timeout)
 
 
 def done(result: Callable[[], T], *, communicates: bool = False) -> Handle[T]:
     """Return a handle that waits for nothing; its result is made when it is asked for."""
-    return Handle(_Done(), lambda _: result(), communicates=communicates)
+    return Handle(Works(), lambda _: result(), communicates=communicates)
 
 
 @dataclass(frozen=True)

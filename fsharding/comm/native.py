@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,49 +19,13 @@ from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows
+from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows, Works
 from fsharding.comm.reduce import Noise, OrderedSum, SumLayout
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
-__all__ = ["Message", "Native", "Offer", "Works", "as_bytes", "receive", "receive_object", "send", "send_object"]
-
-
-@dataclass
-class Works:
-    """Works of torch, as a `Work`.
-
-    Attributes:
-        works: that are waited for; none when that has been done, as gloo's messages can be waited for once only.
-        buffers: that have to live until then.
-        peers: global ranks that each of the works is with; the last entry is for all that are left.
-        limit: how long to wait where nothing else is said; by default as long as torch does.
-    """
-
-    works: tuple[dist.Work, ...] = ()
-    buffers: tuple[Tensor, ...] = ()
-    peers: tuple[tuple[int, ...], ...] = ((),)
-    limit: timedelta | None = None
-
-    def is_ready(self) -> bool:
-        """See `Work`."""
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """See `Work`; the error is torch's own."""
-        timeout = self.limit if timeout is None else timeout
-        for i, work in enumerate(self.works):
-            with among(self.peers[min(i, len(self.peers) - 1)]):
-                if timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timeout)
-        self.works = ()
-
-    def release(self, timeout: timedelta | None = None) -> None:
-        """See `Work`."""
-        self.wait(timeout)
+__all__ = ["Message", "Native", "Offer", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
 
 class Message(NamedTuple):

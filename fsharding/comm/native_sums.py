@@ -18,8 +18,7 @@ from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms
-from fsharding.comm.native import Works
+from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms, Works
 from fsharding.comm.reduce import PlainTerms, copy_terms
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among

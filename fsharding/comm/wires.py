@@ -30,7 +30,9 @@ from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "Wire", "agree", "start_gather"]
+__all__ = [
+    "Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "WholeLeaf", "Wire", "agree", "start_gather",
+]  # fmt: skip
 
 
 CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
@@ -39,6 +41,10 @@ CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
 
 Into: TypeAlias = Sequence[Tensor] | None
 """Contiguous tensors that become the full leaves, if there are any."""
+
+
+WholeLeaf: TypeAlias = Tensor | Quantized
+"""A leaf that was gathered, as the loss function gets it."""
 
 
 class Gathered(NamedTuple):

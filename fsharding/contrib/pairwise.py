@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm.counters import record_sent
-from fsharding.comm.native import Message, Native, Works, message_limit, receive, send
+from fsharding.comm.handles import Works
+from fsharding.comm.native import Message, Native, message_limit, receive, send
 from fsharding.mesh.device_mesh import Group
 
 __all__ = ["SHORT", "Pairwise", "swap_rows"]

@@ -279,6 +279,16 @@ class Precision:
             mend = f"Leaves are {paths}. A pattern is a part of a path, or all of it; 'blocks[-1]' is a layer."
             raise LayoutError(message("got a precision with patterns that match no leaf.", rows, mend))
 
+    @property
+    def keyed_weights(self) -> bool:
+        """Whether weights are rounded by a key."""
+        return isinstance(self.gather, Blocks) and self.gather.keyed
+
+    @property
+    def keyed_terms(self) -> bool:
+        """Whether terms of gradients are rounded by a key."""
+        return isinstance(self.reduce, Blocks) and self.reduce.keyed
+
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""
         return self.params if self.params and leaf.is_floating_point else leaf

@@ -19,11 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding.base import _compat
+from fsharding.base.errors import ConfigError, message
 from fsharding.formats import E4M3, Blocks, codec
 from fsharding.formats.codec import Scales
+from fsharding.formats.precision import Precision
 from fsharding.formats.quantized import Quantized
 
-__all__ = ["Codes", "ScaledKernel", "codes_of", "multiply_codes", "scaled_kernel", "takes_shapes", "transposed"]
+__all__ = [
+    "Codes", "ScaledKernel", "codes_of", "multiply_codes", "refuse_missing_kernel", "scaled_kernel", "takes_shapes",
+    "transposed",
+]  # fmt: skip
 
 _WORST = 2.0**-6
 """Of the norm of a product: by how much a kernel that is right may differ from its reference."""
@@ -107,6 +112,24 @@ def scaled_kernel(format: Blocks, device: str = "cpu", dtype: torch.dtype = torc
         float8_e4m3fn[1x32, e8m0] on cpu: none, torch has no such kernel for the CPU
     """
     return _scaled_kernel(format.with_rounding("nearest"), device, dtype)
+
+
+def refuse_missing_kernel(precision: Precision, device: str) -> None:
+    """Refuse a strict precision on a device without a kernel for its format.
+
+    Args:
+        precision: of a call.
+        device: the type of device of its parameters.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not precision.strict or not isinstance(precision.compute, Blocks) or _compat.makes_fakes():
+        return
+    kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
+    if not kernel.exists:
+        mend = "Leave strict out, and products dequantize; `fsharding doctor` says which formats have a kernel."
+        raise ConfigError(message("has a strict precision without a kernel for it.", [str(kernel)], mend))
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from fsharding.comm.events import note
 from fsharding.comm.handles import done
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
 from fsharding.comm.rounded_moves import Rounding, start_rounded
+from fsharding.comm.rounded_params import round_params, roundings_in_flight
 from fsharding.formats.precision import Precision
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
@@ -39,7 +40,6 @@ from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.unit_plan import unreduced, whole
-from fsharding.transforms.weight_formats import round_params, roundings_in_flight
 
 __all__ = ["IN_FLIGHT_BYTES", "StageState"]
 

@@ -22,6 +22,7 @@ from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.comm import reshard_plan
 from fsharding.comm.reshard_plan import Leaf
+from fsharding.comm.rounded_params import AtRest, round_leaves
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
@@ -31,7 +32,6 @@ from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
 from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
 from fsharding.train.state_check import check_state
-from fsharding.transforms.weight_formats import AtRest, round_leaves
 
 __all__ = [
     "Moving",

@@ -35,7 +35,7 @@ from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
-from fsharding.formats import Blocks
+from fsharding.comm.rounded_params import roundings_of_copies
 from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import checksum, compare, refuse_differences
@@ -50,7 +50,6 @@ from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.sharding.random import Draw
 from fsharding.train.state_check import check_leaves, check_main
-from fsharding.transforms.weight_formats import roundings_of_copies
 
 __all__ = [
     "Buffers",
@@ -591,10 +590,8 @@ def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision
         layout: of the state.
         precision: of the call, which may round terms of gradients otherwise; by default that of the layout.
     """
-    wanted = (layout.precision.gather, (precision or layout.precision).reduce)
-    if not any(isinstance(x, Blocks) and x.keyed for x in wanted):
-        return None
-    return random.fold_in_count(key, step)
+    keyed = layout.precision.keyed_weights or (precision or layout.precision).keyed_terms
+    return random.fold_in_count(key, step) if keyed else None
 
 
 @named("fs.spread_main")

@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -42,8 +42,9 @@ from fsharding.base.errors import ConfigError, TransformError, listed, message, 
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
+from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.streams import streams_for
-from fsharding.comm.wires import Plain, Wire
+from fsharding.comm.wires import WholeLeaf
 from fsharding.formats.quantized import Quantized
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
@@ -53,8 +54,7 @@ from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.saved_tensors import SavedTensors
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, UnitLeaf, UnitPlan, plan_unit
-from fsharding.transforms.weight_formats import WeightFormats
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, UnitLeaf, UnitPlan, plan_unit, whole
 
 __all__ = [
     "GatherContext", "TapeLeaf", "activate", "check_depth", "current_context", "is_evaluating", "prefetch_depth",
@@ -129,7 +129,7 @@ class GatherContext:
     Args:
         leaves: of the differentiated tree, in order.
         options: how the call runs.
-        formats: of leaves that are sent in low precision.
+        wires: how leaves are sent.
         pool: of buffers, for contexts that share one; whoever gave it closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
 
@@ -138,6 +138,7 @@ class GatherContext:
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
         cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         evaluates: whether the call is one of `evaluate`.
+        wraps_leaves: whether the loss function gets leaves that it may turn into plain tensors.
         reducer: of the gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -152,7 +153,7 @@ class GatherContext:
         self,
         leaves: Sequence[TapeLeaf],
         options: RunOptions,
-        formats: WeightFormats | None = None,
+        wires: LeafWires,
         pool: Pool | None = None,
         grad_pool: Pool | None = None,
     ) -> None:
@@ -162,7 +163,8 @@ class GatherContext:
         self.paths = [leaf.path for leaf in leaves]
         self._targets = [leaf.target for leaf in leaves]
         self._compute = precision.compute_dtype
-        self._formats = formats
+        self.wraps_leaves = wires.quantized
+        self._wires = wires
         self.depth = options.prefetch
         self.cast = precision.activation_dtype or precision.params
         self._row_targets = [
@@ -244,7 +246,7 @@ class GatherContext:
     # --------------------------------------------------------------------------------------------------------- forward
     def gather(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy
-    ) -> list[Tensor | Quantized]:
+    ) -> list[WholeLeaf]:
         """Gathers a unit, as a node of the autograd graph, and releases the one before it.
 
         Args:
@@ -287,12 +289,11 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
-            formats = self._formats
             place = LeafIndex(number, row)
-            wire: Wire = Plain(compute)
-            if formats is not None:
-                wire = formats.wire(place, len(leaf.shape), compute)
-                target = formats.with_terms(target, place, len(leaf.shape), compute)
+            wire = self._wires.gather(place, len(leaf.shape), compute)
+            terms = self._wires.terms(place, len(leaf.shape), compute)
+            if target is not None and terms is not None:
+                target = replace(target, first_wire=terms)
             described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, misaligned))
 
         site = None if order_here() is None else call_stacks.site_here()
@@ -321,24 +322,20 @@ class GatherContext:
         if order is not None:
             order.note(kind, unit.index, functools.partial(_leaves_of, self.paths, unit.index), unit.site)
 
-    def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise | None:
-        formats = self._formats
+    def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise:
+        wires = self._wires
         device = self._device
-        if formats is None:
-            return None
-        return lambda i: formats.noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
+        return lambda i: wires.noise(index[i], leaves[i].sharding, leaves[i].shape, device)
 
-    def _term_noise_of(self, unit: GatheredUnit) -> Noise | None:
-        formats = self._formats
+    def _term_noise_of(self, unit: GatheredUnit) -> Noise:
+        wires = self._wires
         device = self._device
-        if formats is None:
-            return None
         index = unit.index
         leaves = unit.leaves
-        return lambda i: formats.term_noise(index[i], leaves[i].sharding, tuple(leaves[i].shape), device)
+        return lambda i: wires.term_noise(index[i], whole(leaves[i].sharding), leaves[i].shape, device)
 
     @torch.no_grad()
-    def enter(self, unit: GatheredUnit, policy: Policy) -> list[Tensor | Quantized]:
+    def enter(self, unit: GatheredUnit, policy: Policy) -> list[WholeLeaf]:
         """Forward reaches a unit: releases the one before it, and waits for this one.
 
         Returns:
@@ -349,7 +346,7 @@ class GatherContext:
         self.saved.forget_freed()
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
-        wholes: list[Tensor | Quantized] = [leaf.value for leaf in unit.leaves]
+        wholes: list[WholeLeaf] = [leaf.value for leaf in unit.leaves]
         for i, dtype in unit.plan.aliases:
             # A view, so that autograd refuses to write where the state itself is.
             value = unit.leaves[i].value
@@ -358,7 +355,7 @@ class GatherContext:
             wholes[i] = leaf
         return wholes
 
-    def _wait(self, unit: GatheredUnit) -> dict[int, Tensor | Quantized]:
+    def _wait(self, unit: GatheredUnit) -> dict[int, WholeLeaf]:
         """Waits for a unit, and watches for tensors that autograd saves of it."""
         full = unit.wait()
         self.saved.watch(unit)
@@ -373,11 +370,6 @@ class GatherContext:
         self._prefetched.clear()
 
     # ------------------------------------------------------------------------------------------------------- backward
-    @property
-    def computes_quantized(self) -> bool:
-        """Whether the loss function gets quantized weights, which it may dequantize."""
-        return self._formats is not None and self._formats.precision.computes_quantized
-
     def _bring(self, unit: GatheredUnit) -> None:
         """Backward needs a buffer of a unit: gathers it again if need be, and starts the units before it."""
         first = self._reach(unit)
@@ -557,7 +549,7 @@ class _GatherUnit(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, full: list[Tensor | Quantized]
+        ctx: Any, anchor: Tensor, context: GatherContext, unit: GatheredUnit, full: list[WholeLeaf]
     ) -> tuple[Tensor, ...]:
         ctx.context = context
         ctx.unit = unit
@@ -616,7 +608,7 @@ def activate(context: GatherContext) -> Generator[None]:
     """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
     token = _context.set(context)
     try:
-        with context.saved.hooked(notes_values=context.computes_quantized):
+        with context.saved.hooked(notes_values=context.wraps_leaves):
             yield
     finally:
         _context.reset(token)

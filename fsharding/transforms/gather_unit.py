@@ -22,6 +22,7 @@ from fsharding.base.errors import LayoutError, SpecError, TransformError, listed
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket import Slot
+from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.wires import Plain
 from fsharding.formats.precision import wide
 from fsharding.mesh.abstract_mesh import AXES
@@ -35,7 +36,7 @@ from fsharding.sharding.partition_spec import P
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import GatherContext, current_context
 from fsharding.transforms.policies import Policy, check_policy
-from fsharding.transforms.unit_plan import GradTarget, LeafIndex, UnitLeaf, plan_unit
+from fsharding.transforms.unit_plan import GradTarget, UnitLeaf, plan_unit
 
 __all__ = [
     "UnitsAhead",

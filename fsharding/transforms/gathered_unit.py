@@ -21,11 +21,11 @@ from fsharding.base.errors import TransformError, message
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle
+from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.streams import streams_for
-from fsharding.comm.wires import Gathered, start_gather
-from fsharding.formats.quantized import Quantized
+from fsharding.comm.wires import Gathered, WholeLeaf, start_gather
 from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.unit_plan import GatherBucket, LeafIndex, UnitPlan
+from fsharding.transforms.unit_plan import GatherBucket, UnitPlan
 
 __all__ = ["GatheredUnit", "UnitState"]
 
@@ -111,7 +111,7 @@ class GatheredUnit:
         self.kept = False
         self.in_backward = False
         self.columns = columns
-        self.full: dict[int, Tensor | Quantized] = {}
+        self.full: dict[int, WholeLeaf] = {}
         self.buffers: list[list[Tensor]] = []
         self._viewed: set[int] = set()
         """The buckets that autograd has saved views of; they can be told only once the unit has been alive."""
@@ -156,7 +156,7 @@ class GatheredUnit:
         return start_gather(b.payload, shards, self.plan.mesh, b.axes, self._memory, drawn)
 
     @torch.no_grad()
-    def wait(self) -> dict[int, Tensor | Quantized]:
+    def wait(self) -> dict[int, WholeLeaf]:
         """Waits for the all-gathers, which it starts if need be.
 
         Returns:
@@ -167,7 +167,7 @@ class GatheredUnit:
         """
         self.start()
         assert self.state is UnitState.GATHERING, self.state
-        full: dict[int, Tensor | Quantized] = {}
+        full: dict[int, WholeLeaf] = {}
         with _compat.region("gather"), self._streams.on("gather"):
             for number, b in enumerate(self.plan.gathers):
                 gathered = self._take(number)

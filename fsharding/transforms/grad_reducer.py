@@ -25,12 +25,13 @@ from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle, Memory, Terms, done
+from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.move import Filling, plan_move
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, LeafIndex, ReduceBucket, UnitPlan, pooled_from
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, ReduceBucket, UnitPlan, pooled_from
 
 __all__ = ["GradReducer"]
 

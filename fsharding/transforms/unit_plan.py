@@ -26,7 +26,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
 __all__ = [
-    "GatherBucket", "GradTarget", "LargeLeaf", "LeafIndex", "ReduceBucket", "UnitLeaf", "UnitPlan", "large_from",
+    "GatherBucket", "GradTarget", "LargeLeaf", "ReduceBucket", "UnitLeaf", "UnitPlan", "large_from",
     "pooled_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
@@ -73,13 +73,6 @@ class GradTarget:
         """The target of one row of a stacked leaf."""
         accumulated = self.accumulated.drop(0) if self.accumulated else None
         return replace(self, sharding=self.sharding.drop(0), accumulated=accumulated)
-
-
-class LeafIndex(NamedTuple):
-    """A leaf of a unit inside the parameter tree: its number, and its row if it is one layer of a stack."""
-
-    leaf: int
-    row: int | None
 
 
 class UnitLeaf(NamedTuple):

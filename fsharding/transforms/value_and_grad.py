@@ -19,19 +19,19 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, _functorch, tree
 from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, NonFiniteError, TransformError, message, report
+from fsharding.base.errors import NonFiniteError, TransformError, message, report
 from fsharding.base.public import check_function, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.leaf_wires import TreeLeaf, check_patterns, wires_of
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.comm.wires import Plain
-from fsharding.formats import Blocks
-from fsharding.formats.precision import FP32, KEEP, PatternLeaf, Precision, check_precision
+from fsharding.formats.precision import FP32, Precision, check_precision
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost, order_here
-from fsharding.ops.scaled_mm import scaled_kernel
+from fsharding.ops.scaled_mm import refuse_missing_kernel
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import (
     Local,
@@ -49,7 +49,6 @@ from fsharding.transforms.gather_context import GatherContext, TapeLeaf, activat
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import GradTarget
-from fsharding.transforms.weight_formats import WeightFormats, key_of_terms
 
 __all__ = [
     "Agreement", "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "is_divisor",
@@ -227,7 +226,7 @@ def value_and_grad(
     @_compat.never_inlined
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         refuse_compiled(_COMPILE)
-        _check_patterns(precision, params)
+        check_patterns(precision, params)
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         first = first_call(fn)
         watched = fn if first is None else first.watched(fn, has_aux=has_aux)
@@ -243,16 +242,6 @@ def value_and_grad(
         return ((result, sums.aux) if has_aux else result), sums.grads
 
     return run
-
-
-def _check_patterns(precision: Precision, params: Tree) -> None:
-    """Refuse patterns of a precision with formats that match none of the parameters."""
-    if not (isinstance(precision.gather, Blocks) or isinstance(precision.reduce, Blocks)):
-        return
-    if precision.keep is KEEP and not precision.columnwise:
-        return
-    shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)
-    precision.check_leaves(tuple(PatternLeaf(p, shape, len(shape) > 2) for p, shape in shapes))
 
 
 _COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."
@@ -398,20 +387,14 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths = tree.paths(params)
-        formats = None
-        if precision.gather is not None:
-            _check_kernel(precision, nodes)
-        if precision.gather is not None or isinstance(precision.reduce, Blocks):
-            rows = [
-                layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)
-                for path, x in zip(paths, nodes, strict=True)
-            ]
-            firsts = [first for first, _ in rows]
-            stacks = [count for _, count in rows]
-            term_key = key_of_terms(options.key, self.mesh, options.microbatch)
-            formats = WeightFormats(precision, paths, stacks, firsts, options.key, term_key)
+        refuse_missing_kernel(precision, next((x.value.device.type for x in nodes if x is not None), "cpu"))
+        in_tree = (
+            TreeLeaf(path, *(layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)))
+            for path, x in zip(paths, nodes, strict=True)
+        )
+        wires = wires_of(precision, in_tree, options.key, self.mesh, options.microbatch)
         of_leaves = map(TapeLeaf, paths, nodes, self._targets, accumulated)
-        self.context = GatherContext([*of_leaves], options, formats, pool, to.pool)
+        self.context = GatherContext([*of_leaves], options, wires, pool, to.pool)
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
@@ -502,21 +485,6 @@ class Tape:
                 for grad, target, x, sharding in zip(grads, self._targets, self._local, self._shardings, strict=True)
             ],
         )
-
-
-def _check_kernel(precision: Precision, nodes: Sequence[Local | None]) -> None:
-    """Refuses a strict precision on a device without a kernel for its format.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    device = next((x.value.device.type for x in nodes if x is not None), "cpu")
-    if not precision.strict or not isinstance(precision.compute, Blocks) or _compat.makes_fakes():
-        return
-    kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
-    if not kernel.exists:
-        mend = "Leave strict out, and products dequantize; `fsharding doctor` says which formats have a kernel."
-        raise ConfigError(message("has a strict precision without a kernel for it.", [str(kernel)], mend))
 
 
 def _refuse_transforms(params: Tree) -> None:

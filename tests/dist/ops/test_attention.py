@@ -18,7 +18,8 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.base import _compat
 from fsharding.base.errors import TransformError
-from fsharding.comm.native import Native, Works
+from fsharding.comm.handles import Works
+from fsharding.comm.native import Native
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks

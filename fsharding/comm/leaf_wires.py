@@ -1,0 +1,246 @@
+"""How each leaf of a parameter tree is sent: the wire of its gather, that of its gradient's terms, and their rounding.
+
+In: a `Precision`, the leaves of a tree, a key. Out: a `LeafWires`, which gives the wires of one leaf of a unit and the
+numbers in [0, 1) by which these round, where rounding is keyed.
+Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fsharding.base import tree
+from fsharding.base.calls import named
+from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.tree import Tree
+from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.philox import uniform_at
+from fsharding.formats.precision import KEEP, PatternLeaf, Precision
+from fsharding.mesh.device_mesh import Mesh, data_position
+from fsharding.sharding import random
+from fsharding.sharding.boxes import Runs
+from fsharding.sharding.named_sharding import NamedSharding
+
+__all__ = ["LeafIndex", "LeafWires", "TreeLeaf", "check_patterns", "keyed_noise", "wires_of"]
+
+_GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
+
+
+class LeafIndex(NamedTuple):
+    """A leaf of a unit inside the parameter tree: its number, and its row if it is one layer of a stack."""
+
+    leaf: int
+    row: int | None
+
+
+class TreeLeaf(NamedTuple):
+    """A leaf of a parameter tree.
+
+    Attributes:
+        path: dotted.
+        first: which layer of the whole model its first row is, where units are rows of it.
+        layers: how many there are in the whole model.
+    """
+
+    path: str
+    first: int
+    layers: int
+
+
+class LeafWires(Protocol):
+    """How the leaves of a tree are sent."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a loss function gets leaves as `Quantized`, which it may dequantize."""
+        ...
+
+    def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
+        """The wire by which a leaf of a unit is gathered.
+
+        Args:
+            index: of the leaf.
+            ndim: dims that it has in the unit.
+            dtype: of the gathered leaf.
+        """
+        ...
+
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
+        """The wire of the terms of its gradient, if it is another one than that of later sums; arguments as there."""
+        ...
+
+    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
+        """The numbers by which the shard of a leaf of a unit is rounded.
+
+        Args:
+            index: of the leaf.
+            sharding: of the leaf in the unit.
+            shape: of the full leaf in the unit.
+            device: of the numbers.
+        """
+        ...
+
+    def term_noise(
+        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device
+    ) -> Tensor:
+        """The numbers by which a term of its gradient is rounded; arguments as in `noise`."""
+        ...
+
+
+def wires_of(
+    precision: Precision, leaves: Iterable[TreeLeaf], key: Tensor | None, mesh: Mesh | None, microbatch: int
+) -> LeafWires:
+    """How the leaves of a tree are sent in one call.
+
+    Args:
+        precision: of the call.
+        leaves: of the tree, in order.
+        key: int64[2] for keyed rounding, another one in each step; None without one.
+        mesh: of the parameters.
+        microbatch: its number.
+    """
+    if precision.gather is None and not isinstance(precision.reduce, Blocks):
+        return _PlainWires()
+    return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
+
+
+class _PlainWires:
+    """Every leaf is cast to the dtype that the call computes in, and nothing is rounded to a format."""
+
+    quantized = False
+
+    def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
+        return Plain(dtype)
+
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
+        return None
+
+    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
+        raise AssertionError
+
+    term_noise = noise
+
+
+@dataclass(frozen=True)
+class _FormatWires:
+    """Leaves that a precision gives a format travel in it.
+
+    Attributes:
+        precision: with `gather`, or a format in `reduce`.
+        leaves: of the tree.
+        key: for keyed rounding of weights.
+        term_key: for terms of gradients: another one on each data rank, and for each microbatch.
+    """
+
+    precision: Precision
+    leaves: Sequence[TreeLeaf]
+    key: Tensor | None
+    term_key: Tensor | None
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision.computes_quantized
+
+    def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
+        precision = self.precision
+        path = self.leaves[index.leaf].path
+        format = precision.format_of(path, ndim)
+        if format is None or self._keeps(index):
+            return Plain(dtype)
+        if precision.rounded:
+            return Rounded(dtype, format, precision.strict)
+        if not precision.computes_quantized:
+            return Quantizing(dtype, format)
+        columnwise = precision.takes_columns(path, ndim)
+        return Quantizing(dtype, format, stays=True, strict=precision.strict, columnwise=columnwise)
+
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
+        format = self.precision.reduce_format(self.leaves[index.leaf].path, ndim)
+        return None if format is None or self._keeps(index) else Quantizing(dtype, format)
+
+    def _keeps(self, index: LeafIndex) -> bool:
+        if index.row is None:
+            return False
+        leaf = self.leaves[index.leaf]
+        return leaf.first + index.row in self.precision.kept_rows(leaf.path, leaf.layers)
+
+    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self._noise(self.key, index, sharding, shape, device)
+
+    @named("fs.value_and_grad")
+    def term_noise(
+        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device
+    ) -> Tensor:
+        if self.term_key is None:
+            rule = f"rounds terms of the gradient of {self.leaves[index.leaf].path} by key, and has none."
+            raise ConfigError(message(rule, mend=_GIVE_A_KEY))
+        return self._noise(self.term_key, index, sharding, shape, device)
+
+    def _noise(
+        self,
+        key: Tensor | None,
+        index: LeafIndex,
+        sharding: NamedSharding,
+        shape: Sequence[int],
+        device: torch.device,
+    ) -> Tensor:
+        leaf = self.leaves[index.leaf]
+        ranges = list(sharding.grid(tuple(shape)) or ())
+        if index.row is None:
+            return keyed_noise(key, leaf.path, shape, ranges, device)
+        row = leaf.first + index.row
+        return keyed_noise(key, leaf.path, (leaf.layers, *shape), [((row, row + 1),), *ranges], device)[0]
+
+
+def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Tensor | None:
+    """The key by which terms of gradients are rounded: the same on ranks that have the same term."""
+    if key is None or mesh is None:
+        return key
+    for number in (data_position(mesh, cp=True)[0], microbatch):
+        key = random.fold_in_count(key, torch.full((), number, dtype=torch.int64, device=key.device))
+    return key
+
+
+def keyed_noise(
+    key: Tensor | None, path: str, shape: Sequence[int], ranges: Sequence[Runs], device: torch.device
+) -> Tensor:
+    """The numbers in [0, 1) by which some ranges of a leaf are rounded.
+
+    Args:
+        key: int64[2].
+        path: of the leaf.
+        shape: of the full leaf, with all layers of its stack.
+        ranges: for each dim.
+        device: of the numbers.
+
+    Raises:
+        ConfigError: there is no key.
+    """
+    if key is None:
+        raise ConfigError(report(f"fs.gather_unit rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
+    return uniform_at(key, zlib.crc32(path.encode()), tuple(shape), ranges, device)
+
+
+def check_patterns(precision: Precision, params: Tree) -> None:
+    """Refuse patterns of a precision with formats that match none of the parameters.
+
+    Args:
+        precision: of a call.
+        params: that it is given.
+
+    Raises:
+        LayoutError: such a pattern; all are listed.
+    """
+    if not (isinstance(precision.gather, Blocks) or isinstance(precision.reduce, Blocks)):
+        return
+    if precision.keep is KEEP and not precision.columnwise:
+        return
+    shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)
+    precision.check_leaves(tuple(PatternLeaf(p, shape, len(shape) > 2) for p, shape in shapes))

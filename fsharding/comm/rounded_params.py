@@ -1,0 +1,151 @@
+"""Main parameters at rest, rounded to what a loss function sees of them.
+
+In: main parameters of a layout, a `Precision`, a key. Out: the same leaves rounded to the formats of their wires, or a
+`Rounding` for each, by which `rounded_moves` rounds them on their way to copies and to pipeline stages.
+Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding.base import tree
+from fsharding.base.tree import Tree
+from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.leaf_wires import keyed_noise
+from fsharding.comm.rounded_moves import Rounding, start_rounded
+from fsharding.formats.blocks import Blocks
+from fsharding.formats.precision import Precision
+from fsharding.sharding.boxes import cut_runs
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
+from fsharding.sharding.named_sharding import NamedSharding, to_local
+
+__all__ = ["AtRest", "round_leaves", "round_params", "roundings_in_flight", "roundings_of_copies"]
+
+
+class AtRest(NamedTuple):
+    """A main parameter at rest, and how it is to be rounded.
+
+    Attributes:
+        x: the leaf.
+        leaf: its layout.
+        home: where it is, which says what layers of a stack the rank has.
+        format: that it is rounded to.
+    """
+
+    x: DTensor
+    leaf: LeafLayout
+    home: NamedSharding
+    format: Blocks
+
+
+def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[Rounding | None]:
+    """How copies at rest are made of main parameters, where there is one that has a format.
+
+    Args:
+        leaves: main parameters as the layout has them, None for frozen ones.
+        layout: of both.
+        key: for keyed rounding.
+    """
+    formats = [None if x is None else layout.rounds(leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
+    return [
+        None if x is None or format is None else _rounding(AtRest(x, leaf, leaf.main, format), layout.precision, key)
+        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
+    ]
+
+
+def roundings_in_flight(
+    params: Tree, layout: Layout, precision: Precision, key: Tensor | None
+) -> list[Rounding | None]:
+    """How parameters at rest that are main parameters are rounded on their way to the loss function; None for others.
+
+    Args:
+        params: of a state in the layout.
+        layout: of the state.
+        precision: of the call, as `Layout.in_flight` gives it.
+        key: for keyed rounding.
+    """
+    given = _mains_in_flight(params, layout, precision)
+    return [_rounding(given[i], precision, key) if i in given else None for i in range(len(layout.leaves))]
+
+
+def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
+    """Parameters at rest that are main parameters, rounded to what a loss function sees; others as they are.
+
+    Args:
+        params: of a state in the layout.
+        layout: of the state.
+        precision: of the call, as `Layout.in_flight` gives it.
+        key: for keyed rounding.
+    """
+    given = _mains_in_flight(params, layout, precision)
+    if not given:
+        return params
+    rounded = dict(zip(given, round_leaves([*given.values()], precision, key), strict=True))
+    return tree.unflatten(layout.structure, [rounded.get(i, x) for i, x in enumerate(tree.leaves(params))])
+
+
+def _mains_in_flight(params: Tree, layout: Layout, precision: Precision) -> dict[int, AtRest]:
+    """The main parameters at rest that have a format and have not been rounded, by number of the leaf."""
+    if precision.gather is None or precision.rounded:
+        return {}
+    pairs = zip(tree.leaves(params), layout.leaves, strict=True)
+    return {
+        i: AtRest(x, leaf, leaf.params, format)
+        for i, (x, leaf) in enumerate(pairs)
+        if (format := layout.format_of(leaf)) is not None
+    }
+
+
+def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | None) -> list[DTensor]:
+    """Main parameters at rest as a loss function sees them, in the dtype of compute; cut as they were.
+
+    Args:
+        given: those of one layout. Ranks that share blocks of some of them exchange the magnitudes of all at once.
+        precision: which layers of a stack have no format.
+        key: for keyed rounding.
+    """
+    values = [at.x for at in given]
+    homes = [at.home for at in given]
+    dtypes = [precision.compute_dtype(at.leaf.init) for at in given]
+    roundings = [_rounding(at, precision, key) for at in given]
+    return start_rounded(values, homes, roundings, BucketQueue(0), dtypes=dtypes).wait()
+
+
+def _rounding(at: AtRest, precision: Precision, key: Tensor | None) -> Rounding | None:
+    """How a main parameter at rest is rounded; None on a rank that has nothing of it."""
+    if at.home.grid(at.leaf.shape) is None:
+        return None
+    return Rounding(at.format, _kept_rows(at.leaf, at.home, precision), _noise_at_rest(at, key))
+
+
+def _kept_rows(leaf: LeafLayout, home: NamedSharding, precision: Precision) -> tuple[int, ...] | None:
+    """Which of this rank's rows of a stack have no format although others have one; None where no rank has any."""
+    kept = precision.kept_rows(leaf.path, leaf.shape[0]) if is_stacked(leaf.names) else ()
+    if not kept:
+        return None
+    grid = home.grid(leaf.shape)
+    here = [row for start, stop in (grid[0] if grid is not None else ()) for row in range(start, stop)]
+    return tuple(place for place, row in enumerate(here) if row in kept)
+
+
+def _noise_at_rest(at: AtRest, key: Tensor | None) -> Callable[[int, int], Tensor] | None:
+    """The numbers by which rows of a main parameter at rest are rounded: those of their place in the whole leaf."""
+    if not at.format.keyed:
+        return None
+    node = to_local(at.x)
+    grid = at.home.grid(at.leaf.shape)
+    assert grid is not None
+    ranges = list(node.sharding.grid(node.shape) or ())
+    shape = tuple(node.shape)
+    if is_stacked(at.leaf.names):
+        ranges[0], shape = grid[0], (at.leaf.shape[0], *shape[1:])
+    device = node.value.device
+    return lambda start, stop: keyed_noise(
+        key, at.leaf.path, shape, [cut_runs(ranges[0], start, stop), *ranges[1:]], device
+    )
