@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -119,9 +119,8 @@ def pipeline_grads(
     known = {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
-            run = _Run(
-                model, schedule, layout, params, list(pieces), precision, policy, scale, known, prefetch, key=key
-            )
+            options = RunOptions(precision, key, prefetch=prefetch)
+            run = _Run(model, schedule, layout, params, list(pieces), options, policy, scale, known)
             run.walk()
             return run.stage_state.grads(), *run.sums(agreement)
     except BaseException:
@@ -167,9 +166,8 @@ def pipeline_loss(
         with naming_lost("fs.evaluate", layout.mesh):
             forward = forward_only(schedule)
             policy = policies.save_except_gathered
-            run = _Run(
-                model, forward, layout, params, list(pieces), precision, policy, None, known, 1, trains=False, key=key
-            )
+            options = RunOptions(precision, key)
+            run = _Run(model, forward, layout, params, list(pieces), options, policy, None, known, trains=False)
             run.walk()
             return run.sums(None)
     except BaseException:
@@ -232,13 +230,11 @@ class _Run:
     layout: Layout
     params: Tree
     pieces: list[Tree]
-    precision: Precision
+    options: RunOptions
     policy: Policy
     scale: float | Tensor | None
     known: Messages
-    prefetch: int
     trains: bool = True
-    key: Tensor | None = None
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict[tuple[int, int], _Flight])
     arrived: dict[Action, tuple[Any, list[Tensor], Handle[None]]] = field(default_factory=dict[Action, Any])
     handed: dict[tuple[str, int, int], tuple[Any, list[Tensor]]] = field(
@@ -259,7 +255,7 @@ class _Run:
         self.partner = Partner(self.device)
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(
-            self.model, self.schedule, self.layout, self.params, self.precision, self.key, trains=self.trains
+            self.model, self.schedule, self.layout, self.params, self.options, trains=self.trains
         )
         # Each GATHER of a microbatch is for the next of its computes that uses parameters.
         self.uses = defaultdict[tuple[int, int | None], list[str]](list)
@@ -270,7 +266,7 @@ class _Run:
     @named("fs.value_and_grad")
     def _tape(self, stage: int, m: int) -> Tape:
         params, shardings, sums = self.stage_state.parts(stage)
-        options = RunOptions(self.stage_state.precision, self.key, m, self.prefetch, defers=self.splits)
+        options = replace(self.options, precision=self.stage_state.precision, microbatch=m, defers=self.splits)
         layers = self.stage_state.layers(stage)
         once_for = self.model.embed, stage
         tape = Tape(params, GradsTo(shardings, sums), options, self.pool, layers=layers, once_for=once_for)

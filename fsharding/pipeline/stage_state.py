@@ -29,7 +29,6 @@ from fsharding.comm.handles import done
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
 from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.comm.rounded_params import round_params, roundings_in_flight
-from fsharding.formats.precision import Precision
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
 from fsharding.pipeline.actions import Action, uses_parameters
@@ -39,6 +38,7 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.sharding.stage_owners import begins
+from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.unit_plan import unreduced, whole
 
 __all__ = ["IN_FLIGHT_BYTES", "StageState"]
@@ -55,8 +55,7 @@ class StageState:
         schedule: of the step.
         layout: whose stages are those of the schedule.
         params: at rest in this layout.
-        precision: dtypes of compute and gradients, and formats of weights.
-        key: int64[2], for formats whose rounding is keyed.
+        options: of the call: its precision, and the key by which parameters are rounded.
         trains: whether there are gradients; else no sums are kept.
 
     Attributes:
@@ -71,13 +70,15 @@ class StageState:
         schedule: Schedule,
         layout: Layout,
         params: Tree,
-        precision: Precision,
-        key: Tensor | None,
+        options: RunOptions,
         *,
         trains: bool = True,
     ) -> None:
         """Makes sums that are zero, and rounds parameters that are not gathered by the stage, which is collective."""
-        self.model, self.schedule, self.layout, self.precision = model, schedule, layout, precision.of_rounded()
+        precision = options.precision
+        key = options.key
+        self.model, self.schedule, self.layout = model, schedule, layout
+        self.precision = precision.of_rounded()
         self.rank = axis_index("pp", layout.mesh)
         row = schedule.actions_on(self.rank)
         own = schedule.stages_on(self.rank)
