@@ -42,7 +42,8 @@ from fsharding.base.calls import named
 from fsharding.base.errors import LayoutError, message
 
 __all__ = [
-    "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh", "cache_on_mesh",
+    "all_gather_several", "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh",
+    "cache_on_mesh",
     "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh", "device_mesh_of",
     "drop_local", "enclose_full_tensor", "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
@@ -605,9 +606,20 @@ def keep_unequal(mesh: DeviceMesh) -> None:
     mesh._hash = None
 
 
-# Torch renamed both collectives in 2.13 and warns about the older names from then on.
+# Torch renamed these collectives in 2.13 and warns about the older names from then on.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+_ALL_GATHER_SEVERAL = (
+    "all_gather_single_coalesced"
+    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+    else "allgather_into_tensor_coalesced"
+)
+
+
+def all_gather_several(gathered: list[Tensor], own: list[Tensor], *, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to gather several tensors of all ranks of a group, each into one."""
+    return getattr(group, _ALL_GATHER_SEVERAL)(gathered, own)
 
 
 def all_gather_single(

@@ -150,7 +150,7 @@ class Native:
         """Starts to fill flat tensors with the data of all members, whose bytes are not counted here."""
         assert self.group.process_group is not None
         with among(self.group.ranks):
-            work = self.group.process_group.all_gather_single_coalesced(list(outs), list(own))
+            work = _compat.all_gather_several([*outs], [*own], group=self.group.process_group)
         return Works((work,), (*own, *outs), (self.group.ranks,))
 
     def _start_gather(

@@ -20,10 +20,10 @@ def collectives():
     group = dist.group.WORLD
     assert group is not None
     gathered, several = torch.zeros(2 * size), [torch.zeros(2 * size), torch.zeros(size)]
-    dist.all_gather_single(gathered, torch.full((2,), float(rank)), group=group)
-    group.all_gather_single_coalesced(several, [torch.full((n,), float(rank)) for n in (2, 1)]).wait()
+    _compat.all_gather_single(gathered, torch.full((2,), float(rank)), group=group)
+    _compat.all_gather_several(several, [torch.full((n,), float(rank)) for n in (2, 1)], group=group).wait()
     piece = torch.zeros(2)
-    dist.reduce_scatter_single(piece, torch.arange(2.0 * size) + rank, group=group)
+    _compat.reduce_scatter_single(piece, torch.arange(2.0 * size) + rank, group=group)
     assert torch.equal(several[0], gathered) and several[1].tolist() == [*range(size)]
     group.set_timeout(timedelta(seconds=17))
     timeout = dist.distributed_c10d._get_default_timeout("gloo")
