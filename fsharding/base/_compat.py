@@ -358,9 +358,16 @@ def like_dtensor(x: DTensor, local: Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, x._spec, requires_grad=False)
 
 
+_SPEC = operator.attrgetter("_spec")
+
+
 def same_kind(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
     """Whether tensors are pairwise DTensors of one spec, as those made here share one, or plain and alike."""
-    return len(xs) == len(ys) and all(
+    if len(xs) != len(ys):
+        return False
+    if {*map(type, xs), *map(type, ys)} == {DTensor}:
+        return all(map(operator.is_, map(_SPEC, xs), map(_SPEC, ys)))
+    return all(
         isinstance(y, DTensor) and x._spec is y._spec
         if isinstance(x, DTensor)
         else not isinstance(y, DTensor) and x.shape == y.shape and x.dtype == y.dtype

@@ -8,6 +8,7 @@ Law: a transformation computes on local tensors alone, so its result does not de
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -305,6 +306,9 @@ def like(values: Tree, local: Sequence[Tensor]) -> Tree:
     return tree.unflatten(spec, [like_leaf(x, new) for x, new in zip(leaves, local, strict=True)])
 
 
+_NEEDS_GRAD = operator.attrgetter("requires_grad")
+
+
 def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
     """The local tensors of several trees, to be overwritten by one kernel, in order; a quick test for the usual case.
 
@@ -319,7 +323,7 @@ def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
             return None
         columns.append(leaves)
     local = [[_compat.local_tensor(x) if isinstance(x, DTensor) else x for x in column] for column in columns]
-    return None if any(x.requires_grad for column in local for x in column) else local
+    return None if any(any(map(_NEEDS_GRAD, column)) for column in local) else local
 
 
 def like_leaf(x: Tensor, local: Tensor) -> Tensor:
