@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation (Foret et al. 2021) on two local ranks: two gradients a step, the second one uphill.
+"""Sharpness-aware minimization (Foret et al. 2021) on two local ranks: two gradients a step, the second one uphill.
 
 Run it with `python examples/sam.py`. The step is written out by hand; it trains on cut parameters under any strategy.
 """
@@ -36,7 +36,7 @@ def errors_of(params, batch):
 
 
 def rows_of(number, rows=ROWS):
-    """Points around one centre for each class; a part of the labels is wrong in training."""
+    """Points around one center for each class; a part of the labels is wrong in training."""
     labels, noises, flips = fs.random.split(fs.random.fold_in(fs.random.key(1), number), 3)
     y = fs.random.uniform(labels, (rows,), high=CLASSES).tensor().long()
     x = fs.random.normal(fs.random.key(7), (CLASSES, 16)).tensor()[y] + fs.random.normal(noises, (rows, 16)).tensor()
@@ -51,7 +51,7 @@ def train(strategy, rho):
     mesh, main = state.layout.mesh, state.layout.main
 
     def uphill(params, batch, key):
-        """The parameters in whose neighbourhood the loss is highest, to first order."""
+        """The parameters in whose neighborhood the loss is highest, to first order."""
         _, grads = fs.value_and_grad(loss_fn)(params, batch, key)  # cut as the parameters
         scale = rho / fs.global_norm(grads)
         return fs.tree.map(lambda p, g: p + scale * g, params, grads)

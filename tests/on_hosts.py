@@ -29,7 +29,7 @@ LAWS = {
     "hsdp": (fs.HSDP, {"replica": 2, "dp": 2}),
     "tp": (fs.zero(3), {"dp": 2, "tp": 2}),
 }
-"""Strategies and meshes of four ranks: the two ranks of a host are neighbours on the last axis."""
+"""Strategies and meshes of four ranks: the two ranks of a host are neighbors on the last axis."""
 STEPS, LOST_AT = 6, 3
 
 

@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 import fsharding as fs
 
 HERE = Path(__file__).parent
-COLOURS = ["#6f9bd1", "#7fb77e", "#e0a458", "#c47fb0"]  # of rank 0, 1, 2, 3
+COLORS = ["#6f9bd1", "#7fb77e", "#e0a458", "#c47fb0"]  # of rank 0, 1, 2, 3
 SEVERAL, NOBODY = "#d9d2e9", "#eeeeee"
 SHAPE = (8, 8)
 
@@ -40,7 +40,7 @@ def boxes(sharding: fs.NamedSharding, rank: int) -> Any:
 
 
 def leaf() -> Figure:
-    """One leaf on four ranks under five layouts; a part of one rank has the rank's colour."""
+    """One leaf on four ranks under five layouts; a part of one rank has the rank's color."""
     cases = {
         "zero(0), dp=4: four copies": planned(fs.zero(0), dp=4),
         "zero(3), dp=4": planned(fs.zero(3), dp=4),
@@ -56,8 +56,8 @@ def leaf() -> Figure:
                 holders.setdefault(box, []).append(rank)
         for ((top, bottom), (left, right)), ranks in holders.items():
             alone = len(ranks) == 1
-            colour, label = COLOURS[ranks[0]] if alone else SEVERAL, ("rank " if alone else "ranks\n")
-            axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colour, edgecolor="white"))
+            color, label = COLORS[ranks[0]] if alone else SEVERAL, ("rank " if alone else "ranks\n")
+            axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=color, edgecolor="white"))
             turn = 90 if right - left < 3 else 0
             text = label + ", ".join(map(str, ranks))
             axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", size=8, rotation=turn)
@@ -88,7 +88,7 @@ def strategies() -> Figure:
                 axes.add_patch(Rectangle((rank, y), 0.92, 0.8, facecolor=NOBODY))
                 for _, (left, right) in held:
                     x, width = rank + 0.92 * left / SHAPE[1], 0.92 * (right - left) / SHAPE[1]
-                    axes.add_patch(Rectangle((x, y), width, 0.8, facecolor=COLOURS[rank]))
+                    axes.add_patch(Rectangle((x, y), width, 0.8, facecolor=COLORS[rank]))
         axes.set(xlim=(-0.08, 4), ylim=(len(rows), -0.2))
         axes.set_yticks([y + 0.4 for y in range(len(rows))], list(rows), size=8)
         axes.set_xticks([rank + 0.46 for rank in range(4)], [f"rank {rank}" for rank in range(4)], size=8)

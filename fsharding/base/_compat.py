@@ -420,7 +420,7 @@ def drop_local(x: DTensor) -> None:
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised memory; on Linux, large CPU tensors ask for huge pages, which take far fewer page faults."""
+    """Uninitialized memory; on Linux, large CPU tensors ask for huge pages, which take far fewer page faults."""
     x = torch.empty(tuple(shape), dtype=dtype, device=device)
     if x.nbytes >= _HUGE and x.device.type == "cpu" and _madvise is not None and not is_fake(x):
         start = -(-x.data_ptr() // _PAGE) * _PAGE

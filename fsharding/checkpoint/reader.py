@@ -112,7 +112,7 @@ def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
 
 
 class _Blocks:
-    """The files of a checkpoint in checked blocks, of which the last few are kept; neighbours share blocks."""
+    """The files of a checkpoint in checked blocks, of which the last few are kept; neighbors share blocks."""
 
     def __init__(self, folder: Path, files: Mapping[str, SavedFile]) -> None:
         self._folder = folder

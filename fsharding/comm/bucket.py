@@ -36,9 +36,9 @@ class PieceGrid(NamedTuple):
     Attributes:
         first: the first of the members.
         counts: how many there are along each axis that cuts the leaf, major first.
-        strides: by how many members neighbours along each axis are apart.
+        strides: by how many members neighbors along each axis are apart.
         start: where the piece of the first one begins along the dim that is cut.
-        steps: by how many indices of that dim the pieces of neighbours along each axis are apart.
+        steps: by how many indices of that dim the pieces of neighbors along each axis are apart.
         length: indices of each piece.
     """
 
@@ -341,7 +341,7 @@ _WIDE = (torch.complex128, torch.int64, torch.int32)
 """Types of 16, 8 and 4 bytes, as which shorter elements are copied together."""
 
 _SHORT = 64
-"""Bytes up to which a run of neighbours is so short that a copy takes its time for each element, not for each byte."""
+"""Bytes up to which a run of neighbors is so short that a copy takes its time for each element, not for each byte."""
 
 _FEW = 4096
 """Elements below which a copy is not worth a second look."""

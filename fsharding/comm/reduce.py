@@ -97,7 +97,7 @@ def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Ten
 def _last_two(rows: Tensor, dtype: torch.dtype, *, donate: bool) -> tuple[Tensor, Tensor]:
     """The two terms of the last addition of the tree over at least two rows, in their order.
 
-    Each turn adds all pairs of neighbours at once. `rest` is the last term where it has no neighbour: it waits for the
+    Each turn adds all pairs of neighbors at once. `rest` is the last term where it has no neighbor: it waits for the
     next level that has one for it.
     """
     count = len(rows)

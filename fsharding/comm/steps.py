@@ -94,7 +94,7 @@ def _changes(
 
 
 def _runs(axes: tuple[str, ...], unreduced: Sequence[str]) -> list[tuple[str, ...]]:
-    """Neighbours that one collective can serve: both unreduced or neither; a minor `replica` stands alone."""
+    """Neighbors that one collective can serve: both unreduced or neither; a minor `replica` stands alone."""
     result: list[tuple[str, ...]] = []
     for axis in axes:
         alone = axis == "replica" and axis == axes[-1]

@@ -136,7 +136,7 @@ def make_shape(axes: dict[str, int], *, world: int, order: Sequence[str] = AXES)
     Args:
         axes: size by axis; one of them may be -1 and takes what is left.
         world: number of ranks.
-        order: all six axes, major first: which ranks are neighbours.
+        order: all six axes, major first: which ranks are neighbors.
 
     Returns:
         The mesh; axes of size 1 are left out, but `dp` stays when nothing else is there.

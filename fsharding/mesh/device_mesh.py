@@ -125,7 +125,7 @@ def make_mesh(
 
     Args:
         *unnamed: refused; every size has the name of its axis.
-        order: all six axes, major first: which ranks are neighbours.
+        order: all six axes, major first: which ranks are neighbors.
         device: "cpu" or "cuda"; by default "cuda" if there is one. Of several GPUs that a process sees it takes that of
             its `LOCAL_RANK`, or `SLURM_LOCALID`; one alone it takes whatever its number.
         timeout: how long a collective of any group of this mesh waits for its peers.
@@ -561,7 +561,7 @@ def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 
 
 def _strides(axes: Sequence[str], shape: AbstractMesh) -> dict[str, int]:
-    """How far neighbours along each of some axes are apart, where these are counted through, major first."""
+    """How far neighbors along each of some axes are apart, where these are counted through, major first."""
     result: dict[str, int] = {}
     stride = 1
     for axis in reversed(axes):

@@ -143,7 +143,7 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
     Args:
         c: sizes.
         params: leaves of one layer of `expert_draws`, as `gather_unit` gives them.
-        x_BTD: normalised activations of this rank's tokens.
+        x_BTD: normalized activations of this rank's tokens.
         sequence_dim: along which `tp` cuts the tokens outside of the region, if it does; see `ops.enter`.
 
     Returns:

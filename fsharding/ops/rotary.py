@@ -159,7 +159,7 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
     """Rotates queries or keys by their positions (Su et al. 2021, "RoFormer", eq. 34).
 
     Entry e of the first half of a head and entry e of the second half are a pair, which turns by the angle
-    `position * frequency[e]`; see `rotary_frequencies`. Computed in float32. Models whose pairs are neighbours, as
+    `position * frequency[e]`; see `rotary_frequencies`. Computed in float32. Models whose pairs are neighbors, as
     those of DeepSeek, are the same but for the order of rows in the weights that make queries and keys.
 
     Args:

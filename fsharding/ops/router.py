@@ -80,7 +80,7 @@ def route(
         bias: added to the scores when experts are chosen ([X]); it gets no gradient.
         normalize: divide the weights of a token by their sum.
         scale: factor of the weights, after that.
-        groups: experts are in so many groups of neighbours, of which a token sees some.
+        groups: experts are in so many groups of neighbors, of which a token sees some.
         kept_groups: how many: those with the largest sum of their two best scores (DeepSeek-V3, sec. 2.1.2).
 
     Raises:

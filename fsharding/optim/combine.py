@@ -174,12 +174,12 @@ def multi_transform(
 
     @public("fs.optim.multi_transform(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
-        labelled = label_tree(params)
-        _check_labels(params, labelled, groups)
-        _check_used(params, labelled, groups)
-        params_of = _split(params, labelled, groups)
-        shardings_of = _split(_pruned(context.shardings, params), labelled, groups)
-        whole_of = _split(_pruned(context.whole, params), labelled, groups)
+        labeled = label_tree(params)
+        _check_labels(params, labeled, groups)
+        _check_used(params, labeled, groups)
+        params_of = _split(params, labeled, groups)
+        shardings_of = _split(_pruned(context.shardings, params), labeled, groups)
+        whole_of = _split(_pruned(context.whole, params), labeled, groups)
         contexts = {g: replace(context, shardings=shardings_of[g], whole=whole_of[g]) for g in members}
         return MultiTransformState({g: t.init(params_of[g], contexts[g]) for g, t in members.items()})
 
@@ -189,12 +189,12 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         params = _pruned(params, updates)
-        labelled = label_tree(params if params is not None else updates)
-        updates_of = _split(updates, labelled, groups)
-        params_of = _split(params, labelled, groups)
-        contexts = _contexts(context, updates, labelled, groups)
+        labeled = label_tree(params if params is not None else updates)
+        updates_of = _split(updates, labeled, groups)
+        params_of = _split(params, labeled, groups)
+        contexts = _contexts(context, updates, labeled, groups)
         results = {g: t.update(updates_of[g], state.groups[g], params_of[g], contexts[g]) for g, t in members.items()}
-        return _merge(updates, labelled, results)
+        return _merge(updates, labeled, results)
 
     applies = {g: t.apply for g, t in members.items() if t.apply is not None}
     if len(applies) < len(members):
@@ -211,15 +211,15 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         pruned = tree.prune(params, updates, _LABELS)
-        labelled = label_tree(pruned)
-        updates_of = _split(updates, labelled, groups)
-        params_of = _split(pruned, labelled, groups)
-        contexts = _contexts(context, updates, labelled, groups)
+        labeled = label_tree(pruned)
+        updates_of = _split(updates, labeled, groups)
+        params_of = _split(pruned, labeled, groups)
+        contexts = _contexts(context, updates, labeled, groups)
         results = {
             g: apply_group(updates_of[g], state.groups[g], params_of[g], contexts[g], scale=scale)
             for g, apply_group in applies.items()
         }
-        return _merge(params, labelled, results)
+        return _merge(params, labeled, results)
 
     return ContextTransformation(init, update, apply, masks=all(t.masks for t in members.values()))
 
@@ -227,11 +227,11 @@ def multi_transform(
 _Groups = Mapping[str, Any]
 
 
-def _split(values: Tree, labelled: Tree, groups: _Groups) -> dict[str, Tree]:
+def _split(values: Tree, labeled: Tree, groups: _Groups) -> dict[str, Tree]:
     """A tree for each group, with None for the leaves of others; None for each group where there is no tree."""
     if values is None:
         return dict.fromkeys(groups)
-    return {g: tree.map(lambda x, label: x if label == g else None, values, labelled) for g in groups}  # noqa: B023
+    return {g: tree.map(lambda x, label: x if label == g else None, values, labeled) for g in groups}  # noqa: B023
 
 
 def _pruned(values: Tree, updates: Tree) -> Tree:
@@ -239,35 +239,35 @@ def _pruned(values: Tree, updates: Tree) -> Tree:
     return tree.prune(values, updates, _LABELS) if values is not None else None
 
 
-def _contexts(context: UpdateContext, updates: Tree, labelled: Tree, groups: _Groups) -> dict[str, UpdateContext]:
+def _contexts(context: UpdateContext, updates: Tree, labeled: Tree, groups: _Groups) -> dict[str, UpdateContext]:
     """The context of each group: its own shardings, and no norm, since the norm is that of all groups together."""
-    shardings = _split(_pruned(context.shardings, updates), labelled, groups)
+    shardings = _split(_pruned(context.shardings, updates), labeled, groups)
     return {g: replace(context, norm=None, shardings=shardings[g]) for g in groups}
 
 
-def _merge(values: Tree, labelled: Tree, results: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MultiTransformState]:
+def _merge(values: Tree, labeled: Tree, results: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MultiTransformState]:
     """The results of all groups as one tree, and their states; leaves without a label stay as they are in `values`."""
     by_group = {g: tree.named_leaves(result) for g, (result, _) in results.items()}
-    label_of = tree.named_leaves(labelled)
+    label_of = tree.named_leaves(labeled)
     merged = tree.map_with_path(lambda path, x: by_group[label_of[path]][path] if path in label_of else x, values)
     return merged, MultiTransformState({g: inner for g, (_, inner) in results.items()})
 
 
-def _check_labels(params: Tree, labelled: Tree, groups: _Groups) -> None:
+def _check_labels(params: Tree, labeled: Tree, groups: _Groups) -> None:
     rows: list[str] = []
-    tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labelled)
+    tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labeled)
     if rows:
         known = f"Labels are {listed(map(repr, groups))}."
         raise TreeError(message("has labels without a transformation.", rows, known))
 
 
-def _check_used(params: Tree, labelled: Tree, groups: _Groups) -> None:
+def _check_used(params: Tree, labeled: Tree, groups: _Groups) -> None:
     """Refuse groups that no leaf is in; frozen leaves have no label here, and may be those of a group."""
     if any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None)):
         return
-    used = set(tree.leaves(labelled))
+    used = set(tree.leaves(labeled))
     if used and (idle := [repr(group) for group in groups if group not in used]):
-        given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(labelled).items())
+        given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(labeled).items())
         mend = f"Leaves have {given}. Take the group out, or mend the labels."
         raise TreeError(message("has groups that no leaf is in.", idle, mend))
 

@@ -186,7 +186,7 @@ def peer(action: Action, owner: Owner) -> int:
 def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
     """The actions that the same rank must have in its table before an action.
 
-    A neighbour on the same rank hands over without messages, so its compute action stands for the receive.
+    A neighbor on the same rank hands over without messages, so its compute action stands for the receive.
 
     Returns:
         Tuples of alternatives; one of each is needed. Gathers and scatters are not among them: see `checking`.

@@ -436,10 +436,10 @@ class _Run:
             tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
-        """The neighbour's output for this stage: handed over on one rank, else a message, which is waited for."""
-        neighbour = stage - 1 if way == "F" else stage + 1
-        if self.schedule.is_local(min(stage, neighbour)):
-            return self.handed.pop((way, neighbour, m))
+        """The neighbor's output for this stage: handed over on one rank, else a message, which is waited for."""
+        neighbor = stage - 1 if way == "F" else stage + 1
+        if self.schedule.is_local(min(stage, neighbor)):
+            return self.handed.pop((way, neighbor, m))
         action = Action("RECV_F" if way == "F" else "RECV_B", stage, m)
         spec, leaves, pending = self.arrived.pop(action)
         self._guard(action, pending.wait)

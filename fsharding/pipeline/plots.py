@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "draw_bars", "draw_schedule", "metrics_rows", "plot_loss", "read_metrics", "require_matplotlib"]
 
 _MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
-_COLOURS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
+_COLORS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
 
 
 class Bar(NamedTuple):
@@ -194,10 +194,10 @@ def draw_schedule(
         for which, share in ((0, 1), (0, 2), (1, 2)):
             some = [(computes_in(a)[which], begin, end) for a, begin, end in row if len(computes_in(a)) == share]
             if some:
-                colours = [(_COLOURS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in some]
+                colors = [(_COLORS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in some]
                 bars = [(begin, end - begin) for _, begin, end in some]
                 top = rank - 0.45 + 0.9 * which / share
-                axes.broken_barh(bars, (top, 0.9 / share), facecolors=colours, edgecolors="white", linewidths=0.5)
+                axes.broken_barh(bars, (top, 0.9 / share), facecolors=colors, edgecolors="white", linewidths=0.5)
                 labels += [((begin + end) / 2, rank + (which - (share - 1) / 2) * 0.45, a) for a, begin, end in some]
         note = f" idle {times.idle_share(rank):.1%}, {times.in_flight[rank]} in flight"
         axes.text(times.total, rank, note, va="center", size=7)
@@ -232,11 +232,11 @@ def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, l
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     spreads = [row.spread / 2 for row in rows]
-    axes.barh(range(len(rows)), [row.length for row in rows], xerr=spreads, height=0.7, color=_COLOURS["F"])
+    axes.barh(range(len(rows)), [row.length for row in rows], xerr=spreads, height=0.7, color=_COLORS["F"])
     limits = [(i, row.limit) for i, row in enumerate(rows) if row.limit is not None]
     if limits:
         ends = [i - 0.45 for i, _ in limits], [i + 0.45 for i, _ in limits]
-        axes.vlines([at for _, at in limits], *ends, color=_COLOURS["W"], linewidth=2, label=limit)
+        axes.vlines([at for _, at in limits], *ends, color=_COLORS["W"], linewidth=2, label=limit)
         axes.legend(fontsize=7)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.invert_yaxis()

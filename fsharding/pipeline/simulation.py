@@ -235,7 +235,7 @@ class _Run:
         return self.arrived.get(("B", stage, microbatch))
 
     def _hand_over(self, action: Action) -> None:
-        """Gives a result to a neighbour on the same rank, and to any where the table has no messages."""
+        """Gives a result to a neighbor on the same rank, and to any where the table has no messages."""
         step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
         to = action.stage + step
         if step == 0 or not 0 <= to < len(self.owner):

@@ -46,7 +46,7 @@ def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
     """
     rows = list(_strangers(owner, microbatches, table)) + list(_odd_pairs(table))
     if rows:
-        return rows  # what follows looks up neighbours by index
+        return rows  # what follows looks up neighbors by index
     rows += _incomplete(owner, microbatches, table)
     rows += _unsent(owner, microbatches, table)
     rows += _disordered(owner, table)

@@ -242,7 +242,7 @@ def _joined(rows: Tensor, slot: Slot) -> Tensor:
             joined = part.reshape(members, slot.before, grid.length, slot.after).movedim(0, 1)
             parts.append(joined.reshape(*piece[: slot.dim], members * grid.length, *piece[slot.dim + 1 :]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, slot.dim)
-    # Pieces of one length are not neighbours where several axes cut a leaf unevenly.
+    # Pieces of one length are not neighbors where several axes cut a leaf unevenly.
     shapes = [slot.piece_shape(member) for member in range(math.prod(slot.axis_sizes))]
     pieces = [rows[i, slot.offset : slot.offset + math.prod(shape)].reshape(shape) for i, shape in enumerate(shapes)]
     return torch.cat(pieces, slot.dim)

@@ -82,7 +82,7 @@ class TrainConfig:
         log_every: seconds between lines of progress where there is no terminal; 0 for a line after every step.
         log: where metrics go besides `metrics.jsonl`: tensorboard, wandb, json; several with commas, or several times.
             wandb is offline unless WANDB_MODE says otherwise.
-        peak_tflops: peak TFLOP/s of a rank's device in `dtype`, for the utilisation; left out, that of a known GPU.
+        peak_tflops: peak TFLOP/s of a rank's device in `dtype`, for the utilization; left out, that of a known GPU.
         trace: number of a step whose chrome trace each rank writes below `out/trace`.
         json: print one JSON object at the end, and progress on standard error.
         config: a file of YAML or TOML with any of these options; those on the command line win.

@@ -416,7 +416,7 @@ def _save(config: TrainConfig, state: TrainState, data: Tokens | Packed, batches
 
 
 def _meter(config: TrainConfig, state: TrainState) -> Meter:
-    """Measures the steps of a run; its utilisation has no peak on a CPU unless the user gives one."""
+    """Measures the steps of a run; its utilization has no peak on a CPU unless the user gives one."""
     kind = _device(state.layout.mesh)
     peak = 1e12 * config.peak_tflops if config.peak_tflops is not None else None
     if peak is None and kind == "cuda":

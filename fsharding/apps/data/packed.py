@@ -4,7 +4,7 @@ In: documents of any lengths, a tokenizer, and the token that ends a document. O
 "targets"}`, int64[batch_size, seq_len]; targets are the tokens one place further. With `boundaries` also `documents`.
 Row n of an epoch-spanning stream begins at its token n * seq_len, so each token is a target once.
 Laws: a batch depends on its number alone, so no mesh sees other data than any other; and a position is a place among
-the documents, so that to go on from one costs the tokenising of one document, whatever was before it.
+the documents, so that to go on from one costs the tokenizing of one document, whatever was before it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Tokenised(NamedTuple):
+class _Tokenized(NamedTuple):
     """A document that some batch needs: where it is, and its ids with that of the end."""
 
     epoch: int
@@ -78,12 +78,12 @@ class _Documents:
         self.encoder = encoder
         self.column = column
 
-    def of_epoch(self, epoch: int, mark: Any, skipped: int) -> Iterator[_Tokenised]:
+    def of_epoch(self, epoch: int, mark: Any, skipped: int) -> Iterator[_Tokenized]:
         """The documents of an epoch from the chunk of a mark on, without the first `skipped` of that chunk."""
         for at, chunk in self.source.chunks(epoch, mark):
             for number, document in enumerate(chunk):
                 if number >= skipped and (ids := self.ids(document)).size:
-                    yield _Tokenised(epoch, at, number, ids)
+                    yield _Tokenized(epoch, at, number, ids)
             skipped = 0
 
     def ids(self, document: Any) -> npt.NDArray[np.int64]:
@@ -120,7 +120,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
 
     `batch(step)` is a pure function, as that of every data set here. As an iterator it gives one global batch after the
     other, from the position on that `state_dict` gives and `load_state_dict` takes. The position of the last batch and
-    the one after it are known; for a step further on, the documents between are tokenised, and for an earlier one all
+    the one after it are known; for a step further on, the documents between are tokenized, and for an earlier one all
     before it.
 
     Attributes:
@@ -141,7 +141,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     """
 
     # Invariant: `_next` is the place of the batch that the iterator gives next. `_ahead` are the documents from
-    # `_from` on that have been tokenised, and `_reading` gives those after them; both are only a cache of what follows
+    # `_from` on that have been tokenized, and `_reading` gives those after them; both are only a cache of what follows
     # from `_from`, which `_forget` empties.
 
     def __init__(
@@ -166,8 +166,8 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
 
     def _forget(self) -> None:
         self._from: _Place | None = None
-        self._ahead: list[_Tokenised] = []
-        self._reading: Iterator[_Tokenised] = iter(())
+        self._ahead: list[_Tokenized] = []
+        self._reading: Iterator[_Tokenized] = iter(())
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("_from", "_ahead", "_reading")}
@@ -198,7 +198,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Self:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
-            mend = "Give the loader num_workers=1: one worker is enough to tokenise beside the training."
+            mend = "Give the loader num_workers=1: one worker is enough to tokenize beside the training."
             rule = f"cannot divide its rows among {worker.num_workers} workers of a loader."
             raise DataError(message(rule, mend=mend))
         return self
@@ -353,7 +353,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
             parts["documents"] = owner_BT - owner_BT[:, :1]
         return {name: torch.from_numpy(part.astype(np.int64, copy=True)) for name, part in parts.items()}
 
-    def _from_place(self, place: _Place) -> Iterator[_Tokenised]:
+    def _from_place(self, place: _Place) -> Iterator[_Tokenized]:
         """All documents from a place on, epoch after epoch."""
         epoch = place.epoch
         mark = place.mark
@@ -401,7 +401,7 @@ def packed(
     """Global batches of documents that are joined end to end and cut into rows of one length.
 
     Every rank gives the same arguments, and takes its rows out of each batch with `fs.local_batch`: the batches are the
-    same for every mesh. Each rank tokenises all documents; where that takes longer than a step, write the tokens to a
+    same for every mesh. Each rank tokenizes all documents; where that takes longer than a step, write the tokens to a
     file first with `write_tokens`, or read ahead in a worker: `StatefulDataLoader(data, batch_size=None,
     num_workers=1)`.
 
@@ -409,7 +409,7 @@ def packed(
         documents: texts, lists of token ids, or rows that have one in `column`: in a list or a data set that is asked
             by number, such as `datasets.Dataset`; or in an iterable that begins anew with each `iter`, such as
             `datasets.IterableDataset`. The position of an iterable is its own `state_dict` where it has one; otherwise
-            the documents before are passed over, without being tokenised.
+            the documents before are passed over, without being tokenized.
         batch_size: rows of the global batch.
         seq_len: tokens of a row.
         tokenizer: a tokenizer.json or a directory that has one, a tokenizer of `tokenizers` or `transformers`, or a
@@ -461,7 +461,7 @@ def write_tokens(
     column: str | None = None,
     vocab_size: int | None = None,
 ) -> int:
-    """Tokenises all documents into a file that `from_tokens` and `open_data` map into memory: once, before training.
+    """Tokenizes all documents into a file that `from_tokens` and `open_data` map into memory: once, before training.
 
     Call it in one process. Beside the file goes `PATH.json`, with dtype, vocabulary and the id that ends a document.
 

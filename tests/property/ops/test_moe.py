@@ -22,7 +22,7 @@ class Case(NamedTuple):
     tokens: tuple[int, ...]
     experts: int
     top_k: int
-    favourites: int
+    favorites: int
     seed: int
 
 
@@ -33,7 +33,7 @@ def cases(draw):
         tokens=tuple(draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))),
         experts=experts,
         top_k=draw(st.integers(1, experts)),
-        favourites=draw(st.integers(1, experts)),
+        favorites=draw(st.integers(1, experts)),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -42,8 +42,8 @@ def routed(case, place):
     """The tokens of a place, `[N, 2]` with their place and number, and where they go."""
     count, generator = case.tokens[place], torch.Generator().manual_seed(case.seed * 8 + place)
     order = torch.rand(count, case.experts, generator=generator)
-    # The favourites go first, so that with few of them some experts get all tokens and others none.
-    order[:, : case.favourites] += 1
+    # The favorites go first, so that with few of them some experts get all tokens and others none.
+    order[:, : case.favorites] += 1
     experts = order.argsort(-1, descending=True)[:, : case.top_k]
     weights = torch.randint(-3, 4, (count, case.top_k), generator=generator).float()
     x = torch.stack([torch.full((count,), float(place)), torch.arange(float(count))], 1)

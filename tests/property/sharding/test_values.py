@@ -150,7 +150,7 @@ def test_explicit_assignments_tile_the_leaf(case):
 
 
 @given(st.lists(st.integers(0, 12), max_size=12))
-def test_runs_join_neighbours_and_keep_the_order(indices):
+def test_runs_join_neighbors_and_keep_the_order(indices):
     found = boxes.runs(indices)
     assert [i for start, stop in found for i in range(start, stop)] == indices
     assert all(a[1] != b[0] for a, b in itertools.pairwise(found))

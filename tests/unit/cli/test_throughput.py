@@ -56,7 +56,7 @@ def test_peaks_of_known_devices(device, dtype, tflops):
     assert peak_flops(device, dtype) == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
-def test_utilisation_is_that_of_all_ranks_and_absent_without_a_peak():
+def test_utilization_is_that_of_all_ranks_and_absent_without_a_peak():
     meter = Meter(flops=1e9, ranks=4, device_type="cpu", peak=1e12)
     rates = meter.rates(tokens=1000, seconds=0.5)
     assert rates["tokens_per_s_rank"] == 500

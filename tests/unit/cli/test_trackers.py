@@ -155,7 +155,7 @@ def test_a_new_run_sets_the_files_of_trackers_aside(tracked, config, tmp_path):
     assert len((out / "log.jsonl").read_text().splitlines()) == 1
 
 
-def test_progress_has_no_utilisation_of_an_unknown_device(config, tmp_path, capsys):
+def test_progress_has_no_utilization_of_an_unknown_device(config, tmp_path, capsys):
     options = ["--data", config.data, "--steps", "1", "--batch", "2", "--seq", "32", "--no-plot"]
     with pytest.raises(SystemExit, match="0"):
         main(["train", "--out", str(tmp_path / "a"), *options])

@@ -184,7 +184,7 @@ def test_a_wide_state_is_computed_with_in_its_dtype(name):
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "from_torch"])
 def test_weights_are_not_rounded_to_the_dtype_of_moments(name):
-    """Eight thousand neighbours in float32 that are one number in bfloat16 stay eight thousand."""
+    """Eight thousand neighbors in float32 that are one number in bfloat16 stay eight thousand."""
     opt = CASES[name][0](moments=BF16)
     weights = {"w": 1 + torch.arange(8192) * 2.0**-23}
     state = opt.init(weights)
