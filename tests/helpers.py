@@ -42,6 +42,11 @@ fake_groups_write = pytest.mark.skipif(
 )
 """Marks a test that computes with numbers on ranks that are not there."""
 
+cpu_multiplies_codes = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="torch before 2.13 has no scaled products on the CPU"
+)
+"""Marks a test of a kernel that multiplies quantized matrices on the CPU."""
+
 
 def crossed(
     *columns: Iterable[Any] | Mapping[str, tuple[Any, ...]], kept: Iterable[str], name: Callable[[Any], str] = str

@@ -27,6 +27,7 @@ from fsharding.base.errors import LayoutError
 from fsharding.ops import scaled_mm
 from fsharding.ops.grouped_matmul import _has_kernel, _takes_kernel
 from fsharding.testing import assert_bitwise_equal
+from tests.helpers import cpu_multiplies_codes
 
 
 def test_views_share_a_storage_id_and_other_tensors_have_others():
@@ -569,10 +570,7 @@ def test_the_compiler_leaves_frames_alone():
 
 
 # ------------------------------------------------------------------------------------------------------- low precision
-cpu_scales = pytest.mark.skipif(torch.__version__ < (2, 13), reason="no scaled products on the CPU before torch 2.13")
-
-
-@cpu_scales
+@cpu_multiplies_codes
 def test_scaled_products_take_scales_of_rows():
     a, b = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (5, 7))
     scales = torch.rand(5, 1), torch.rand(1, 7)
@@ -582,7 +580,7 @@ def test_scaled_products_take_scales_of_rows():
     torch.testing.assert_close(got, want)
 
 
-@cpu_scales
+@cpu_multiplies_codes
 def test_names_of_recipes_and_swizzles_are_those_of_torch():
     recipes = {"RowWise", "TensorWise", *(f"BlockWise{x}" for x in ("1x16", "1x32", "1x128", "128x128"))}
     assert recipes <= {*F.ScalingType.__members__}

@@ -15,7 +15,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.decoders import DecoderCase
-from tests.helpers import full, mesh_of, refusal
+from tests.helpers import cpu_multiplies_codes, full, mesh_of, refusal
 
 COLUMNS = ("w[qkv]*", "[gu]*[ep]")
 """The first product of attention and of the MLP, fused or not."""
@@ -264,6 +264,7 @@ def strictly():
     return [losses(in_columns(formats.ROWWISE, strict=strict), fs.zero(3), {"dp": 2}) for strict in (True, False)]
 
 
+@cpu_multiplies_codes
 def test_the_kernel_of_the_cpu_multiplies_in_both_directions():
     for kernel, reference in run_ranks(strictly, 2):
         assert not torch.equal(kernel, reference), "activations and gradients are rounded"

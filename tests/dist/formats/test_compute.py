@@ -11,7 +11,7 @@ from fsharding.base.errors import ConfigError
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.testing import run_ranks
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import full, mesh_of, refusal
+from tests.helpers import cpu_multiplies_codes, full, mesh_of, refusal
 
 SIZES = {"vocab": 40, "dim": 48, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 72}
 MODELS = {
@@ -212,6 +212,7 @@ def strictly(axes):
     return found
 
 
+@cpu_multiplies_codes
 def test_kernels_of_the_cpu_train_as_dequantized_products_do():
     for kernel, reference in run_ranks(strictly, 2, {"dp": 2}, timeout=60):
         assert kernel != reference, "activations are rounded"

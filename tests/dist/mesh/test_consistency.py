@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import _train
+from fsharding.base import _compat
 from fsharding.base.errors import BatchError, ConfigError
 from fsharding.testing import RankPool, run_ranks
 
@@ -120,8 +121,8 @@ def make_mesh(how):
 def asked(compared):
     """How often ranks compare, over steps in one layout, in another, and in the first one again."""
     step, state, batch = step_of(DEFAULT)
-    calls, found, real = [], [], dist.all_gather_single
-    with patch.object(dist, "all_gather_single", lambda *args, **how: calls.append(1) or real(*args, **how)):
+    calls, found, real = [], [], _compat.all_gather_single
+    with patch.object(_compat, "all_gather_single", lambda *args, **how: calls.append(1) or real(*args, **how)):
         for strategy in compared:
             state = fs.reshard(state, state.layout.with_strategy(strategy))
             calls.clear()

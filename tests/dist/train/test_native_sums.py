@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from fsharding.base import _compat
 from fsharding.base.errors import ConfigError
 from fsharding.checkpoint.serialized_layout import layout_of
 from fsharding.testing import assert_trees_close, run_ranks
@@ -34,7 +35,7 @@ def trained(name, ranks, precision, sums):
         return run
 
     with (
-        patch.object(dist, "reduce_scatter_single", counted("reduce_scatter", dist.reduce_scatter_single)),
+        patch.object(_compat, "reduce_scatter_single", counted("reduce_scatter", _compat.reduce_scatter_single)),
         patch.object(dist, "all_reduce", counted("all_reduce", dist.all_reduce)),
         patch.object(dist, "all_to_all_single", counted("all_to_all", dist.all_to_all_single)),
     ):
