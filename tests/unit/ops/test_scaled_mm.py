@@ -11,12 +11,13 @@ from fsharding.base.errors import ConfigError
 from fsharding.formats import Blocks, codec
 from fsharding.ops import scaled_mm
 from fsharding.ops.scaled_mm import ScaledKernel, takes_shapes
-from tests.helpers import refusal
+from tests.helpers import cpu_multiplies_codes, refusal
 
 ON_CPU = {"TENSORWISE": True, "ROWWISE": False}
 """Formats for which the CPU has a kernel, and whether it also takes transposed weights."""
 
 
+@cpu_multiplies_codes
 def test_which_kernels_there_are():
     for name in ("TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "MXFP8_E5M2", "MXFP4", "NVFP4"):
         format = getattr(formats, name)
@@ -43,6 +44,7 @@ def product_of_numbers(a, b):
     return a @ b.t()
 
 
+@cpu_multiplies_codes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", ON_CPU)
@@ -71,12 +73,14 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
     assert torch.equal(weight.grad, (left @ right).float()), "the gradient of the weight is of unrounded activations"
 
 
+@cpu_multiplies_codes
 def test_activations_are_rounded_token_by_token():
     x, w = torch.randn(8, 64), fs.quantize(torch.randn(32, 64), formats.TENSORWISE, strict=True)
     others = torch.cat((x[:4], 1000 * torch.randn(4, 64)))
     assert torch.equal(ops.product(x, w, 1)[:4], ops.product(others, w, 1)[:4])
 
 
+@cpu_multiplies_codes
 def test_a_tensor_of_numbers_is_rounded_for_the_kernel():
     w = torch.randn(32, 64)
     once = fs.dequantize(fs.quantize(w, formats.ROWWISE))
@@ -107,6 +111,7 @@ def test_a_strict_precision_is_refused_before_anything_is_gathered():
     )
 
 
+@cpu_multiplies_codes
 def test_a_wrong_kernel_does_not_count(monkeypatch):
     wrong = ScaledKernel(formats.ROWWISE, formats.ROWWISE, "cpu", "RowWise", False)
     assert scaled_mm._why_not(wrong, torch.bfloat16) == ""
