@@ -368,7 +368,7 @@ def functionalize(
     if rows:
         mend = "Use the layers and settings above; weights are cut by the layout, and gradients reduced by it."
         raise ConfigError(message("has layers whose state would be no leaf.", rows, mend))
-    net = modules.made(TeModule, module, units, names=names)
+    net = modules.made(TeModule, module, units, modules.ModuleOptions(names=names))
     net.begin(recipe, tuple(layers) if _is(recipe, "delayed") else (), package)
     return net
 

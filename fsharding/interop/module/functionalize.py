@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -37,7 +37,18 @@ from fsharding.sharding.partition_spec import AxisRules
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
 
-__all__ = ["PureModule", "functionalize", "made"]
+__all__ = ["ModuleOptions", "PureModule", "functionalize", "made"]
+
+
+class ModuleOptions(NamedTuple):
+    """The keywords of `functionalize`, where they are described."""
+
+    names: NameTable | None = None
+    roles: Roles | None = None
+    reset: Reset | None = None
+    policy: Policy = policies.save_except_gathered
+    cast_inputs: bool = True
+    buffers: str | Sequence[str] = ()
 
 
 class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with other arguments"):
@@ -80,27 +91,22 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         self,
         module: nn.Module,
         anatomy: Anatomy,
+        options: ModuleOptions,
         *,
-        roles: Roles,
         heads: Mapping[str, int],
         files: Mapping[str, Name],
-        reset: Reset | None,
-        policy: Policy,
-        cast_inputs: bool = True,
         written: Sequence[str] = (),
     ) -> None:
         """Made by `functionalize`."""
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         self._module = module
-        self._reset = reset
-        self._policy = policy
-        self._cast_inputs = cast_inputs
+        self._options = options
         self._heads = dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
-        by_path = layer_roles(module, roles)
+        by_path = layer_roles(module, options.roles or {})
         self._tried = functools.cache(functools.partial(unfit_roles, module, by_path.roles))
-        self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, reset), written=written)
+        self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, options.reset), written=written)
         self._engine.open()
         own = self._engine.persistent(), _aliases(module), self._engine.written_as()
         in_module = ModuleNames(sources, *own)
@@ -129,7 +135,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         Raises:
             ConfigError: when values are taken: parameters on the meta device that nothing draws; all are listed.
         """
-        return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._reset))
+        return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._options.reset))
 
     def init_buffers(self) -> dict[str, Tensor]:
         """First values of the buffers that the forward writes, as the module has them; `init_state` takes them.
@@ -195,8 +201,8 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             TreeError: the parameters are another module's.
         """
         leaves = self._leaves(params)
-        cast = self._cast_inputs
-        run = Run(self._engine, self._policy, leaves, random_key, buffers, cast_inputs=cast)
+        cast = self._options.cast_inputs
+        run = Run(self._engine, self._options.policy, leaves, random_key, buffers, cast_inputs=cast)
         result = run.forward(args, kwargs)
         return result if buffers is None else (result, run.buffers)
 
@@ -322,28 +328,23 @@ def functionalize(
         >>> value.shape
         torch.Size([])
     """
-    return made(
-        PureModule, module, units, names=names, roles=roles, reset=reset, policy=policy, cast_inputs=cast_inputs,
-        buffers=buffers,
-    )  # fmt: skip
+    return made(PureModule, module, units, ModuleOptions(names, roles, reset, policy, cast_inputs, buffers))
 
 
 @named("fs.functionalize")
 def made(
     kind: type[P],
     module: nn.Module,
-    units: UnitPatterns | None = None,
-    *,
-    names: NameTable | None = None,
-    roles: Roles | None = None,
-    reset: Reset | None = None,
-    policy: Policy = policies.save_except_gathered,
-    cast_inputs: bool = True,
-    buffers: str | Sequence[str] = (),
+    units: UnitPatterns | None,
+    options: ModuleOptions,
 ) -> P:
     """`functionalize`, whose result is of a class that adds to `PureModule`."""
     check_module(module)
-    check_policy(policy)
+    check_policy(options.policy)
+    names = options.names
+    roles = options.roles
+    reset = options.reset
+    buffers = options.buffers
     family = family_of(module) if units is None else None
     if units is None and family is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
@@ -361,14 +362,5 @@ def made(
     anatomy = plan(module, units, names)
     heads = family.heads_of(module) if family is not None else {}
     files = family.files if family is not None else {}
-    return kind(
-        module,
-        anatomy,
-        roles=roles or {},
-        heads=heads,
-        files=files,
-        reset=reset,
-        policy=policy,
-        cast_inputs=cast_inputs,
-        written=written_buffers(module, written),
-    )
+    options = options._replace(names=names, roles=roles, reset=reset)
+    return kind(module, anatomy, options, heads=heads, files=files, written=written_buffers(module, written))
