@@ -163,9 +163,12 @@ def piped_by_torch(name, ranks):
     return torch.stack(losses).sum().detach() if losses else None, grads
 
 
+ZBV = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own zbv loses its connections before torch 2.13")
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("1f1b", 2), ("zbv", 2), *(pytest.param(n, r, marks=full) for r in (2, 4) for n in THEIRS)],
+    [("1f1b", 2), pytest.param("zbv", 2, marks=ZBV), *(pytest.param(n, r, marks=full) for r in (2, 4) for n in THEIRS)],
 )
 def test_pipelines_are_those_of_torch(name, ranks):
     both = run_ranks(piped, ranks, name, ranks), run_ranks(piped_by_torch, ranks, name, ranks)
