@@ -48,10 +48,9 @@ class ScaledKernel:
         reason: why there is none.
 
     Example:
-        >>> print(fs.ops.scaled_kernel(fs.formats.ROWWISE))
-        float8_e4m3fn[row, float32] on cpu: RowWise, with activations in float8_e4m3fn[row, float32]
-        >>> fs.ops.scaled_kernel(fs.formats.NVFP4).exists
-        False
+        >>> kernel = fs.ops.scaled_kernel(fs.formats.NVFP4)
+        >>> kernel.exists, kernel.device
+        (False, 'cpu')
     """
 
     format: Blocks
