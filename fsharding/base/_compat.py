@@ -43,19 +43,16 @@ from fsharding.base.errors import LayoutError, message
 
 __all__ = [
     "all_gather_several", "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh",
-    "cache_on_mesh",
-    "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh", "device_mesh_of",
-    "drop_local", "enclose_full_tensor", "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
+    "cache_on_mesh", "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh",
+    "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller",
     "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by", "left_to_python",
-    "like_dtensor",
-    "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
-    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_single",
-    "refuse_backward", "refuse_full_tensor",
-    "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data", "shapes_only", "storage_id",
-    "storage_users", "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage",
-    "WeakStorage", "with_values",
+    "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
+    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_single", "refuse_backward",
+    "refuse_full_tensor", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
+    "shapes_only", "storage_id", "storage_users", "torch_pipeline_order", "unpack", "version_of", "versions_of",
+    "visit_first", "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -613,15 +610,14 @@ def keep_unequal(mesh: DeviceMesh) -> None:
     mesh._hash = None
 
 
-# Torch renamed these collectives in 2.13 and warns about the older names from then on.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+def _known(owner: Any, name: str, before: str) -> str:
+    """The name of a collective: torch renamed these in 2.13 and warns about the older names from then on."""
+    return name if hasattr(owner, name) else before
 
-_ALL_GATHER_SEVERAL = (
-    "all_gather_single_coalesced"
-    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-    else "allgather_into_tensor_coalesced"
-)
+
+_ALL_GATHER = _known(dist, "all_gather_single", "all_gather_into_tensor")
+_REDUCE_SCATTER = _known(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+_ALL_GATHER_SEVERAL = _known(dist.ProcessGroup, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 
 def all_gather_several(gathered: list[Tensor], own: list[Tensor], *, group: dist.ProcessGroup) -> dist.Work:

@@ -1,4 +1,4 @@
-"""How each leaf of a parameter tree is sent: the wire of its gather, that of its gradient's terms, and their rounding.
+"""How each leaf of a parameter tree is sent: the wires of its gather and of its gradient's terms, and their rounding.
 
 In: a `Precision`, the leaves of a tree, a key. Out: a `LeafWires`, which gives the wires of one leaf of a unit and the
 numbers in [0, 1) by which these round, where rounding is keyed.
@@ -20,7 +20,6 @@ from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.tree import Tree
 from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
-from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
 from fsharding.mesh.device_mesh import Mesh, data_position
@@ -59,11 +58,11 @@ class LeafWires(Protocol):
 
     @property
     def quantized(self) -> bool:
-        """Whether a loss function gets leaves as `Quantized`, which it may dequantize."""
+        """True if a loss function gets leaves as `Quantized`, which it may dequantize."""
         ...
 
     def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
-        """The wire by which a leaf of a unit is gathered.
+        """Return the wire by which a leaf of a unit is gathered.
 
         Args:
             index: of the leaf.
@@ -73,11 +72,11 @@ class LeafWires(Protocol):
         ...
 
     def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
-        """The wire of the terms of its gradient, if it is another one than that of later sums; arguments as there."""
+        """Return the wire of the terms of its gradient; None for the wire of later sums. Arguments as in `gather`."""
         ...
 
     def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
-        """The numbers by which the shard of a leaf of a unit is rounded.
+        """Draw the numbers by which the shard of a leaf of a unit is rounded.
 
         Args:
             index: of the leaf.
@@ -90,7 +89,7 @@ class LeafWires(Protocol):
     def term_noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device
     ) -> Tensor:
-        """The numbers by which a term of its gradient is rounded; arguments as in `noise`."""
+        """Draw the numbers by which a term of its gradient is rounded; arguments as in `noise`."""
         ...
 
 
@@ -106,7 +105,7 @@ def wires_of(
         mesh: of the parameters.
         microbatch: its number.
     """
-    if precision.gather is None and not isinstance(precision.reduce, Blocks):
+    if not precision.has_formats:
         return _PlainWires()
     return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
 
@@ -130,7 +129,7 @@ class _PlainWires:
 
 @dataclass(frozen=True)
 class _FormatWires:
-    """Leaves that a precision gives a format travel in it.
+    """Leaves that a precision gives a format are sent in it.
 
     Attributes:
         precision: with `gather`, or a format in `reduce`.
@@ -211,7 +210,7 @@ def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Ten
 def keyed_noise(
     key: Tensor | None, path: str, shape: Sequence[int], ranges: Sequence[Runs], device: torch.device
 ) -> Tensor:
-    """The numbers in [0, 1) by which some ranges of a leaf are rounded.
+    """Draw the numbers in [0, 1) by which some ranges of a leaf are rounded.
 
     Args:
         key: int64[2].
@@ -238,9 +237,7 @@ def check_patterns(precision: Precision, params: Tree) -> None:
     Raises:
         LayoutError: such a pattern; all are listed.
     """
-    if not (isinstance(precision.gather, Blocks) or isinstance(precision.reduce, Blocks)):
-        return
-    if precision.keep is KEEP and not precision.columnwise:
+    if not precision.has_formats or (precision.keep is KEEP and not precision.columnwise):
         return
     shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)
     precision.check_leaves(tuple(PatternLeaf(p, shape, len(shape) > 2) for p, shape in shapes))

@@ -75,13 +75,9 @@ def roundings_in_flight(
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
-    """Parameters at rest that are main parameters, rounded to what a loss function sees; others as they are.
+    """Round parameters at rest that are main parameters to what a loss function sees; others stay as they are.
 
-    Args:
-        params: of a state in the layout.
-        layout: of the state.
-        precision: of the call, as `Layout.in_flight` gives it.
-        key: for keyed rounding.
+    Args: as in `roundings_in_flight`.
     """
     given = _mains_in_flight(params, layout, precision)
     if not given:
@@ -144,7 +140,8 @@ def _noise_at_rest(at: AtRest, key: Tensor | None) -> Callable[[int, int], Tenso
     ranges = list(node.sharding.grid(node.shape) or ())
     shape = tuple(node.shape)
     if is_stacked(at.leaf.names):
-        ranges[0], shape = grid[0], (at.leaf.shape[0], *shape[1:])
+        ranges[0] = grid[0]
+        shape = (at.leaf.shape[0], *shape[1:])
     device = node.value.device
     return lambda start, stop: keyed_noise(
         key, at.leaf.path, shape, [cut_runs(ranges[0], start, stop), *ranges[1:]], device

@@ -280,6 +280,11 @@ class Precision:
             raise LayoutError(message("got a precision with patterns that match no leaf.", rows, mend))
 
     @property
+    def has_formats(self) -> bool:
+        """Whether weights, or terms of gradients, are sent in a format."""
+        return isinstance(self.gather, Blocks) or isinstance(self.reduce, Blocks)
+
+    @property
     def keyed_weights(self) -> bool:
         """Whether weights are rounded by a key."""
         return isinstance(self.gather, Blocks) and self.gather.keyed

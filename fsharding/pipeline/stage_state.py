@@ -77,7 +77,9 @@ class StageState:
         """Makes sums that are zero, and rounds parameters that are not gathered by the stage, which is collective."""
         precision = options.precision
         key = options.key
-        self.model, self.schedule, self.layout = model, schedule, layout
+        self.model = model
+        self.schedule = schedule
+        self.layout = layout
         self.precision = precision.of_rounded()
         self.rank = axis_index("pp", layout.mesh)
         row = schedule.actions_on(self.rank)

@@ -15,6 +15,7 @@ Law: a captured step gives the states and metrics of the step itself, in every b
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,10 +148,7 @@ class CapturedStep:
             step: that is captured.
             graph: that it goes into.
         """
-
-        def run() -> _Recorded:
-            return _run(step, self._plan, self._state, self._batch, self._stop)
-
+        run = functools.partial(_run, step, self._plan, self._state, self._batch, self._stop)
         for _ in range(_WARM_UPS):
             graph.warm_up(run)
         self._graph, self._recorded = graph, graph.record(run)
@@ -367,10 +365,7 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         plan = replace(plan, buffers=Pool())
         own = tree.map(torch.clone, batch)
         bit = torch.zeros((), dtype=torch.float64, device=metrics.loss.device)
-
-        def run() -> _Recorded:
-            return _run(step, plan, static, own, bit)
-
+        run = functools.partial(_run, step, plan, static, own, bit)
         run()  # The first call makes the buffers of the pool; all later ones take them again.
         check_operations(run)
     return CapturedStep(plan, static, own, bit)
