@@ -3,12 +3,13 @@
 # process and on as many ranks as there are GPUs: NCCL 2.28 refuses two ranks on one GPU. Without a GPU it does the same
 # on the CPU at a tiny size.
 #
-#   bench/gpu.sh [OUT]     results go to OUT (default: runs/gpu): one JSON and one log for each measurement
+#   bench/gpu.sh [OUT [NAME...]]   results go to OUT (default: runs/gpu): one JSON and one log for each measurement;
+#                                  with names, such as tests and memory, these alone
 #
 # PYTHON names the interpreter (default: .venv/bin/python if it is there, else python3); fsharding has to be importable.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out="${1:-runs/gpu}"
+out="${1:-runs/gpu}" only=" ${*:2} "
 mkdir -p "$out"
 python="${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -23,8 +24,10 @@ else
 fi
 
 failed=0
+wanted() { [[ -z "${only// }" || "$only" == *" $1 "* ]]; }
 measure() { # name, then the command
     local name="$1"; shift
+    wanted "$name" || return 0
     echo "== $name: $*"
     if timeout 540 "$@" >"$out/$name.json" 2>"$out/$name.log"; then
         "$python" bench/show_rows.py "$out/$name.json"
@@ -39,17 +42,19 @@ step() { # ranks, then options
 }
 export -f step; export python preset dtype batch length rounds
 
-echo "== tests/gpu"
-timeout 540 "$python" -m pytest -q -p no:cacheprovider -m '' tests/gpu 2>&1 | tee "$out/tests.log" | tail -n 15
-[[ ${PIPESTATUS[0]} -eq 0 ]] || failed=1
-
-measure one-rank bash -c 'step 1'
-measure one-rank-compiled bash -c 'step 1 --compiled'
-if [[ -n "$graphs" ]]; then  # a step of the 1 B model, and one so short that its host is what it waits for
-    pair="--contenders compute-only fsharding-zero3 fsharding-zero3-captured"
-    measure captured bash -c "step 1 $pair"
-    preset=bench-34m batch=1 length=128 measure captured-short bash -c "step 1 $pair"
+if wanted tests; then
+    echo "== tests/gpu"
+    timeout 540 "$python" -m pytest -q -p no:cacheprovider -m '' tests/gpu 2>&1 | tee "$out/tests.log" | tail -n 15
+    [[ ${PIPESTATUS[0]} -eq 0 ]] || failed=1
 fi
+
+# Four models of bench-1b with their moments and gradients take 61 GB; all contenders would need more than one GPU has.
+few="compute-only fsdp2 fsharding-zero3"
+measure one-rank bash -c "step 1 --contenders $few ${graphs:+fsharding-zero3-captured}"
+if [[ -n "$graphs" ]]; then  # a step so short that it waits for its host
+    preset=bench-34m batch=1 length=128 measure captured-short bash -c "step 1 --contenders $few fsharding-zero3-captured"
+fi
+measure one-rank-compiled bash -c "step 1 --compiled --contenders $few"
 for ranks in 2 4 8; do
     if (( ranks <= gpus )); then measure "ranks-$ranks" bash -c "step $ranks"; fi
 done

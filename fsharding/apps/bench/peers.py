@@ -29,7 +29,7 @@ from fsharding.sharding.leaf_plan import LAYERS
 
 __all__ = ["B1", "B2", "PEERS", "RATE", "Task", "first_dims", "forward_bytes", "fsdp2_module", "missing"]
 
-RATE = 1e-3
+RATE = 1e-4  # With 1e-3, bfloat16 sums of a GPU that come in any order part two equal runs by 1 % within 7 steps.
 B1 = 0.9
 B2 = 0.95
 """Of everyone's AdamW, without weight decay."""
