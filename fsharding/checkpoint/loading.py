@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat, tree
+from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.public import check_path, public, refuse
@@ -30,7 +30,7 @@ from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
-from fsharding.checkpoint.state_leaves import BUFFERS, Want, device_of, leaves_in, main_wants, saved_sharding, staged
+from fsharding.checkpoint.state_leaves import BUFFERS, Want, device_of, leaves_in, main_wants, saved_sharding
 from fsharding.checkpoint.writer import METADATA
 from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
@@ -274,8 +274,9 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     moments = layout.precision.moments
     whole = layout.meta_main()
     state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
-    for path, (x, sharding, shape) in leaves_in(state, layout).items():
-        wanted[path] = Want(shape, x.dtype, sharding, device_of(layout) if x.is_meta else x.device)
+    for path, leaf in leaves_in(state, layout).items():
+        device = device_of(layout) if leaf.local.is_meta else leaf.local.device
+        wanted[path] = Want(leaf.shape, leaf.local.dtype, leaf.sharding, device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 
@@ -390,22 +391,11 @@ def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[
 
 def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """Reads this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
-    shards = {
-        path: staged(
-            want.shape,
-            want.sharding,
-            _compat.fresh(
-                want.shape if want.sharding is None else want.sharding.local_shape(want.shape), want.dtype, want.device
-            ),
-        )
-        for path, want in wanted.items()
-    }
-    parts = [(path, box, out) for path, x in shards.items() for box, out in x.kept().values()]
+    leaves = {path: want.empty() for path, want in wanted.items()}
+    parts = [(path, box, out) for path, leaf in leaves.items() for box, out in leaf.kept().values()]
     for path, box, out in sorted(parts, key=lambda part: source.position(part[0], part[1])):
         source.read(path, box, out)
-    return {
-        path: x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for path, x in shards.items()
-    }
+    return {path: leaf.at_rest() for path, leaf in leaves.items()}
 
 
 def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> TrainState:

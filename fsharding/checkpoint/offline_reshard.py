@@ -25,7 +25,7 @@ from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.saving import finish
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
-from fsharding.checkpoint.state_leaves import Shards, saved_sharding
+from fsharding.checkpoint.state_leaves import StateLeaf, saved_sharding
 from fsharding.checkpoint.writer import Writer, Written
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape
 from fsharding.sharding import boxes
@@ -119,7 +119,7 @@ def _by_rank(
 ) -> dict[int, list[tuple[str, Box]]]:
     """The boxes that each rank would write, in its order; ranks that would write nothing are left out."""
     leaves = {
-        path: Shards(leaf.shape, None, torch.empty(0, dtype=getattr(torch, leaf.dtype)), homes[path])
+        path: StateLeaf(leaf.shape, homes[path], torch.empty(0, dtype=getattr(torch, leaf.dtype)))
         for path, leaf in sorted(manifest.tree.items())
     }
     writers = shares(leaves, range(mesh.size))

@@ -1,6 +1,6 @@
 """Replicas: whether ranks that hold the same part of a leaf hold the same bytes of it.
 
-In: a `TrainState`, or its leaves as `Shards`. Out: nothing, or one error on every rank that names leaves and ranks.
+In: a `TrainState`, or its leaves as `StateLeaf`. Out: nothing, or one error on every rank that names leaves and ranks.
 A rank sends one checksum for each set of ranks with which it shares parts; those of single parts travel only where two
 such checksums differ. Law: one flipped bit of a part that several ranks hold is found, and the leaf is named.
 """
@@ -17,7 +17,7 @@ from fsharding.base.errors import ReplicaError, message
 from fsharding.base.public import public, refuse
 from fsharding.checkpoint.collective_call import together
 from fsharding.checkpoint.save_plan import holders_of
-from fsharding.checkpoint.state_leaves import Shards, leaves_beside, shards_of, staged
+from fsharding.checkpoint.state_leaves import StateLeaf, leaves_beside
 from fsharding.mesh.consistency import checksum, digest
 from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.mesh.failures import called_by_all
@@ -66,7 +66,7 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
 
     def look() -> tuple[dict[Holders, list[SharedBox]], dict[Holders, int]]:
         check_state(state)
-        constants = {f"buffers.{name}": staged(tuple(x.shape), None, x) for name, x in constants_of(model).items()}
+        constants = {f"buffers.{name}": StateLeaf(tuple(x.shape), None, x) for name, x in constants_of(model).items()}
         shared = shared_boxes(_everything(state) | constants, abstract(state.layout.mesh).members)
         return shared, checksums(shared)
 
@@ -74,19 +74,19 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
         raise ReplicaError(message(f"finds {len(rows)} parts that differ between ranks.", rows, MEND))
 
 
-def _everything(state: TrainState) -> dict[str, Shards]:
+def _everything(state: TrainState) -> dict[str, StateLeaf]:
     """Every leaf of a state as this rank holds it, by path: also the parameters beside main ones."""
-    result: dict[str, Shards] = {}
+    result: dict[str, StateLeaf] = {}
     for kind in ("params", "main"):
         values = getattr(state, kind)
         flat = [] if values is None else tree.flatten_up_to(state.layout.structure, values)
         for leaf, x in zip(state.layout.leaves, flat, strict=False):
             if x is not None:
-                result[leaf.path_in(kind)] = staged(leaf.shape, getattr(leaf, kind), local_of(x).detach())
-    return result | {path: shards_of(x) for path, x in leaves_beside(state).items()}
+                result[leaf.path_in(kind)] = StateLeaf(leaf.shape, getattr(leaf, kind), local_of(x).detach())
+    return result | leaves_beside(state)
 
 
-def shared_boxes(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
+def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
     """The parts that this rank shares with others, by all ranks that hold them, in the order of paths and boxes.
 
     Args:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fsharding.base._compat import cache_on_its_mesh
-from fsharding.checkpoint.state_leaves import Shards
+from fsharding.checkpoint.state_leaves import StateLeaf
 from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
@@ -20,7 +20,7 @@ __all__ = ["holders_of", "shares"]
 Corner = tuple[int, ...]
 
 
-def shares(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[str, dict[Corner, int]]:
+def shares(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Corner, int]]:
     """The rank that writes each box, by path and corner; those with few holders come first, then large ones.
 
     Args:
@@ -42,7 +42,7 @@ def shares(leaves: Mapping[str, Shards], ranks: Sequence[int]) -> dict[str, dict
     return result
 
 
-def holders_of(x: Shards, ranks: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
+def holders_of(x: StateLeaf, ranks: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
     """For each box of a leaf by its corner: how many elements it has, and which ranks hold it.
 
     Args:

@@ -36,7 +36,7 @@ from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
-from fsharding.checkpoint.state_leaves import Shards, StateLeaf, content, digest, objections, shards_of
+from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections
 from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
@@ -269,13 +269,13 @@ def plan_save(
     if not isinstance(state, TrainState):
         mend = "Give the whole state: fs.checkpoint.save(path, state)."
         raise refuse("a path, then a TrainState", state, mend)
-    named = content(state)
+    leaves = content(state)
     target = real_path(path)
 
     def check() -> tuple[_Planned, _Told]:
         if data is not None:
             check_stateful(data)
-        job, facts, shared = _check(target, named, state, extra)
+        job, facts, shared = _check(target, leaves, state, extra)
         facts["data"] = "none" if data is None else "a position"
         position = None if data is None else own_position(data, state.layout)
         return (dataclasses.replace(job, after=after), shared), (facts, checksums(shared), position)
@@ -294,24 +294,23 @@ def plan_save(
         raise CheckpointError(message(rule, mend=mend))
     manifest = dataclasses.replace(job.manifest, step=int(step), data=positions)
     if positions is not None:
-        check_readable(text_of(manifest), _bytes_of({path: shards_of(x) for path, x in named.items()}))
+        check_readable(text_of(manifest), _bytes_of(leaves))
     return dataclasses.replace(job, manifest=manifest)
 
 
-def _bytes_of(leaves: Mapping[str, Shards]) -> int:
+def _bytes_of(leaves: Mapping[str, StateLeaf]) -> int:
     """Return the bytes of all leaves, which the files of the checkpoint have at least."""
     return sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values())
 
 
 def _check(
-    target: Path, named: dict[str, StateLeaf], state: TrainState, extra: Any
+    target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any
 ) -> tuple[Job, dict[str, str], dict[Holders, list[SharedBox]]]:
     """The work to do, the facts that must be the same on all ranks, and the parts that some of them share."""
-    if rows := objections(named):
+    if rows := objections(leaves):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(rule, rows))
     check_state(state)
-    leaves = {path: shards_of(x) for path, x in named.items()}
     _check_extra(extra)
     manifest = _manifest(state, leaves, extra)
     check_readable(text_of(manifest), _bytes_of(leaves))
@@ -361,7 +360,7 @@ def _same_everywhere(checked: list[dict[str, str]]) -> None:
         raise CheckpointError(message("got different values on different ranks.", rows, mend))
 
 
-def _manifest(state: TrainState, leaves: dict[str, Shards], extra: Any) -> Manifest:
+def _manifest(state: TrainState, leaves: dict[str, StateLeaf], extra: Any) -> Manifest:
     return Manifest(
         step=int(state.step),
         layout=describe_layout(state.layout),

@@ -1,12 +1,13 @@
 """The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds.
 
-In: a `TrainState`, or a layout and what is to be loaded into it. Out: `Shards` by path.
+In: a `TrainState`, or a layout and what is to be loaded into it. Out: `StateLeaf` or `Want` by path.
 `params.*` are the main parameters, whatever the precision and strategy: the copy that computes is derived from them.
 Law: two states that differ in layout alone give the same paths, shapes and dtypes, and boxes that tile the same leaves.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import tree
+from fsharding.base import _compat, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, LayoutError, message
 from fsharding.base.public import refuse
@@ -33,47 +34,43 @@ from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of,
 from fsharding.train.state import TrainState, main_of
 
 __all__ = [
-    "BUFFERS",
-    "Shards",
-    "StateLeaf",
-    "Want",
-    "content",
-    "device_of",
-    "digest",
-    "leaves_beside",
-    "leaves_in",
-    "main_wants",
-    "objections",
-    "saved_sharding",
-    "shards_of",
-    "staged",
-]
+    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "leaves_beside", "leaves_in", "main_wants",
+    "objections", "saved_sharding",
+]  # fmt: skip
 
 BUFFERS = "buffers."
 """The beginning of the paths of buffers; the rest, dots included, is the name."""
 
 
 @dataclass(frozen=True)
-class Shards:
-    """This rank's part of one leaf.
+class StateLeaf:
+    """A leaf of a state, and this rank's part of it.
 
     Attributes:
         shape: global shape.
-        grid: the index ranges that it holds along each dim; None if it holds nothing.
-        local: the local tensor.
-        sharding: None for a plain tensor, which every rank holds whole.
+        sharding: where it is; None for a plain tensor, which every rank holds whole. Explicit owners are known to the
+            layout alone, not to a DTensor.
+        local: the local tensor; what is no tensor cannot be saved.
     """
 
     shape: tuple[int, ...]
-    grid: Grid | None
-    local: Tensor
     sharding: NamedSharding | None
+    local: Any
+
+    @functools.cached_property
+    def grid(self) -> Grid | None:
+        """The index ranges that this rank holds along each dim; None if it holds nothing."""
+        return boxes.grid_of(self.shape) if self.sharding is None else self.sharding.grid(self.shape)
 
     @property
     def saved(self) -> SavedLeaf:
         """The leaf as the manifest has it."""
         spec = None if self.sharding is None else str(self.sharding)
         return SavedLeaf(self.shape, dtype_name(self.local.dtype) or "", spec)
+
+    def at_rest(self) -> Tensor:
+        """The leaf as a state has it: a DTensor, or a plain tensor."""
+        return self.local if self.sharding is None else self.sharding.to_dtensor(self.local, self.shape)
 
     def kept(self) -> dict[tuple[int, ...], tuple[Box, Tensor]]:
         """The parts by offset; empty ones only of a leaf that is empty as a whole."""
@@ -104,19 +101,10 @@ class Want(NamedTuple):
     def __str__(self) -> str:
         return str(LeafType(self.shape, self.dtype))
 
-
-class StateLeaf(NamedTuple):
-    """A leaf of a state.
-
-    Attributes:
-        value: a tensor; anything else cannot be saved.
-        sharding: where it is; None for a plain tensor. Explicit owners are known to the layout alone, not to a DTensor.
-        shape: global shape.
-    """
-
-    value: Any
-    sharding: NamedSharding | None
-    shape: tuple[int, ...]
+    def empty(self) -> StateLeaf:
+        """The leaf, with memory that is to be filled."""
+        size = self.shape if self.sharding is None else self.sharding.local_shape(self.shape)
+        return StateLeaf(self.shape, self.sharding, _compat.fresh(size, self.dtype, self.device))
 
 
 @named("fs.checkpoint.save")
@@ -161,10 +149,11 @@ def leaves_in(values: Tree, layout: Layout) -> dict[str, StateLeaf]:
 
 def _leaf(x: Any, owner: LeafLayout | None) -> StateLeaf:
     if not isinstance(x, DTensor):
-        return StateLeaf(x, None, tuple(getattr(x, "shape", ())))
+        return StateLeaf(tuple(getattr(x, "shape", ())), None, x.detach() if isinstance(x, Tensor) else x)
+    local = local_of(x)
     if owner is not None and owner.home.assigned and owner.home.shape_at_rest(owner.shape) == tuple(x.shape):
-        return StateLeaf(x, owner.home, owner.shape)
-    return StateLeaf(x, sharding_of(x), tuple(x.shape))
+        return StateLeaf(owner.shape, owner.home, local)
+    return StateLeaf(tuple(x.shape), sharding_of(x), local)
 
 
 def saved_sharding(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
@@ -201,32 +190,22 @@ def main_wants(layout: Layout) -> dict[str, Want]:
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
 
 
-def shards_of(leaf: StateLeaf) -> Shards:
-    """This rank's part of a leaf of a state."""
-    return staged(leaf.shape, leaf.sharding, local_of(leaf.value).detach())
-
-
-def staged(shape: tuple[int, ...], sharding: NamedSharding | None, local: Tensor) -> Shards:
-    """The shards of a local tensor."""
-    grid = boxes.grid_of(shape) if sharding is None else sharding.grid(shape)
-    return Shards(shape, grid, local, sharding)
-
-
 def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
     """Why leaves cannot be saved: one row each."""
     rows: list[str] = []
-    for path, (x, sharding, shape) in leaves.items():
-        if not isinstance(x, Tensor):
-            rows.append(f"{path} is a {type(x).__name__}: make it a 0-d tensor")
+    for path, leaf in leaves.items():
+        if not isinstance(leaf.local, Tensor):
+            rows.append(f"{path} is a {type(leaf.local).__name__}: make it a 0-d tensor")
             continue
+        sharding = leaf.sharding
         if sharding is None:
             continue
-        want = sharding.local_shape(shape)
-        held = tuple(local_of(x).shape)
+        want = list(sharding.local_shape(leaf.shape))
+        held = list(leaf.local.shape)
         if sharding.partial:
             rows.append(f"{path} is {sharding}: reduce it")
         elif want != held:
-            rows.append(f"{path} claims {sharding} of {list(shape)}, that is {list(want)} here, but holds {list(held)}")
+            rows.append(f"{path} claims {sharding} of {list(leaf.shape)}, that is {want} here, but holds {held}")
     return rows
 
 

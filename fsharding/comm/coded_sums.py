@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
+from fsharding.base.dtypes import wide
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.codes import is_packed
@@ -27,7 +28,6 @@ from fsharding.comm.reduce import Fill, Noise, copy_terms, sum_rows, sums_at_onc
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
-from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.sharding import boxes
 

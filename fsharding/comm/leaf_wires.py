@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from fsharding.base.tree import Tree
 from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
+from fsharding.formats.quantized import Note, noting_numbers
 from fsharding.mesh.device_mesh import Mesh, data_position
 from fsharding.sharding import random
 from fsharding.sharding.boxes import Runs
@@ -56,9 +58,8 @@ class TreeLeaf(NamedTuple):
 class LeafWires(Protocol):
     """How the leaves of a tree are sent."""
 
-    @property
-    def quantized(self) -> bool:
-        """True if a loss function gets leaves as `Quantized`, which it may dequantize."""
+    def noting(self, note: Note) -> AbstractContextManager[None]:
+        """Inside, `note` is told of all that a loss function dequantizes, so that autograd may save less."""
         ...
 
     def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
@@ -113,7 +114,8 @@ def wires_of(
 class _PlainWires:
     """Every leaf is cast to the dtype that the call computes in, and nothing is rounded to a format."""
 
-    quantized = False
+    def noting(self, note: Note) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
         return Plain(dtype)
@@ -143,9 +145,8 @@ class _FormatWires:
     key: Tensor | None
     term_key: Tensor | None
 
-    @property
-    def quantized(self) -> bool:
-        return self.precision.computes_quantized
+    def noting(self, note: Note) -> AbstractContextManager[None]:
+        return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
     def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
         precision = self.precision

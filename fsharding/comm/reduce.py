@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
+from fsharding.base.dtypes import wide
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.handles import Exchange, Handle, Memory, Rows, Terms
-from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group, index_of
 
 __all__ = [

@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat, tree
+from fsharding.base import tree
 from fsharding.base.calls import named, public_name
+from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.base.public import check_path, refuse
 from fsharding.base.tree import Tree
@@ -30,7 +31,7 @@ from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import Shards, main_wants, staged
+from fsharding.checkpoint.state_leaves import StateLeaf, main_wants
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
 from fsharding.contrib.megatron_directory import COMMON, MAIN, Opened, iteration_of, open_directory
@@ -44,7 +45,6 @@ from fsharding.contrib.megatron_names import (
     refuse_others,
     written_norms,
 )
-from fsharding.formats.precision import DTYPES
 from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.interop.hf.naming import Piece, in_tensors
 from fsharding.interop.hf.saving import shards_at_home, stored_params
@@ -155,7 +155,7 @@ def load_state(
             trained = tree.flatten_up_to(layout.structure, getattr(adam, tree_name))
             for leaf, x in zip(layout.leaves, trained, strict=True):
                 if x is not None:
-                    _fill(opened, kind, pieces[leaf.path], staged(leaf.shape, leaf.home, local_of(x)))
+                    _fill(opened, kind, pieces[leaf.path], StateLeaf(leaf.shape, leaf.home, local_of(x)))
 
     on_all(fill)
     state.step.fill_(updates)
@@ -180,18 +180,14 @@ def _load(
         return (opened, _compare(opened, config, layout, strict=strict, moments=kinds)), opened.digest()
 
     opened, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
-    shards: dict[str, Shards] = {}
-    for leaf, want in wants.items():
-        size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
-        shards[leaf] = staged(want.shape, want.sharding, _compat.fresh(size, want.dtype, want.device))
+    leaves = {name: want.empty() for name, want in wants.items()}
 
     def fill() -> None:
-        for leaf, shard in shards.items():
-            _fill(opened, _main_kind(opened, pieces[leaf]), pieces[leaf], shard)
+        for name, leaf in leaves.items():
+            _fill(opened, _main_kind(opened, pieces[name]), pieces[name], leaf)
 
     on_all(fill)
-    read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
-    return tree.unflatten(layout.structure, read), opened, pieces
+    return tree.unflatten(layout.structure, [leaf.at_rest() for leaf in leaves.values()]), opened, pieces
 
 
 def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
@@ -199,9 +195,9 @@ def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
     return MAIN if any(opened.info(MAIN, piece.name) for piece in pieces) else "model"
 
 
-def _fill(opened: Opened, kind: str, pieces: list[Piece], shard: Shards) -> None:
+def _fill(opened: Opened, kind: str, pieces: list[Piece], leaf: StateLeaf) -> None:
     """Reads what this rank holds of a leaf."""
-    for box, x in shard.kept().values():
+    for box, x in leaf.kept().values():
         for name, there, out in in_tensors(box, x, pieces):
             opened.weights.read(opened.tensors[kind][name], there, out)
 
@@ -230,7 +226,7 @@ def _compare(
                 which = "" if kind == "model" else f"{kind} of "
                 if stored is None:
                     rows.append(f"{leaf.path}: {which}{name} is missing; wanted is {[*shapes[name]]}")
-                elif stored.shape != shapes[name] or stored.dtype not in DTYPES:
+                elif stored.shape != shapes[name] or stored.dtype not in FLOATS:
                     rows.append(f"{leaf.path}: {which}{name} is {stored}, wanted is {[*shapes[name]]}")
     if strict:
         used = {piece.name for own in pieces.values() for piece in own}
@@ -314,7 +310,7 @@ class _Kind(NamedTuple):
     """Tensors of one kind: how they are named, and what this rank holds of them."""
 
     stored: Callable[[str], str]
-    leaves: dict[str, Shards]
+    leaves: dict[str, StateLeaf]
     dtype: torch.dtype | None
 
 
@@ -450,7 +446,7 @@ def _plan(
         raise CheckpointError(message("cannot write.", rows))
     homes = {leaf.path: leaf for leaf in state.layout.leaves}
 
-    def held(values: Tree) -> dict[str, Shards]:
+    def held(values: Tree) -> dict[str, StateLeaf]:
         flat = tree.flatten_up_to(state.layout.structure, values)
         named = zip(homes, flat, strict=True)
         return {path: shards_at_home(path, x, homes[path], rows) for path, x in named if x is not None}

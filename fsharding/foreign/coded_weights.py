@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsharding.base.dtypes import FLOATS
 from fsharding.base.untrusted import beside, read_json
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.formats import E4M3, E5M2, Blocks, codec
 from fsharding.formats.codec import Scales
-from fsharding.formats.precision import DTYPES
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
@@ -163,7 +163,7 @@ def _objections(name: str, leaf: LeafType, scales: LeafType | None, blocks: Bloc
     wanted = LeafType(blocks.grid(leaf.shape), torch.float32)
     if scales is None:
         return [f"{name} is {leaf}, and {name}{SCALES} is missing; wanted is {wanted}"]
-    if scales.shape != wanted.shape or scales.dtype not in DTYPES:
+    if scales.shape != wanted.shape or scales.dtype not in FLOATS:
         return [f"{name}{SCALES} is {scales}, wanted is {wanted}: {name} is {leaf} in blocks of {blocks.block}"]
     return []
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +19,7 @@ from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.state_leaves import Want, main_wants, staged
+from fsharding.checkpoint.state_leaves import Want, main_wants
 from fsharding.foreign.foreign_weights import Weights, weights_at
 from fsharding.foreign.name_map import (
     SAME_BUFFERS,
@@ -166,12 +165,11 @@ def _common_prefix(weights: Weights, used: set[str]) -> str | None:
 
 def _read(weights: Weights, name: Name, want: Want) -> Tensor:
     """One leaf in new memory."""
-    size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
-    local = torch.empty(size, dtype=want.dtype, device=want.device)
-    for box, x in staged(want.shape, want.sharding, local).kept().values():
+    leaf = want.empty()
+    for box, x in leaf.kept().values():
         for part in parts(name, want.shape):
             _read_part(weights, part, box, x)
-    return local if want.sharding is None else want.sharding.to_dtensor(local, want.shape)
+    return leaf.at_rest()
 
 
 def _read_part(weights: Weights, part: Part, box: Box, x: Tensor) -> None:

@@ -19,19 +19,17 @@ from torch import Tensor
 
 from fsharding import formats
 from fsharding.base.calls import named
+from fsharding.base.dtypes import FLOATS, wide
 from fsharding.base.errors import ConfigError, LayoutError, did_you_mean, listed, message
 from fsharding.base.public import refuse
 from fsharding.formats import Blocks
 from fsharding.formats.blocks import Rounding
 
 __all__ = [
-    "BF16", "DTYPES", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "PatternLeaf",
-    "Precision", "ScaleState", "check_precision", "scaled_loss", "wide",
+    "BF16", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "PatternLeaf",
+    "Precision", "ScaleState", "check_precision", "scaled_loss",
 ]  # fmt: skip
 
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of floating point parameters, gradients and moments."""
 
 _TAKES = {
     "params": "a dtype: optimizers update numbers, not codes",
@@ -176,13 +174,13 @@ class Precision:
             f"{role}={x}, which takes {_TAKES[role]}"
             for role, x in roles.items()
             if x is not None
-            and not (isinstance(x, torch.dtype) and x in DTYPES and role != "gather")
+            and not (isinstance(x, torch.dtype) and x in FLOATS and role != "gather")
             and not (isinstance(x, Blocks) and role in ("compute", "gather", "reduce"))
             and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
             mend = (
-                f"Dtypes are {', '.join(map(str, DTYPES))}. A format is an fs.Blocks, such as fs.formats.MXFP8: 8 bits"
+                f"Dtypes are {', '.join(map(str, FLOATS))}. A format is an fs.Blocks, such as fs.formats.MXFP8: 8 bits"
             )
             mend += " without scales lose small numbers."
             raise ConfigError(message("got what its roles do not take.", wrong, mend))
@@ -278,6 +276,34 @@ class Precision:
             paths = listed((leaf.path for leaf in leaves), none="none")
             mend = f"Leaves are {paths}. A pattern is a part of a path, or all of it; 'blocks[-1]' is a layer."
             raise LayoutError(message("got a precision with patterns that match no leaf.", rows, mend))
+
+    def check_state(self, of_state: Precision) -> None:
+        """Refuses a step that would round weights otherwise than its states do.
+
+        Args:
+            of_state: the precision of their layout.
+
+        Raises:
+            ConfigError: it would.
+        """
+        ours, theirs = (self.gather, self.keep), (of_state.gather, of_state.keep)
+        if ours != theirs and (ours[0] or theirs[0]) is not None:
+            rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
+            mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."
+            raise ConfigError(message(f"{rule} {list(theirs[1])}.", mend=mend))
+
+    def check_stages(self) -> None:
+        """Refuses what pipeline stages do not do.
+
+        Raises:
+            ConfigError: `strict` or `columnwise`.
+        """
+        if self.strict:
+            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantized."
+            raise ConfigError(message(text, mend="Leave strict out, or keep pp at 1."))
+        if self.columnwise:
+            text = "cannot gather weights in a second orientation with a pipeline: its stages round them once."
+            raise ConfigError(message(text, mend="Leave columnwise out, or keep pp at 1."))
 
     @property
     def has_formats(self) -> bool:
@@ -451,11 +477,6 @@ def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
     if scale is None or not loss.is_floating_point():
         return loss
     return (loss.to(wide(loss.dtype)) * scale).to(loss.dtype)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: float32, or the leaf's own when that is wider."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 FP32 = Precision()

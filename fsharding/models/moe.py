@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fsharding import ops
 from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.tree import Tree
-from fsharding.formats.precision import wide
 from fsharding.formats.quantized import dequantize
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws

@@ -23,11 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding.base import _compat, _functorch
 from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import SpecError, TransformError, message, report
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
-from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_to_all, gather
 from fsharding.ops.context_parallel import zigzag, zigzag_order

@@ -18,6 +18,7 @@ from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, _functorch
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import MeshError, SpecError, TransformError, message, report
 from fsharding.base.public import public, refuse
 from fsharding.comm.bucket import plan_bucket
@@ -25,7 +26,6 @@ from fsharding.comm.native import Message
 from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import send_recv, start_sum, transport_for
 from fsharding.comm.turns import wait_in_turn
-from fsharding.formats.precision import wide
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
 

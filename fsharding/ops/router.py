@@ -16,8 +16,8 @@ from torch.autograd.function import Function
 
 from fsharding.base import _compat, _functorch
 from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, SpecError, TransformError, message
-from fsharding.formats.precision import wide
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum

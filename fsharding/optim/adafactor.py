@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
+from fsharding.base.dtypes import wide
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -36,9 +36,10 @@ from fsharding.optim.base import (
     require_params,
     shardings_of,
 )
+from fsharding.optim.coded_moment import refuse_format
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
-from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings, refuse_format
+from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
 from fsharding.sharding.leaf_plan import mean_over
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.formats import Blocks
 from fsharding.optim.base import ContextTransformation
+from fsharding.optim.coded_moment import MomentType
 from fsharding.optim.elementwise import State, Step, driven
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.validation import BELOW_1, FROM_0, check_settings
@@ -56,7 +55,7 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    moments: torch.dtype | Blocks | None = None,
+    moments: MomentType = None,
 ) -> ContextTransformation:
     """AdamW: `-lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p)`.
 

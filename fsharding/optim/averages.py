@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import TreeError, message
 from fsharding.base.public import check_optimizer, public
 from fsharding.base.tree import Tree
-from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     GradientTransformation,

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import LayoutError, TreeError, message
 from fsharding.base.public import kind_of, refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.formats import Blocks
 from fsharding.formats.blocks import Rounding
-from fsharding.formats.precision import wide
-from fsharding.optim.coded_moment import is_coded
+from fsharding.optim.coded_moment import MomentType, is_coded
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 
@@ -76,7 +75,7 @@ class InitContext:
         torch.bfloat16
     """
 
-    moments: torch.dtype | Blocks | None = None
+    moments: MomentType = None
     shardings: Tree = None
     whole: Tree = None
 
@@ -163,9 +162,7 @@ class GradientTransformation:
 
         return ContextTransformation(init, update)
 
-    def start(
-        self, params: Tree, *, moments: torch.dtype | Blocks | None = None, shardings: Tree = None, whole: Tree = None
-    ) -> Tree:
+    def start(self, params: Tree, *, moments: MomentType = None, shardings: Tree = None, whole: Tree = None) -> Tree:
         """The first state, for a layout.
 
         Args:

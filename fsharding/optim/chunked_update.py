@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fsharding.base import tree
 from fsharding.base.calls import call_as
+from fsharding.base.dtypes import wide
 from fsharding.base.public import refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.codes import largest_over
@@ -30,10 +31,9 @@ from fsharding.comm.redistribute import in_buckets
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
-from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.optim.base import InitContext, UpdateContext, like_leaf, new_zeros
-from fsharding.optim.coded_moment import CodedMoment, carriers, is_coded, moment_leaves
+from fsharding.optim.coded_moment import CodedMoment, MomentType, carriers, is_coded, moment_leaves
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.sharding import boxes, random
 from fsharding.sharding.block_scales import has_codes, plan_scales
@@ -201,9 +201,7 @@ def _leaf(path: str, shape: tuple[int, ...], sharding: NamedSharding | None, for
     return Leaf(path, shape, format.sizes(shape), grid, of_scales, scales.shared, sharding.mesh)
 
 
-def init_moments(
-    params: Tree, moments: torch.dtype | Blocks | None, context: InitContext, *, root: bool = False
-) -> Tree:
+def init_moments(params: Tree, moments: MomentType, context: InitContext, *, root: bool = False) -> Tree:
     """Zeros for every parameter, cut as it is.
 
     Args:

@@ -9,16 +9,22 @@ Law: a state that is moved or read again has the same bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fsharding.base import tree
+from fsharding.base.errors import ConfigError, message
 from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
+from fsharding.optim.validation import check_dtype
 from fsharding.sharding.block_scales import CODES, scales_name
 
-__all__ = ["CodedMoment", "carriers", "is_coded", "moment_leaves"]
+__all__ = ["CodedMoment", "MomentType", "carriers", "check_moment_type", "is_coded", "moment_leaves", "refuse_format"]
+
+MomentType: TypeAlias = torch.dtype | Blocks | None
+"""In what moments are kept: a dtype, or a format of 8 bits; None is for the layout's precision to say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,3 +77,42 @@ def moment_leaves(moments: Tree) -> list[Any]:
 def carriers(moments: Tree) -> Tree:
     """A tree of tensors in the shapes and shardings of moments: in the place of one in low precision its codes."""
     return tree.map(lambda m: m.codes if is_coded(m) else m, moments, is_leaf=is_coded)
+
+
+def check_moment_type(moments: MomentType) -> MomentType:
+    """Refuses what moments cannot be kept in.
+
+    Args:
+        moments: a dtype or a format; None is for the layout to say.
+
+    Returns:
+        The same.
+
+    Raises:
+        ConfigError: a dtype that kernels lack, or a format of other than 8 bits or with a scale of whole matrices.
+    """
+    if not isinstance(moments, Blocks):
+        return check_dtype("moments", moments)
+    if not moments.for_moments:
+        mend = "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
+        raise ConfigError(message(f"cannot keep moments as {moments}.", mend=mend))
+    return moments
+
+
+def refuse_format(moments: MomentType, why: str) -> torch.dtype | None:
+    """Refuses a format of moments for an optimizer that keeps none in one.
+
+    Args:
+        moments: of the layout's precision.
+        why: it does not.
+
+    Returns:
+        The dtype of moments.
+
+    Raises:
+        ConfigError: a format.
+    """
+    if isinstance(moments, Blocks):
+        mend = "Give it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
+        raise ConfigError(message(f"cannot keep moments as {moments}: {why}.", mend=mend))
+    return moments

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.calls import call_as
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import check_function, public
 from fsharding.base.tree import Tree
-from fsharding.formats import Blocks
-from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -52,10 +51,10 @@ from fsharding.optim.chunked_update import (
     step_key,
     write_param,
 )
-from fsharding.optim.coded_moment import carriers, is_coded, moment_leaves
+from fsharding.optim.coded_moment import MomentType, carriers, check_moment_type, is_coded, moment_leaves
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.updates import change_slices
-from fsharding.optim.validation import FROM_0, check_moment_kind, check_settings
+from fsharding.optim.validation import FROM_0, check_settings
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = [
@@ -135,7 +134,7 @@ def elementwise(
     *,
     roots: Sequence[str] = (),
     weight_decay: float = 0.0,
-    moments: torch.dtype | Blocks | None = None,
+    moments: MomentType = None,
 ) -> ContextTransformation:
     """Makes an optimizer of a rule that computes each element by itself: update `-lr * (direction + weight_decay * p)`.
 
@@ -188,7 +187,7 @@ def driven(
     *,
     weight_decay: float = 0.0,
     l2: float = 0.0,
-    moments: torch.dtype | Blocks | None = None,
+    moments: MomentType = None,
     in_place: bool = False,
 ) -> ContextTransformation:
     """Make an optimizer of a rule, as `elementwise` does, or of a kernel.
@@ -203,7 +202,7 @@ def driven(
         moments: as in `elementwise`.
         in_place: the kernel changes parameters themselves, with decay, scale and mask, so there is an `apply`.
     """
-    kept = check_moment_kind(moments)
+    kept = check_moment_type(moments)
     rate = as_schedule(learning_rate)
     kernel = rule if in_place else _directed(rule)
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fsharding.base import tree
 from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.formats.precision import wide
 from fsharding.optim.base import (
     ContextTransformation,
     InitContext,
@@ -38,8 +38,9 @@ from fsharding.optim.base import (
     require_params,
     shardings_of,
 )
+from fsharding.optim.coded_moment import refuse_format
 from fsharding.optim.schedules import as_schedule
-from fsharding.optim.validation import check_dtype, refuse_format
+from fsharding.optim.validation import check_dtype
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = ["TorchState", "from_torch"]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.formats import Blocks
 from fsharding.optim.base import ContextTransformation
+from fsharding.optim.coded_moment import MomentType
 from fsharding.optim.elementwise import State, driven
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.validation import FROM_0, TO_1, check_settings
@@ -43,7 +42,7 @@ def lion(
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.0,
-    moments: torch.dtype | Blocks | None = None,
+    moments: MomentType = None,
 ) -> ContextTransformation:
     """Lion: update `-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)`, then `m = b2 * m + (1 - b2) * g`.
 

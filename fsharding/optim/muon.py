@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.reshard_plan import Leaf, plan_routes
 from fsharding.comm.reshard_run import exchange
-from fsharding.formats import Blocks
-from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.optim.base import (
     ContextTransformation,
@@ -37,11 +36,11 @@ from fsharding.optim.base import (
     local_grads,
 )
 from fsharding.optim.chunked_update import init_moments
-from fsharding.optim.coded_moment import carriers, moment_leaves
+from fsharding.optim.coded_moment import MomentType, carriers, check_moment_type, moment_leaves
 from fsharding.optim.elementwise import Step, owned, parts_of, run_rule, step_at
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import assigned_shardings, whole_shape
-from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_moment_kind, check_settings
+from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_settings
 from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
@@ -78,7 +77,7 @@ def muon(
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
-    moments: torch.dtype | Blocks | None = None,
+    moments: MomentType = None,
 ) -> ContextTransformation:
     """Muon, with the parameters of `torch.optim.Muon` and its numbers, on matrices [..., M, N].
 
@@ -122,7 +121,7 @@ def muon(
         raise ConfigError(message(text, mend=f"Use one of {', '.join(map(repr, _ADJUST))}."))
     above = {"learning_rate": learning_rate, "momentum": momentum, "weight_decay": weight_decay, "eps": eps}
     check_settings((FROM_0, above), (FROM_1, {"steps": steps}))
-    own = check_moment_kind(moments)
+    own = check_moment_type(moments)
     check_dtype("dtype", dtype)
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)

@@ -15,8 +15,8 @@ from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.formats import Blocks
 from fsharding.optim.base import ContextTransformation
+from fsharding.optim.coded_moment import MomentType
 from fsharding.optim.elementwise import State, driven
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.validation import FROM_0, check_settings
@@ -46,7 +46,7 @@ def sgd(
     dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    moments: torch.dtype | Blocks | None = None,
+    moments: MomentType = None,
 ) -> ContextTransformation:
     """SGD: `t = momentum * t + d`, update `-lr * t`; with Nesterov's, `-lr * (d + momentum * t)`.
 

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import without_parameters
-from fsharding.formats import Blocks
-from fsharding.formats.precision import DTYPES
 
 __all__ = [
-    "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_moment_kind", "check_settings",
-    "refuse_format",
+    "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings",
 ]  # fmt: skip
 
 
@@ -84,46 +82,7 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     Raises:
         ConfigError: it is none of those that kernels have.
     """
-    if dtype is not None and dtype not in DTYPES:
-        mend = f"Use one of {', '.join(map(str, DTYPES))}, or None for that of the layout."
+    if dtype is not None and dtype not in FLOATS:
+        mend = f"Use one of {', '.join(map(str, FLOATS))}, or None for that of the layout."
         raise ConfigError(message(f"got {name}={dtype!r}.", mend=mend))
     return dtype
-
-
-def check_moment_kind(moments: torch.dtype | Blocks | None) -> torch.dtype | Blocks | None:
-    """Refuses what moments cannot be kept in.
-
-    Args:
-        moments: a dtype or a format; None is for the layout to say.
-
-    Returns:
-        The same.
-
-    Raises:
-        ConfigError: a dtype that kernels lack, or a format of other than 8 bits or with a scale of whole matrices.
-    """
-    if not isinstance(moments, Blocks):
-        return check_dtype("moments", moments)
-    if not moments.for_moments:
-        mend = "Use one of 8 bits without a scale of whole matrices, such as fs.formats.MXFP8."
-        raise ConfigError(message(f"cannot keep moments as {moments}.", mend=mend))
-    return moments
-
-
-def refuse_format(moments: torch.dtype | Blocks | None, why: str) -> torch.dtype | None:
-    """Refuses a format of moments for an optimizer that keeps none in one.
-
-    Args:
-        moments: of the layout's precision.
-        why: it does not.
-
-    Returns:
-        The dtype of moments.
-
-    Raises:
-        ConfigError: a format.
-    """
-    if isinstance(moments, Blocks):
-        mend = "Give it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
-        raise ConfigError(message(f"cannot keep moments as {moments}: {why}.", mend=mend))
-    return moments

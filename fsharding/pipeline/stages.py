@@ -13,11 +13,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import LayoutError, report
 from fsharding.comm.native import Message, as_bytes
 from fsharding.comm.reduce import sum_rows
 from fsharding.comm.transport import send_recv
-from fsharding.formats.precision import wide
 from fsharding.mesh.device_mesh import Group
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.schedule import Schedule, layers_of

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fsharding.base.calls import named
+from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import LayoutError, SpecError, did_you_mean, listed, message
 from fsharding.formats import Blocks
-from fsharding.formats.precision import DTYPES
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
@@ -133,9 +133,9 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
         and len(axes := [a for a in _present(rules.get(name.name, ()), mesh) if a not in DATA_AXES]) > 1
     ]
     wrong += [
-        f"{path} is {type_text(shape, dtype)}: kernels take {', '.join(map(_name, DTYPES))}, or whole numbers"
+        f"{path} is {type_text(shape, dtype)}: kernels take {', '.join(map(_name, FLOATS))}, or whole numbers"
         for path, shape, dtype, _ in leaves
-        if dtype not in DTYPES and (dtype.is_floating_point or dtype.is_complex)
+        if dtype not in FLOATS and (dtype.is_floating_point or dtype.is_complex)
     ]
     wrong += [
         f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): experts are whole, they have no parts"

@@ -560,13 +560,9 @@ class TrainStep:
                 schedule = planned_schedule(self._settings.schedule, layout, self._settings.microbatches)
         check = self._settings.check or ("now" if _device_of(layout) == "cpu" else "next")
         precision = self._precision or layout.precision
-        _refuse_other_formats(precision, layout)
-        if schedule is not None and precision.strict:
-            text = "cannot be strict with a pipeline: its stages multiply weights that are dequantized."
-            raise ConfigError(message(text, mend="Leave strict out, or keep pp at 1."))
-        if schedule is not None and precision.columnwise:
-            text = "cannot gather weights in a second orientation with a pipeline: its stages round them once."
-            raise ConfigError(message(text, mend="Leave columnwise out, or keep pp at 1."))
+        precision.check_state(layout.precision)
+        if schedule is not None:
+            precision.check_stages()
         return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "now")
 
     @named("train step")
@@ -691,20 +687,6 @@ class TrainStep:
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
         unchanged = state.donate() if self._settings.donate else tree.map(torch.clone, state)
         return unchanged.replace(loss_scale=smaller)
-
-
-def _refuse_other_formats(precision: Precision, layout: Layout) -> None:
-    """Refuses a step that would round weights otherwise than its states do.
-
-    Raises:
-        ConfigError: it would.
-    """
-    ours = (precision.gather, precision.keep)
-    theirs = (layout.precision.gather, layout.precision.keep)
-    if ours != theirs and (ours[0] or theirs[0]) is not None:
-        rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
-        mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."
-        raise ConfigError(message(f"{rule} {list(theirs[1])}.", mend=mend))
 
 
 def _device_of(layout: Layout) -> str:

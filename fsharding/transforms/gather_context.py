@@ -45,7 +45,6 @@ from fsharding.comm.counters import Counts, record
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import WholeLeaf
-from fsharding.formats.quantized import Quantized
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
@@ -118,7 +117,7 @@ class _Columnwise:
         assert self.unit.columns is not None
         self.unit.columns.saved_views += 1
 
-    def gathered(self) -> Quantized:
+    def gathered(self) -> Any:
         """See `Columnwise`."""
         return self.context.columns_of(self.unit, self.leaf)
 
@@ -138,7 +137,6 @@ class GatherContext:
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
         cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         evaluates: whether the call is one of `evaluate`.
-        wraps_leaves: whether the loss function gets leaves that it may turn into plain tensors.
         reducer: of the gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -163,7 +161,6 @@ class GatherContext:
         self.paths = [leaf.path for leaf in leaves]
         self._targets = [leaf.target for leaf in leaves]
         self._compute = precision.compute_dtype
-        self.wraps_leaves = wires.quantized
         self._wires = wires
         self.depth = options.prefetch
         self.cast = precision.activation_dtype or precision.params
@@ -361,6 +358,12 @@ class GatherContext:
         self.saved.watch(unit)
         return full
 
+    @contextmanager
+    def saved_as_views(self) -> Generator[None]:
+        """Inside, autograd saves where gathered leaves are, and not the leaves."""
+        with self.saved.hooked(), self._wires.noting(self.saved.note_values):
+            yield
+
     def end_forward(self) -> None:
         """Forward is over, and backward comes later: releases the last unit, and those that were prefetched."""
         for unit in (self._current, *self._prefetched.values()):
@@ -378,7 +381,7 @@ class GatherContext:
         if first:
             self._prefetch_before(unit.order)
 
-    def columns_of(self, unit: GatheredUnit, leaf: int) -> Quantized:
+    def columns_of(self, unit: GatheredUnit, leaf: int) -> Any:
         """A weight in blocks along its other dim, which backward gathers.
 
         Args:
@@ -390,7 +393,7 @@ class GatherContext:
         unit.columns.wait_for_full()
         if first:
             self._prefetch_before(unit.order)
-        return cast(Quantized, unit.columns.full[leaf])
+        return unit.columns.full[leaf]
 
     def _reach(self, unit: GatheredUnit) -> bool:
         """Backward needs a unit; returns whether that is the first time."""
@@ -608,7 +611,7 @@ def activate(context: GatherContext) -> Generator[None]:
     """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
     token = _context.set(context)
     try:
-        with context.saved.hooked(notes_values=context.wraps_leaves):
+        with context.saved_as_views():
             yield
     finally:
         _context.reset(token)

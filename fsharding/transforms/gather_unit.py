@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, _functorch, tree
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import LayoutError, SpecError, TransformError, listed, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket import Slot
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.wires import Plain
-from fsharding.formats.precision import wide
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.call_stacks import site_here
 from fsharding.mesh.failures import order_here

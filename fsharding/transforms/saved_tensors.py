@@ -1,6 +1,6 @@
 """What autograd saves of gathered weights: where they are, and not the weights themselves.
 
-In: the buffers of units, values that were dequantized from them, each tensor that autograd saves. Out: what is saved in
+In: the buffers of units, values that were decoded from them, each tensor that autograd saves. Out: what is saved in
 its place; in backward, a view of the buffer again, after the unit that it belongs to has been gathered again.
 Law: a unit's buffers are freed as soon as forward leaves it, whatever backward needs of them.
 """
@@ -8,14 +8,13 @@ Law: a unit's buffers are freed as soon as forward leaves it, whatever backward 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.formats.quantized import noting_numbers
 from fsharding.transforms.gathered_unit import GatheredUnit
 
 __all__ = ["SavedTensors", "SavedValues", "SavedView"]
@@ -34,7 +33,7 @@ class SavedView(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """Dequantized values. The weak reference keeps the id of their storage from being reused."""
+    """Decoded values. The weak reference keeps the id of their storage from being reused."""
 
     decode: Callable[..., Tensor]
     parts: tuple[Tensor | SavedView | SavedValues, ...]
@@ -43,7 +42,7 @@ class _Values(NamedTuple):
 
 
 class SavedValues(NamedTuple):
-    """Stands for a view of dequantized values among the tensors that autograd saves."""
+    """Stands for a view of decoded values among the tensors that autograd saves."""
 
     values: _Values
     offset: int
@@ -77,14 +76,9 @@ class SavedTensors:
         self._values: dict[int, _Values] = {}
 
     @contextmanager
-    def hooked(self, *, notes_values: bool) -> Generator[None]:
-        """Inside, autograd saves what `pack` returns.
-
-        Args:
-            notes_values: dequantized values are saved as the quantized ones that they were made of.
-        """
-        noting = noting_numbers(self.note_values) if notes_values else nullcontext()
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack), noting:
+    def hooked(self) -> Generator[None]:
+        """Inside, autograd saves what `pack` returns."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
     def watch(self, unit: GatheredUnit) -> None:
@@ -95,18 +89,18 @@ class SavedTensors:
                 self._watched[_compat.storage_id(buffer)] = watched
 
     def note_values(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
-        """Recognize views of dequantized values.
+        """Recognize views of decoded values.
 
         Args:
             x: the values.
             decode: makes them of the parts.
-            parts: quantized values and scales; they are not kept where a unit can be gathered again.
+            parts: what was gathered; they are not kept where a unit can be gathered again.
         """
         kept = tuple(self.pack(part.detach()) for part in parts)
         self._values[_compat.storage_id(x)] = _Values(decode, kept, x.dtype, _compat.weak_storage(x))
 
     def pack(self, x: Tensor) -> Tensor | SavedView | SavedValues:
-        """Replace a view of a gathered buffer, or of dequantized values, by where it is."""
+        """Replace a view of a gathered buffer, or of decoded values, by where it is."""
         storage = _compat.storage_id(x)
         values = self._values.get(storage)
         if values is not None and not values.storage.expired() and x.dtype == values.dtype:
@@ -128,12 +122,12 @@ class SavedTensors:
             return full.as_strided(saved.size, saved.stride, saved.offset)
         self._bring(saved.unit)
         buffer = saved.unit.buffers[saved.bucket][saved.buffer]
-        if buffer.dtype != saved.dtype:  # scales in a buffer of bytes
+        if buffer.dtype != saved.dtype:  # a part of a buffer of bytes
             buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return buffer.as_strided(saved.size, saved.stride, saved.offset)
 
     def forget_freed(self) -> None:
-        """Forget dequantized values that are gone."""
+        """Forget decoded values that are gone."""
         self._values = {key: x for key, x in self._values.items() if not x.storage.expired()}
 
     def close(self) -> None:

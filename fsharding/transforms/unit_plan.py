@@ -103,7 +103,7 @@ class UnitLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherBucket:
-    """Leaves that are gathered by one collective; those of a bucket without axes are only cast or quantized.
+    """Leaves that are gathered by one collective; those of a bucket without axes are only cast or encoded.
 
     Attributes:
         leaves: their numbers in the unit.

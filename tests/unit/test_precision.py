@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError
-from fsharding.formats.precision import LossScale, Precision, ScaleState, wide
+from fsharding.formats.precision import LossScale, Precision, ScaleState
 
 F16, BF16, F32, F64, I64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 

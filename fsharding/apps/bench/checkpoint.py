@@ -100,7 +100,7 @@ class _Time(NamedTuple):
 
 
 def _values(state: TrainState) -> dict[str, Tensor]:
-    return {path: leaf.value for path, leaf in content(state).items()}
+    return {path: leaf.at_rest() for path, leaf in content(state).items()}
 
 
 def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_Time]]:

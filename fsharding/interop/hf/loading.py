@@ -11,17 +11,17 @@ import os
 from itertools import islice
 from typing import Any, Literal
 
-from fsharding.base import _compat, tree
+from fsharding.base import tree
 from fsharding.base.calls import named
+from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.base.public import check_path
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.state_leaves import Shards, Want, main_wants, staged
+from fsharding.checkpoint.state_leaves import StateLeaf, Want, main_wants
 from fsharding.foreign.coded_weights import CONFIG_KEY
 from fsharding.foreign.name_map import SAME_BUFFERS, constants_of, other_constants
-from fsharding.formats.precision import DTYPES
 from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.folder import Folder, open_folder
@@ -86,15 +86,14 @@ def load(
 
     folder, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
-    shards = {leaf: _room(want) for leaf, want in wants.items()}
+    leaves = {name: want.empty() for name, want in wants.items()}
 
     def fill() -> None:
-        for leaf, shard in shards.items():
-            _fill(folder, pieces[leaf], shard)
+        for name, leaf in leaves.items():
+            _fill(folder, pieces[name], leaf)
 
     on_all(fill)
-    read = [x.local if x.sharding is None else x.sharding.to_dtensor(x.local, x.shape) for x in shards.values()]
-    return tree.unflatten(layout.structure, read)
+    return tree.unflatten(layout.structure, [leaf.at_rest() for leaf in leaves.values()])
 
 
 def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig | None]:
@@ -172,20 +171,14 @@ def _compare(
 def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
     if stored is None:
         return f"is missing; wanted is {LeafType(piece.shape, want.dtype)}"
-    plain = stored.dtype == want.dtype or (stored.dtype in DTYPES and want.dtype in DTYPES)
+    plain = stored.dtype == want.dtype or (stored.dtype in FLOATS and want.dtype in FLOATS)
     if stored.shape != piece.shape or not plain:
         return f"is {stored}, wanted is {LeafType(piece.shape, want.dtype)}"
     return None
 
 
-def _room(want: Want) -> Shards:
-    """New memory for what this rank holds of a leaf."""
-    size = want.shape if want.sharding is None else want.sharding.local_shape(want.shape)
-    return staged(want.shape, want.sharding, _compat.fresh(size, want.dtype, want.device))
-
-
-def _fill(folder: Folder, pieces: list[Piece], shard: Shards) -> None:
+def _fill(folder: Folder, pieces: list[Piece], leaf: StateLeaf) -> None:
     """Reads what this rank holds of a leaf."""
-    for box, x in shard.kept().values():
+    for box, x in leaf.kept().values():
         for name, there, out in in_tensors(box, x, pieces):
             folder.read(name, there, out)

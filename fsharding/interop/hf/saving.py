@@ -34,7 +34,7 @@ from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import Shards, staged
+from fsharding.checkpoint.state_leaves import StateLeaf
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.foreign.name_map import written_constants
@@ -179,7 +179,7 @@ class _Job:
     entries: dict[str, Mapping[str, Any]]
     tensors: dict[str, LeafType]
     files: list[TensorFile]
-    leaves: dict[str, Shards]
+    leaves: dict[str, StateLeaf]
     pieces: dict[str, list[Piece]]
     coding: Coding | None
 
@@ -331,7 +331,7 @@ def _plan(
     for name, buffer in constants.items():
         rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
         rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
-        leaves[name] = staged(tuple(buffer.shape), None, buffer)
+        leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
         result[name] = list(pieces_of(name, buffer.shape))
         tensors[name] = LeafType(tuple(buffer.shape), buffer.dtype)
     coding = None if rule is None else Coding(rule.format, coded)
@@ -369,17 +369,17 @@ def stored_params(state: TrainState) -> Tree:
     return tree.unflatten(state.layout.structure, [p if m is None else m for p, m in zip(params, flat, strict=True)])
 
 
-def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> Shards:
+def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) -> StateLeaf:
     """This rank's part of a leaf; a leaf that cannot be saved is added to the rows."""
     if not isinstance(x, DTensor):
-        return staged(tuple(x.shape), None, x.detach())
+        return StateLeaf(tuple(x.shape), None, x.detach())
     sharding: NamedSharding = sharding_of(x)
     shape = tuple(x.shape)
     local = local_of(x)
     if hides_owners(x):
         if home is None:
             rows.append(f"{path} is assigned, by stages or parts: give its layout")
-            return staged(shape, None, local)
+            return StateLeaf(shape, None, local)
         sharding = home.home if _is_in(x, home.home, home.shape) else home.params
         shape = home.shape
     if sharding.partial:
@@ -388,7 +388,7 @@ def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) 
         held = list(local.shape)
         want = list(sharding.local_shape(shape))
         rows.append(f"{path} of {list(shape)} is {sharding}, that is {want} here, but holds {held}")
-    return staged(shape, sharding, local)
+    return StateLeaf(shape, sharding, local)
 
 
 def _is_in(x: DTensor, sharding: NamedSharding, shape: tuple[int, ...]) -> bool:

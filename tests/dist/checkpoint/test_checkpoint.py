@@ -18,7 +18,7 @@ from fsharding.base.errors import RankError
 from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import staged
+from fsharding.checkpoint.state_leaves import StateLeaf
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
@@ -118,7 +118,7 @@ def layers_of(rank, path):
     sharding = fs.NamedSharding(mesh, assigned=(Assigned.indices("pp", 0, ((0, 3), (1, 2))),))
     leaf = torch.arange(8.0).reshape(4, 2)
     mine = leaf[[(0, 3), (1, 2)][device_mesh.coordinate(mesh)["pp"]], :]
-    mine = staged((4, 2), sharding, mine)
+    mine = StateLeaf((4, 2), sharding, mine)
     writers = shares({"x": mine}, (0, 1))["x"]
     with Writer(path, dist.get_rank()) as writer:
         for corner, (box, part) in mine.kept().items():
@@ -130,7 +130,7 @@ def layers_of(rank, path):
         write_metadata(path, written)
     dist.barrier()
     again, plain = torch.zeros(2, 2), torch.zeros(4, 2)
-    for shards in (staged((4, 2), sharding, again), staged((4, 2), None, plain)):
+    for shards in (StateLeaf((4, 2), sharding, again), StateLeaf((4, 2), None, plain)):
         for box, part in shards.kept().values():
             open_source(path, None).read("x", box, part)
     return torch.equal(again, mine.local), torch.equal(plain, leaf)

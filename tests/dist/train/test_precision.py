@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsharding as fs
-from fsharding.formats.precision import Precision, wide
+from fsharding.base.dtypes import wide
+from fsharding.formats.precision import Precision
 from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_trees_close, run_ranks
 from tests.helpers import full

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import staged
+from fsharding.checkpoint.state_leaves import StateLeaf
 from fsharding.comm import reshard_plan
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
@@ -102,7 +102,7 @@ def on_rank(sharding, position):
 def shards(whole, sharding):
     """What each rank would hand to a checkpoint."""
     for position, coord in enumerate(sharding.mesh.coordinates()):
-        yield staged(tuple(whole.shape), on_rank(sharding, position), local_part(whole, sharding, coord))
+        yield StateLeaf(tuple(whole.shape), on_rank(sharding, position), local_part(whole, sharding, coord))
 
 
 def chunk(box):

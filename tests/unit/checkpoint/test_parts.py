@@ -20,7 +20,7 @@ from fsharding.checkpoint.loading import _wanted_leaves
 from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
-from fsharding.checkpoint.state_leaves import staged
+from fsharding.checkpoint.state_leaves import StateLeaf
 from fsharding.checkpoint.writer import METADATA, Writer, write_metadata
 from fsharding.formats.precision import KEEP
 from fsharding.sharding import boxes
@@ -292,7 +292,8 @@ def test_a_manifest_without_a_layout(saved):
 def test_parameters_in_a_class_of_the_user_are_saved_all_the_same(tmp_path):
     layout = planned(model=lambda key: Wrapped({"a": fs.random.zeros((3,))}, fs.random.zeros((2,))))
     leaves = {
-        path: staged(x.shape, None, torch.zeros(x.shape)) for path, x in tree.named_leaves({"w": torch.ones(2)}).items()
+        path: StateLeaf(x.shape, None, torch.zeros(x.shape))
+        for path, x in tree.named_leaves({"w": torch.ones(2)}).items()
     }
     assert shares(leaves, range(3)) == {"w": {(0,): 0}}
     assert {"params.inner.a", "params.mean"} < set(
@@ -313,8 +314,8 @@ def test_shares_are_of_holders_and_even(axes):
     leaves = {}
     for i, sharding in enumerate(shardings * 4):
         shape = (sizes[0], 8 + i) if sharding.assigned else (7, 8 + i)
-        leaves[f"{i}"] = staged(shape, sharding, torch.zeros(sharding.local_shape(shape)))
-    leaves["plain"] = staged((2,), None, torch.zeros(2))
+        leaves[f"{i}"] = StateLeaf(shape, sharding, torch.zeros(sharding.local_shape(shape)))
+    leaves["plain"] = StateLeaf((2,), None, torch.zeros(2))
     found = shares(leaves, range(mesh.size))
     load = [0] * mesh.size
     for path, x in leaves.items():

@@ -7,8 +7,9 @@ import torch
 
 import fsharding as fs
 from fsharding import checkpoint, optim
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError
-from fsharding.formats.precision import Precision, wide
+from fsharding.formats.precision import Precision
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import full, normal_tree
 
