@@ -21,7 +21,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Grid, Overlap, Runs
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["BUDGET", "Holder", "Leaf", "Piece", "Plan", "everywhere", "grids", "holders", "plan_routes", "route"]
+__all__ = ["BUDGET", "Holder", "MovedLeaf", "Piece", "Plan", "everywhere", "grids", "holders", "plan_routes", "route"]
 
 BUDGET = 64 << 20
 """Bytes a rank that the buffers of a plan take at most."""
@@ -34,7 +34,7 @@ _STRETCH = 1 << 18
 
 
 @dataclass(frozen=True)
-class Leaf:
+class MovedLeaf:
     """One leaf on its way.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
         rounds: one all-to-all each; all pieces of a round have elements of one size.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[MovedLeaf, ...]
     ranks: tuple[int, ...]
     rounds: tuple[tuple[Piece, ...], ...]
 
@@ -169,7 +169,7 @@ def _meeting(sources: tuple[Runs, ...], held: Runs) -> tuple[tuple[Runs, tuple[t
 
 
 @functools.lru_cache(maxsize=256)
-def plan_routes(leaves: tuple[Leaf, ...], budget: int = BUDGET) -> Plan:
+def plan_routes(leaves: tuple[MovedLeaf, ...], budget: int = BUDGET) -> Plan:
     """Plans all leaves together.
 
     Buffers of at most a quarter of the budget, one to send and one to receive, are in use twice: one pair is filled
@@ -206,7 +206,7 @@ class _Rounds:
         self._open: dict[tuple[str, int], int] = {}
         self._begin = 0
 
-    def add(self, piece: Piece, leaf: Leaf) -> None:
+    def add(self, piece: Piece, leaf: MovedLeaf) -> None:
         """Adds a piece; one over the limit gets a round where both sides idle."""
         if leaf.itemsize != self._size:
             self._size, self._begin, self._open = leaf.itemsize, len(self.pieces), {}
@@ -232,7 +232,7 @@ class _Rounds:
         return not any(used) or max(used) + count <= self._limit
 
 
-def _cut(leaf: Leaf, source: int, target: int, shared: Overlap, most: int) -> Iterator[Overlap]:
+def _cut(leaf: MovedLeaf, source: int, target: int, shared: Overlap, most: int) -> Iterator[Overlap]:
     """Parts of at most so many bytes, each in one stretch of memory on one side if that leaves them large enough."""
     grids_of = grids(leaf.source, leaf.shape)[source], grids(leaf.target, leaf.shape)[target]
     sizes = [boxes.grid_shape(grid) for grid in grids_of]

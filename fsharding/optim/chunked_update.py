@@ -41,7 +41,7 @@ from fsharding.sharding.boxes import Box, Grid, Runs
 from fsharding.sharding.named_sharding import NamedSharding, local_of
 
 __all__ = [
-    "ROLES", "Batch", "Chunk", "Leaf", "change_chunks", "chunk_size", "decoded", "init_moments", "leaves_of",
+    "ROLES", "Batch", "Chunk", "ChunkedLeaf", "change_chunks", "chunk_size", "decoded", "init_moments", "leaves_of",
     "local_leaf", "rounds_by_key", "step_key", "write_param",
 ]  # fmt: skip
 
@@ -93,7 +93,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ChunkedLeaf:
     """Where this rank's part of a leaf is.
 
     Attributes:
@@ -163,7 +163,7 @@ def _within(runs: Runs, start: int, stop: int) -> slice:
     return slice(at, at + length)
 
 
-def leaves_of(moments: Tree, shardings: Tree = None) -> list[Leaf]:
+def leaves_of(moments: Tree, shardings: Tree = None) -> list[ChunkedLeaf]:
     """Where this rank's parts of the leaves of a tree are.
 
     Args:
@@ -185,20 +185,20 @@ def leaves_of(moments: Tree, shardings: Tree = None) -> list[Leaf]:
 
 
 @functools.lru_cache(maxsize=1024)
-def local_leaf(shape: torch.Size) -> Leaf:
+def local_leaf(shape: torch.Size) -> ChunkedLeaf:
     """A local tensor as a leaf of its own, for what is neither in blocks nor rounded by key."""
-    return Leaf("", tuple(shape), None, boxes.grid_of(shape), None, (), None)
+    return ChunkedLeaf("", tuple(shape), None, boxes.grid_of(shape), None, (), None)
 
 
-def _leaf(path: str, shape: tuple[int, ...], sharding: NamedSharding | None, format: Blocks | None) -> Leaf:
+def _leaf(path: str, shape: tuple[int, ...], sharding: NamedSharding | None, format: Blocks | None) -> ChunkedLeaf:
     grid = boxes.grid_of(shape) if sharding is None else sharding.grid(shape)
     if format is None:
-        return Leaf(path, shape, None, grid, None, (), None)
+        return ChunkedLeaf(path, shape, None, grid, None, (), None)
     if sharding is None:
-        return Leaf(path, shape, format.sizes(shape), grid, boxes.grid_of(format.grid(shape)), (), None)
+        return ChunkedLeaf(path, shape, format.sizes(shape), grid, boxes.grid_of(format.grid(shape)), (), None)
     scales = plan_scales(sharding, shape, format)
     of_scales = scales.sharding.grid(scales.shape)
-    return Leaf(path, shape, format.sizes(shape), grid, of_scales, scales.shared, sharding.mesh)
+    return ChunkedLeaf(path, shape, format.sizes(shape), grid, of_scales, scales.shared, sharding.mesh)
 
 
 def init_moments(params: Tree, moments: MomentType, context: InitContext, *, root: bool = False) -> Tree:
@@ -253,7 +253,7 @@ _CodedMoments: TypeAlias = "dict[tuple[str, int], _Coded]"
 """By role and number of the leaf."""
 
 
-def decoded(moment: Any, leaf: Leaf) -> Tensor:
+def decoded(moment: Any, leaf: ChunkedLeaf) -> Tensor:
     """This rank's part of a moment in float32 at least, whole; for tests and for looking at it.
 
     Args:
@@ -278,20 +278,26 @@ class _Coded:
         self.scales = local_of(moment.scales)
         self.keyed = moment.root or moment.format.keyed
 
-    def widened(self, leaf: Leaf, chunk: Chunk) -> Tensor:
+    def widened(self, leaf: ChunkedLeaf, chunk: Chunk) -> Tensor:
         """A chunk of it in float32, in new memory."""
         assert leaf.block is not None
         scales = Scales(self.scales[chunk.of_scales])
         x = codec.decode(chunk.of(self.codes), scales, self.format, block=leaf.block, start=chunk.start)
         return x.square_() if self.root else x
 
-    def amax(self, leaf: Leaf, chunk: Chunk, x: Tensor) -> Tensor:
+    def amax(self, leaf: ChunkedLeaf, chunk: Chunk, x: Tensor) -> Tensor:
         """The largest magnitudes of a new chunk in its blocks."""
         assert leaf.block is not None
         return codec.amaxes(x.sqrt() if self.root else x, leaf.block, chunk.start)
 
     def rounded(
-        self, leaf: Leaf, chunk: Chunk, x: Tensor, amax: Tensor | None, noise: Tensor | None, finite: Tensor | None
+        self,
+        leaf: ChunkedLeaf,
+        chunk: Chunk,
+        x: Tensor,
+        amax: Tensor | None,
+        noise: Tensor | None,
+        finite: Tensor | None,
     ) -> None:
         """Writes a new chunk, or what was there where `finite` is false; and its scales, where none were given."""
         assert leaf.block is not None
@@ -313,7 +319,7 @@ def _write(held: Tensor, new: Tensor, finite: Tensor | None) -> None:
 
 
 def change_chunks(
-    leaves: Sequence[Leaf],
+    leaves: Sequence[ChunkedLeaf],
     moments: Sequence[Sequence[Any]],
     change: _Change,
     *,
@@ -354,7 +360,7 @@ def change_chunks(
 
 
 def _batches(
-    leaves: Sequence[Leaf], kinds: Sequence[tuple[torch.dtype, torch.device]], of: Iterable[int]
+    leaves: Sequence[ChunkedLeaf], kinds: Sequence[tuple[torch.dtype, torch.device]], of: Iterable[int]
 ) -> Iterator[Batch]:
     """The chunks of some leaves, of one kind in each batch and of about as many elements as fit into a cache."""
     members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -367,7 +373,7 @@ def _batches(
 
 
 def _widened(
-    batch: Batch, leaves: Sequence[Leaf], moments: Sequence[Sequence[Any]], coded: _CodedMoments
+    batch: Batch, leaves: Sequence[ChunkedLeaf], moments: Sequence[Sequence[Any]], coded: _CodedMoments
 ) -> list[list[Tensor]]:
     """The chunks of all moments: decoded, or views of what is stored."""
     return [
@@ -387,7 +393,7 @@ def _of_coded(
 
 
 def _shared_amaxes(
-    leaves: Sequence[Leaf],
+    leaves: Sequence[ChunkedLeaf],
     moments: Sequence[Sequence[Any]],
     coded: _CodedMoments,
     change: _Change,
@@ -419,7 +425,7 @@ def rounds_by_key(params: Iterable[Tensor], context: UpdateContext) -> bool:
 
 
 def write_param(
-    param: Tensor, new: Tensor, context: UpdateContext, leaf: Leaf, chunk: Chunk, key: Callable[[], Tensor]
+    param: Tensor, new: Tensor, context: UpdateContext, leaf: ChunkedLeaf, chunk: Chunk, key: Callable[[], Tensor]
 ) -> None:
     """Writes new values over a chunk of a parameter, rounded as the context says.
 

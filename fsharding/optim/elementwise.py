@@ -42,7 +42,7 @@ from fsharding.optim.base import (
 from fsharding.optim.chunked_update import (
     ROLES,
     Batch,
-    Leaf,
+    ChunkedLeaf,
     change_chunks,
     init_moments,
     leaves_of,
@@ -385,7 +385,7 @@ def run_rule(
 class _Part(NamedTuple):
     """A leaf on this rank, for one update: where it lies, what is written, and what is read."""
 
-    leaf: Leaf
+    leaf: ChunkedLeaf
     result: Tensor
     grad: Tensor
     moments: list[Any]

@@ -22,7 +22,7 @@ from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.comm.reshard_plan import Leaf, plan_routes
+from fsharding.comm.reshard_plan import MovedLeaf, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, own_rank
 from fsharding.optim.base import (
@@ -287,7 +287,7 @@ def _reshard(
     local: list[Tensor], wholes: list[_Whole], sources: list[NamedSharding], targets: list[NamedSharding]
 ) -> list[Tensor]:
     routes = (
-        Leaf(whole.shape, x.dtype.itemsize, source, target)
+        MovedLeaf(whole.shape, x.dtype.itemsize, source, target)
         for whole, x, source, target in zip(wholes, local, sources, targets, strict=True)
     )
     mesh = abstract(sources[0].mesh)

@@ -21,7 +21,7 @@ from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.comm import reshard_plan
-from fsharding.comm.reshard_plan import Leaf
+from fsharding.comm.reshard_plan import MovedLeaf
 from fsharding.comm.rounded_params import AtRest, round_leaves
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
@@ -76,10 +76,10 @@ class Moving:
     plain: bool = False
 
     @property
-    def leaf(self) -> Leaf:
+    def leaf(self) -> MovedLeaf:
         """The leaf as the plan of a reshard takes it."""
         source, target = (replace(s, mesh=abstract(s.mesh)) for s in (self.source, self.target))
-        return Leaf(self.shape, self.dtype.itemsize, source, target)
+        return MovedLeaf(self.shape, self.dtype.itemsize, source, target)
 
 
 # ------------------------------------------------------------------------------------------------------------- a state

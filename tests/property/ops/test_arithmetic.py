@@ -151,7 +151,7 @@ def test_a_plan_of_routes_fills_every_target_once(case, budget):
     """Runs a plan in one process: what a rank keeps, and all pieces, into counters of how often an element is written."""
     shape, source, target = case
     whole = torch.arange(math.prod(shape)).view(shape)
-    leaf = reshard_plan.Leaf(shape, 8, source, target)
+    leaf = reshard_plan.MovedLeaf(shape, 8, source, target)
     plan = reshard_plan.plan_routes((leaf,), budget)
     before, after = reshard_plan.grids(source, shape), reshard_plan.grids(target, shape)
     have = {rank: pick(whole, grid) for rank, grid in before.items()}

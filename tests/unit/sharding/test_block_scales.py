@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.optim.chunked_update import Leaf
+from fsharding.optim.chunked_update import ChunkedLeaf
 from fsharding.sharding import boxes
 from fsharding.sharding.block_scales import coded_part, has_codes, plan_scales, scales_name
 from fsharding.sharding.leaf_plan import owner_of
@@ -49,7 +49,7 @@ def test_scales_tile_the_blocks_and_cover_what_a_rank_has(leaf, format, limit):
     block = format.sizes(shape)
     for coord in COORDS:
         grid, held = sharding.grid(shape, coord), scales.sharding.grid(scales.shape, coord)
-        part = Leaf("w", shape, block, grid, held, scales.shared, MESH)
+        part = ChunkedLeaf("w", shape, block, grid, held, scales.shared, MESH)
         chunks = [*part.chunks(limit)]
         assert sum(boxes.volume(chunk.box) for chunk in chunks) == boxes.volume(
             boxes.full(sharding.local_shape(shape, coord))

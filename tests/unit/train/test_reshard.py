@@ -58,14 +58,14 @@ def test_a_plan_of_thousands_of_ranks():
     a = fs.NamedSharding(mesh, fs.P("dp", "tp"))
     b = fs.NamedSharding(AbstractMesh(("dp", "tp"), (512, 4)), fs.P("dp", "tp"))
     began = time.perf_counter()
-    plan = reshard_plan.plan_routes((reshard_plan.Leaf((1 << 13, 1 << 13), 4, a, b),))
+    plan = reshard_plan.plan_routes((reshard_plan.MovedLeaf((1 << 13, 1 << 13), 4, a, b),))
     assert sum(plan.sent[0].values()) <= 4 << 26 and time.perf_counter() - began < 20
 
 
 def test_rounds_have_elements_of_one_size():
     mesh = AbstractMesh(("dp",), (2,))
     cut, whole = fs.NamedSharding(mesh, fs.P("dp")), fs.NamedSharding(mesh)
-    plan = reshard_plan.plan_routes(tuple(reshard_plan.Leaf((6,), size, cut, whole) for size in (1, 8, 2, 8)))
+    plan = reshard_plan.plan_routes(tuple(reshard_plan.MovedLeaf((6,), size, cut, whole) for size in (1, 8, 2, 8)))
     assert [{plan.leaves[p.leaf].itemsize for p in pieces} for pieces in plan.rounds] == [{8}, {2}, {1}]
 
 
