@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fsharding.base.scoped import scoped
+
 __all__ = ["Counts", "Sent", "Traffic", "counting_bytes", "record", "record_sent", "recording", "uncounted"]
 
 
@@ -53,11 +55,8 @@ def recording() -> Generator[list[Counts]]:
         (1, True)
     """
     seen: list[Counts] = []
-    token = _recorders.set((*_recorders.get(), seen))
-    try:
+    with scoped(_recorders, (*_recorders.get(), seen)):
         yield seen
-    finally:
-        _recorders.reset(token)
 
 
 def record(counts: Counts) -> None:
@@ -130,21 +129,15 @@ def counting_bytes() -> Generator[Traffic]:
         True
     """
     traffic = Traffic()
-    token = _meters.set((*_meters.get(), traffic))
-    try:
+    with scoped(_meters, (*_meters.get(), traffic)):
         yield traffic
-    finally:
-        _meters.reset(token)
 
 
 @contextmanager
 def uncounted() -> Generator[None]:
     """Counts nothing of what is inside the `with` block: it stands for what another rank does."""
-    token = _meters.set(())
-    try:
+    with scoped(_meters, ()):
         yield
-    finally:
-        _meters.reset(token)
 
 
 def record_sent(size: int, axes: tuple[str, ...] = ()) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from fsharding.base.scoped import scoped
+
 __all__ = ["Event", "following", "note"]
 
 
@@ -37,11 +39,8 @@ _lists: ContextVar[tuple[list[Event], ...]] = ContextVar("fsharding_events", def
 def following() -> Generator[list[Event]]:
     """Collects what happens inside the `with` block, in order."""
     seen: list[Event] = []
-    token = _lists.set((*_lists.get(), seen))
-    try:
+    with scoped(_lists, (*_lists.get(), seen)):
         yield seen
-    finally:
-        _lists.reset(token)
 
 
 def note(what: str, name: object) -> None:

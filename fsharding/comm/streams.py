@@ -25,6 +25,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from fsharding.base.scoped import scoped
+
 __all__ = ["CudaStreams", "OneStream", "StreamName", "Streams", "streams_for", "use_streams"]
 
 StreamName: TypeAlias = Literal["gather", "reduce"]
@@ -149,8 +151,5 @@ def _cuda(device: torch.device) -> Streams:
 @contextmanager
 def use_streams(streams: Streams) -> Generator[None]:
     """Has every device use some queues inside the `with` block: `OneStream()` does all in the order of the program."""
-    token = _chosen.set(streams)
-    try:
+    with scoped(_chosen, streams):
         yield
-    finally:
-        _chosen.reset(token)

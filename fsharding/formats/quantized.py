@@ -24,6 +24,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharding.base import _compat, _functorch, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, ConfigError, NotDequantizedError, message
+from fsharding.base.scoped import scoped
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
@@ -53,11 +54,8 @@ _note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=No
 @contextmanager
 def noting_numbers(note: Note) -> Generator[None]:
     """Inside, a function is told of all that is dequantized, so that autograd may keep codes in its place."""
-    token = _note.set(note)
-    try:
+    with scoped(_note, note):
         yield
-    finally:
-        _note.reset(token)
 
 
 def _refuses(use: str) -> Any:

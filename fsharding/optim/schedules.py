@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.scoped import scoped
 
 __all__ = [
     "Schedule", "as_schedule", "constant", "linear", "noting_rates", "rate_at", "tensor_schedule", "warmup_cosine",
@@ -90,11 +91,8 @@ def noting_rates() -> Generator[list[float]]:
         [0.2]
     """
     rates: list[float] = []
-    token = _noted.set(rates)
-    try:
+    with scoped(_noted, rates):
         yield rates
-    finally:
-        _noted.reset(token)
 
 
 def constant(value: float) -> Schedule:

@@ -24,6 +24,7 @@ from fsharding.base import _compat, _functorch
 from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, LayoutError, RandomKeyError, message, report
 from fsharding.base.public import missing_name, public
+from fsharding.base.scoped import scoped
 from fsharding.formats.philox import uniform_as_numpy
 from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
 from fsharding.sharding import boxes
@@ -355,11 +356,8 @@ _observer: ContextVar[Callable[[tuple[int, int]], None] | None] = ContextVar("fs
 @contextmanager
 def observing_draws(observe: Callable[[tuple[int, int]], None]) -> Generator[None]:
     """Call `observe` with the key of each draw that is made inside the block."""
-    token = _observer.set(observe)
-    try:
+    with scoped(_observer, observe):
         yield
-    finally:
-        _observer.reset(token)
 
 
 @public("random.normal")

@@ -39,6 +39,7 @@ from torch.autograd.function import Function
 
 from fsharding.base import _compat, _functorch
 from fsharding.base.errors import ConfigError, TransformError, listed, message, report
+from fsharding.base.scoped import scoped
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
@@ -609,22 +610,15 @@ _context: ContextVar[GatherContext | None] = ContextVar("fsharding_gather_contex
 @contextmanager
 def activate(context: GatherContext) -> Generator[None]:
     """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
-    token = _context.set(context)
-    try:
-        with context.saved_as_views():
-            yield
-    finally:
-        _context.reset(token)
+    with scoped(_context, context), context.saved_as_views():
+        yield
 
 
 @contextmanager
 def without_context() -> Generator[None]:
     """Hides the context, from functions that may run again when it has been closed."""
-    token = _context.set(None)
-    try:
+    with scoped(_context, None):
         yield
-    finally:
-        _context.reset(token)
 
 
 def current_context() -> GatherContext | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
+from fsharding.base.scoped import scoped
 from fsharding.comm.move import Move, plan_move
 from fsharding.comm.steps import begins_with_sum, kinds_of, plan_steps
 from fsharding.comm.wires import Payload, Plain, SentLeaf, Wire
@@ -37,11 +38,8 @@ _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
 @contextmanager
 def large_from(elements: int) -> Generator[None]:
     """Sets from how many elements on a leaf is a `LargeLeaf`, inside the `with` block."""
-    token = _large.set(elements)
-    try:
+    with scoped(_large, elements):
         yield
-    finally:
-        _large.reset(token)
 
 
 def pooled_from() -> int:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding.base import _compat, _functorch, tree
 from fsharding.base.errors import FshardingError, TransformError, report
+from fsharding.base.scoped import scoped
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import generator_bytes, seed_of
@@ -232,13 +233,10 @@ class Engine:
         self._watch.begin()
         state = generator_bytes(device)
         done = False
-        token = _guarded.set(True)
-        try:
+        with scoped(_guarded, True):
             with _worded():
                 yield device
             done = True
-        finally:
-            _guarded.reset(token)
             self.entrances.clear()
             changed = self._watch.end(done=done)
         if changed:
@@ -371,14 +369,11 @@ class Run:
         with (
             engine.in_eval_mode(self._evaluates),
             engine.guard(self._leaves, keyed=keyed, draws=not self._evaluates),
+            scoped(_running, self),
         ):
-            token = _running.set(self)
-            try:
-                root = self._gather(0)
-                args, kwargs = _cast(args, kwargs, self._inputs)
-                result, new = engine.root(root, self.buffers, args, kwargs, self._seed(), self._mesh)
-            finally:
-                _running.reset(token)
+            root = self._gather(0)
+            args, kwargs = _cast(args, kwargs, self._inputs)
+            result, new = engine.root(root, self.buffers, args, kwargs, self._seed(), self._mesh)
         self._keep(new)
         return result
 
