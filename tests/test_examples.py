@@ -190,7 +190,7 @@ def test_the_first_tutorial_runs_on_two_ranks(tmp_path: Path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     on_two = run_example(tmp_path / "train.py", tmp_path, before=launcher)
     on_one = run_example(tmp_path / "train.py", tmp_path)
-    pattern = r"^after 200 steps: (0\.\d{4}) on 256 rows that are new$"
+    pattern = r"^after 200 steps: (0\.\d{4}) on 256 held-out rows$"
     losses = [float(re.findall(pattern, output, re.MULTILINE)[0]) for output in (on_one, on_two)]
     assert abs(losses[0] - losses[1]) < 1e-3, losses
     assert on_two.count("after 200 steps") == 1, "rank 0 alone prints"

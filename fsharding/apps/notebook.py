@@ -230,7 +230,7 @@ def _code_of_file(make: Callable[..., CodeType], arguments: Sequence[Any], file:
 
 def _sendable(result: Any) -> bytes:
     cut = [f"{path or 'it'} is a DTensor" for path, x in tree.named_leaves(result).items() if isinstance(x, DTensor)]
-    if cut:  # pickle would send rank 0's part, in the form of a whole that nobody can ask for
+    if cut:  # pickle would send rank 0's part, in the form of a full tensor that cannot be gathered
         raise _UnsendableError(type(result).__name__, cut)
     try:
         return _pickled(result)
@@ -453,7 +453,7 @@ class Ranks:
             raise CallFailure(str(failure), failure.errors, failure.exceptions)
         if processes is None or processes.ended:
             self._processes = processes = _Processes(self.size)
-            # A pool that nobody has closed and nobody can reach; at exit `_close_all` is in time, and this is not.
+            # A pool that was never closed and is no longer reachable; at exit `_close_all` is in time, and this is not.
             weakref.finalize(self, processes.end).atexit = False
         return processes
 

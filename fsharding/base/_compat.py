@@ -412,7 +412,7 @@ def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def drop_local(x: DTensor) -> None:
-    """Leaves a DTensor without its local tensor, whose memory is free when nobody else has it."""
+    """Leaves a DTensor without its local tensor, whose memory is then free unless it is referenced elsewhere."""
     x._local_tensor = x._local_tensor.new_empty(0)
 
 
@@ -475,7 +475,7 @@ def _nothing() -> None:
 
 
 def weak_storage(x: Tensor) -> WeakStorage:
-    """A weak reference to a tensor's storage, whose `expired()` says that nobody views it any more.
+    """A weak reference to a tensor's storage, whose `expired()` is true when no view of it is left.
 
     As long as it lives, no other storage gets the `storage_id` of this one.
     """
@@ -522,7 +522,7 @@ def result_of(node: Node, number: int = 0) -> tuple[torch.dtype, torch.Size]:
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """Names what is inside in the profiler's trace; free where nobody profiles."""
+    """Names what is inside in the profiler's trace; free without a profiler."""
     return torch.profiler.record_function(f"fsharding: {name}") if torch.autograd._profiler_enabled() else _NOWHERE
 
 
@@ -648,7 +648,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | N
 def holders_of(group: dist.ProcessGroup) -> int:
     """How many Python objects and names hold a group, those of torch among them, and some more: compare two of them.
 
-    torch has no other way to say whether somebody still uses it; who does so from C++ has it from Python.
+    torch has no other way to tell whether it is in use; C++ users hold it through Python.
     """
     return sys.getrefcount(group)
 

@@ -324,8 +324,8 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:
         A 0-d tensor, the same on every rank: float64 if a leaf of `a` is, else float32.
 
     Raises:
-        LayoutError: a leaf is in another sharding in `b`, is unreduced, or lies on a slice of the mesh that nobody
-            tells; all such leaves are listed.
+        LayoutError: a leaf is in another sharding in `b`, is unreduced, or lies on a slice of the mesh that the
+            shardings do not name; all such leaves are listed.
         TransformError: inside a loss function of a pipeline, where a rank sees the leaves of its stage alone.
         TreeError: the trees do not match.
 

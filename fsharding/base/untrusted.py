@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: opened and parsed so that no file can hang, crash or fill this process.
+"""Files from untrusted sources: opened and parsed so that no file can hang, crash or fill this process.
 
 In: a path, or bytes. Out: the file, its bytes, or the value of its JSON.
 Only regular files are opened: a FIFO waits for a writer that never comes, and a device may do anything. Sizes, depth
@@ -46,7 +46,7 @@ def open_plain(path: StrPath) -> BinaryIO:
         OSError: as the system says.
         ValueError: it is a link, a directory, a FIFO, a socket or a device.
     """
-    # Looked at first, because opening alone can have effects on some devices; and again when nobody can exchange it.
+    # Looked at first, because opening alone can have effects on some devices; and again once it cannot be replaced.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError("it is no plain file")
     fd = os.open(path, _FLAGS)

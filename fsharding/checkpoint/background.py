@@ -85,7 +85,7 @@ class PendingSave:
             raise self._error
 
     def unreported(self) -> CheckpointError | None:
-        """Waits; the failure that nobody has heard of yet, if there is one."""
+        """Wait, and return a failure that has not been reported yet, if there is one."""
         self._thread.join()
         return None if self._told else self._error
 
@@ -119,7 +119,7 @@ def settle() -> None:
     """Waits for the save in the background, if there is one.
 
     Raises:
-        CheckpointError: it failed, and nobody has heard of it yet.
+        CheckpointError: it failed, and this was not reported yet.
     """
     global _latest
     before = _latest

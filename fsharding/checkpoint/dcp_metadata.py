@@ -42,12 +42,12 @@ _ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # Megatron Core keeps the plans of its save in it, which nobody looks at.
+    # Megatron Core keeps the plans of its save in it; they are ignored.
     "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
-    # The path that plain torch was told to write to; nobody looks at it.
+    # The path that plain torch was told to write to; it is ignored.
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
@@ -63,7 +63,7 @@ def _finder() -> Find:
             return _DTYPES[name]
         if name not in _ALLOWED.get(module, ()):
             rule = f"refuses to unpickle {module}.{name}, which {METADATA} names: no checkpoint of ours has it."
-            mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
+            mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
             raise CheckpointError(message(rule, mend=mend))
         return Global(module, name)
 

@@ -285,7 +285,7 @@ def _build(m: _Machine) -> None:
     state = m.stack.pop()
     if not isinstance(last := m.stack[-1], Made):
         raise ValueError(f"its pickle sets attributes of {last if isinstance(last, Global) else 'what has none'}")
-    # An OrderedDict has its pairs already, and may be given attributes, which nobody asks for.
+    # An OrderedDict has its pairs already, and may have attributes, which are ignored.
     last.state = state if last.state is None else last.state
 
 

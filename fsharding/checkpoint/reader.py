@@ -176,7 +176,7 @@ class Source:
     Args:
         folder: the checkpoint.
         inventory: what is in it; see `open_source`.
-        files: size and checksums of its files; None where nobody knows any, as in what plain torch wrote.
+        files: size and checksums of its files; None if unknown, as for a checkpoint of plain torch.
 
     Attributes:
         leaves: global shape and dtype of every leaf, by path.
@@ -289,7 +289,7 @@ class Source:
             if isinstance(error, CheckpointError):
                 raise
             rule = f"refuses a record of {self._folder / chunk.file}."
-            mend = "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
+            mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
             raise CheckpointError(message(rule, [f"{chunk.path}: {error}"], mend)) from error
         self._records[chunk] = record
         return record

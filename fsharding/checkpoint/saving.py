@@ -1,7 +1,7 @@
 """`save` and `save_async`: the state of all ranks becomes one directory, or nothing does.
 
 In: a `TrainState` in any layout. Out: a directory that holds every leaf once, and a manifest with checksums.
-Every phase ends with all ranks telling each other how it went, so a failure on one raises on all and nobody waits; the
+Every phase ends with all ranks telling each other how it went, so a failure on one raises on all without a hang; the
 last of them, when all data are written, also tells what was written. Who writes what is known to all from the layout.
 Law: `load(save(x, A), B) == reshard(x, B)`, bitwise; the directory exists under its name only when it is complete.
 """

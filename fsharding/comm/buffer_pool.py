@@ -1,7 +1,7 @@
 """Flat buffers that are used again within a step, so that they cost their page faults once.
 
-In: a size, a dtype, an owner. Out: a flat tensor that nobody else views. A buffer is free when the pool alone holds its
-storage, so a view that somebody keeps is never overwritten. On a device with several queues the one that takes a buffer
+In: a size, a dtype, an owner. Out: a flat tensor without other views. A buffer is free when the pool alone holds its
+storage, so a live view is never overwritten. On a device with several queues the one that takes a buffer
 waits until those that have used it are done.
 Law: the bytes that owners have alive are known exactly.
 """
@@ -29,8 +29,8 @@ class _Buffer:
         storage: of it.
         owner: whose bytes they are, if they are counted.
         user: who has taken it.
-        taken: somebody has.
-        done: the event after which it may be written again; None where nobody has told, or it is not free.
+        taken: whether it is in use.
+        done: the event after which it may be written again; None if there is none, or it is not free.
     """
 
     base: Tensor
@@ -96,12 +96,12 @@ class Pool:
         return result
 
     def adopt(self, x: Tensor, owner: object) -> None:
-        """Counts a tensor that the pool has not made as an owner's, as long as somebody views its storage."""
+        """Counts a tensor that the pool has not made as an owner's, as long as its storage is viewed."""
         self._adopted.append((_compat.weak_storage(x), x.nbytes, owner))
         self._count()
 
     def retire(self, user: object) -> None:
-        """Notes of buffers that somebody has just let go: they may be written when the current queue is done.
+        """Record an event for each released buffer: it can be reused when the current stream is done.
 
         A buffer of which this is not said is handed out when all queues are.
 
@@ -112,7 +112,7 @@ class Pool:
             self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])
 
     def retire_all(self) -> None:
-        """As `retire`, of all buffers that nobody holds, whoever had them: all who did were on the current queue."""
+        """As `retire`, for the free buffers of all owners, which were used on the current stream."""
         if self._streams.several:
             self._retire([b for b in self._buffers if b.taken])
 
@@ -157,7 +157,7 @@ class Pool:
 
 
 class PoolMemory(NamedTuple):
-    """A pool as the `Memory` of an owner, whose bytes are counted; None for nobody, whose are not."""
+    """A pool as the `Memory` of an owner, whose bytes are counted; None for bytes that are not counted."""
 
     pool: Pool
     device: torch.device
@@ -169,7 +169,7 @@ class PoolMemory(NamedTuple):
         return self.pool.take(size, dtype, self.device, self.owner, self.user)
 
     def of_one_user(self) -> PoolMemory:
-        """The same, for somebody who calls `retire`."""
+        """The same, for a user that calls `retire`."""
         return self._replace(user=object())
 
     def retire(self) -> None:

@@ -4,7 +4,7 @@ In: terms of leaves, each whole over the axes of the sum. Out: the sum of each l
 that is this member's, as from `comm.reduce`.
 A term is rounded first and cut then: each member is sent the codes of its piece, and the scales of the blocks in it.
 Where a cut goes through a block, scales are sent for smaller blocks that no cut goes through, those of one block equal.
-Law: a sum is that of `comm.reduce` for terms that were rounded before, in every bit, whoever gets which piece of it.
+Law: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of pieces.
 """
 
 from __future__ import annotations

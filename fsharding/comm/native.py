@@ -276,7 +276,7 @@ class Native:
         works: list[dist.Work] = []
         peers = [(m.rank,) for m in (*receives, *sends)]
         if group.process_group is None:
-            assert not peers, "one rank has nobody to send to"
+            assert not peers, "one rank has no peer to send to"
         elif backend_of(group.process_group, self.device.type) == "gloo":
             works = [*(receive(m, group) for m in receives), *(send(m, group) for m in sends)]
         elif peers:

@@ -9,8 +9,8 @@ The order of a unit, where `!` records an event on the queue whose line it is an
     compute    ?reduced, when the next unit has been left: only then may the bucket's memory be used again
     end        compute waits for both
 
-Memory belongs to the queue on which it was taken, and goes back to that one as soon as nobody holds it. So whoever
-holds memory of another queue lets it go after its own queue has waited for the last reader; a `Pool` hands out buffers
+Memory belongs to the queue on which it was taken, and returns to it as soon as it is unused. So code that
+holds memory of another queue frees it after its own queue has waited for the last reader; a `Pool` hands out buffers
 with the event after which they may be written.
 Laws: nothing is read before it was written, nothing is written while a reader is due, and no bit depends on queues.
 """

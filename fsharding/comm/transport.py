@@ -46,7 +46,7 @@ class Transport(Protocol):
             bucket: the leaves, the same on every member.
             shards: this rank's, one for each leaf.
             dtype: of the whole leaves.
-            memory: for the result, which other members may read, so that nobody may write it.
+            memory: for the result, which other members may read, so it must not be written.
 
         Returns:
             The handle of a flat buffer, as the bucket lays it out.

@@ -216,7 +216,7 @@ def _full_tensor_of(x: DTensor) -> Generator[None]:
 
 
 def communicators_for(backend: str) -> int:
-    """How many communicators a set of ranks has where nobody says it.
+    """Default number of communicators of a set of ranks.
 
     One of NCCL runs its collectives one after the other, whatever stream they come from. gloo has threads for several
     at once, and on a CPU another group is more connections and no more speed.

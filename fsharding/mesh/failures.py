@@ -1,8 +1,8 @@
 """Lost ranks: who is gone, and who is somewhere else, when a collective fails; asked and answered in the store of all.
 
 In: a failure of communication, and the ranks that it was with. Out: a `RankError` on every rank that is left.
-A rank that fails writes whom it waited for and where it stands, one that raises by itself writes what; a rank that
-lives says where it stands when it is asked, from a thread of its own; one that is gone says nothing.
+A failing rank records which ranks it was waiting for and its position; a rank that raises records the exception; a
+live rank answers with its position, from a thread of its own; a dead one does not answer.
 Laws: blame goes on from rank to rank until it meets the cause; all of it takes a bounded time; where nothing fails,
 nothing is written. `meet` compares what ranks are about to do where no other bytes travel.
 """
@@ -297,7 +297,7 @@ class _Call(NamedTuple):
 
 
 def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
-    """The collective that a stack is in without saying so: the call that somebody else made of the library, or torch.
+    """The collective that a stack is in without saying so: the caller's call of the library, or of torch.
 
     Args:
         frame: the innermost one.
@@ -352,7 +352,7 @@ def place_of(thread: int | None = None) -> dict[str, Any]:
     """This rank's answer about a thread.
 
     "function", "call" and "now" say where it is, "region" and "collective" what it does, "stack" how it came there;
-    "waits" for whom it waits, where it does.
+    "waits": the ranks that it waits for, if any.
 
     Args:
         thread: its number; by default that of the caller.
@@ -373,7 +373,7 @@ class _Listener(threading.Thread):
         self._asked = b""
 
     def run(self) -> None:
-        # The process that has the store may end first; then there is nobody left to answer.
+        # The process that has the store may end first; then nothing is left to answer.
         with suppress(RuntimeError):
             while not self._end.wait(self._look):
                 if dist.group.WORLD is not self.world or not self._answer():
@@ -534,11 +534,11 @@ def follow(
     """Follows blame from rank to rank.
 
     Args:
-        peers: whom this rank blames.
+        peers: the ranks that this one blames.
         me: this rank.
-        read: the note of a rank, None if there is none. One that has failed: {"peers": whom it blames}, with "causes",
-            what it has found out, once it has; or {"raised": what}, which of one that ends after it has failed stands
-            beside its causes. One that lives: {"waits": for whom}, or neither.
+        read: the note of a rank, None if there is none. One that has failed: {"peers": ranks that it blames}, with
+            "causes", what it has found out, once it has; or {"raised": what}, which of one that ends after it has
+            failed stands beside its causes. One that lives: {"waits": ranks}, or neither.
             Both say where it is: "function", "call" and "now".
         function: where this rank is.
     """
@@ -573,7 +573,7 @@ def follow(
 
 
 def _lost(peers: tuple[int, ...], patience: float, call: _Call, here: Mapping[str, Any]) -> Followed:
-    """Where blame leads; to whom this rank blames if there is nobody to ask."""
+    """Follow blame to its end; without other notes, to the ranks that this rank blames."""
     host = _host()
     result = _bounded(lambda: _asked(peers, patience, call, here), patience + _LEAST_S)
     if result is None:

@@ -4,7 +4,7 @@ In: sets of ranks, of which none has a rank of another; what they are used for. 
 this process is in.
 A group has threads and connections. So a later mesh is given the groups of an earlier one, and those that no process
 holds any more are closed when all ranks make a mesh: a garbage collector would close them here and not there.
-Law: all ranks make, use and close the same groups in the same order; none is closed that somebody holds.
+Law: all ranks make, use and close the same groups in the same order; none is closed while it is in use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[tuple[int, ...], timedelta, str]
 """The ranks of a group, sorted, its timeout, and its use: "" for any, or what it is kept apart for."""
 
 _SPARE_MESHES = 8
-"""For so many meshes that are made without it, a group that nobody holds is kept: a run that swaps comes back."""
+"""For so many meshes that are made without it, an unused group is kept: a run that swaps strategies returns to it."""
 _BITS = 62
 
 
@@ -38,7 +38,7 @@ class _Kept:
 
     Attributes:
         group: None on a rank outside.
-        idle: how many hold it when nobody does: torch and this.
+        idle: number of references to an unused group: torch's and this one.
         last: number of the last mesh that asked for it when it was made, or that found it held; as all ranks count.
     """
 
@@ -52,7 +52,7 @@ class _Kept:
 
     @property
     def is_referenced(self) -> bool:
-        """Whether somebody in this process holds it: a mesh, what was planned for one, or what still travels."""
+        """Whether this process still uses it: a mesh, a plan, or a pending collective."""
         return self.holders() > self.idle
 
 
@@ -80,7 +80,7 @@ class _Groups:
             and len(ranks) == world_size()
             and all(kept.group is not self.world for kept in self.by_key.values())
         ):
-            if dist.get_backend(self.world) != "fake":  # Its ranks wait for nobody, and it has no timeout.
+            if dist.get_backend(self.world) != "fake":  # Its ranks never wait, and it has no timeout.
                 self.world.set_timeout(timeout)
             return _Kept(self.world)
         return _Kept(_compat.new_group(ranks, timeout))

@@ -39,7 +39,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end ranks and launcher at once, unless they are forwarded."""
 
 _NOTICE_S = 8.0
-"""After a failure the other ranks have so long to find out whom they lost, and to write where they are."""
+"""After a failure the other ranks have so long to find out which ranks are lost, and to record their position."""
 
 _EXIT_S = 10.0
 """A rank that has answered has so long to exit."""

@@ -165,7 +165,7 @@ def requested(mesh: Mesh | None = None) -> bool:
     """Whether to save and stop: the same on all ranks of a mesh, because it is what their last step's sum said.
 
     It changes inside collective calls only, a train step or `requested(mesh)`: what comes in between shows after the
-    next one. So all ranks leave a loop over steps after the same one. One process alone has nobody to agree with and
+    next one. So all ranks leave a loop over steps after the same one. A single process agrees with itself and
     sees its own signals and deadline at once. Outside of `watch` a rank has no wish of its own, and hears the others'.
 
     Args:
@@ -230,7 +230,7 @@ def agree(count: Tensor) -> None:
         False
     """
     global _agreed
-    # Read when somebody asks, so that a step does not wait for a device.
+    # Read on request, so that a step does not wait for a device.
     _agreed = count > 0
 
 

@@ -1,7 +1,7 @@
 """The end of a process that has talked to others: it waits for those who still hold something of Python's.
 
 In: nothing. Out: a moment in which every other thread sleeps.
-A thread of gloo lets the tensors of a message go after whoever waited for it has gone on. It needs the interpreter for
+A thread of gloo frees the tensors of a message after its waiter has continued. It needs the interpreter for
 that, and if that is gone by then, the process ends by SIGABRT, its work done. Law: it waits for a second at most.
 """
 

@@ -1,4 +1,4 @@
-"""Embedding tables over a model axis: each rank has some rows, and nobody ever has the whole table.
+"""Embedding tables over a model axis: each rank stores some rows, and the full table is never gathered.
 
 In: token ids, this rank's rows. Out: the vectors of all tokens, on every rank or cut along the sequence.
 A rank looks up the ids that it has, and zeros for the others; the sum over ranks is the lookup.

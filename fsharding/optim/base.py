@@ -268,7 +268,7 @@ def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
             return x
         local = local_of(x)
         local_before = local_of(before)
-        # A number that the host has counted so far is counted on the device from here on, which nobody waits for. State
+        # A number that the host has counted so far is counted on the device from here on, without a wait. State
         # that is kept on the host does wait for it.
         device = finite.device if local.ndim == 0 else local.device
         local, local_before = (y.to(device, non_blocking=y.device.type == "cpu") for y in (local, local_before))

@@ -171,7 +171,7 @@ def leaves_of(moments: Tree, shardings: Tree = None) -> list[ChunkedLeaf]:
         shardings: of the parameters, such as `layout.main`; needed for leaves with explicit assignments.
 
     Raises:
-        LayoutError: leaves with assignments that nobody tells; all of them are listed.
+        LayoutError: leaves have assignments and no shardings were given; all of them are listed.
     """
     flat = moment_leaves(moments)
     held = carriers(moments)
@@ -215,7 +215,7 @@ def init_moments(params: Tree, moments: MomentType, context: InitContext, *, roo
 
     Raises:
         ArgumentError: a whole state is given in the place of parameters.
-        LayoutError: with a format, leaves with assignments that nobody tells; all of them are listed.
+        LayoutError: with a format, leaves have assignments and no shardings were given; all are listed.
     """
     call_as("opt.init", refuse_state, params)
     held = moments or context.moments

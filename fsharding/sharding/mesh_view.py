@@ -89,7 +89,7 @@ def _view(
         # Leaves of one slice may have different owners, and each view names the owners of its leaves.
         result = of_same_groups(_compat.copy_of_mesh(result), result)
         _compat.refuse_full_tensor(result, _refuse_full_tensor)
-    # Of this view and no other mesh: one of somebody's own may be equal to it.
+    # Of this view alone: a user's own mesh may be equal to it.
     whole = None if part is mesh else mesh
     kept_by(result)[Base] = Base(part, axes or ("dp",), owned, whole, assigned)
     return result

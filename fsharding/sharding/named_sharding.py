@@ -359,7 +359,7 @@ class Local:
     A leaf of `fs.tree`, and a node with one child of torch's own trees, which torch.func transforms take apart.
     Functions of torch that work element by element take nodes that are cut alike, and give such a node.
 
-    It is no tensor: whoever uses it as one has forgotten `gather_unit`, and is told so.
+    It isn't a tensor: using it as one raises an error that names `gather_unit`.
 
     Attributes:
         value: this rank's part, a plain tensor.
@@ -526,7 +526,7 @@ def _in_flight(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Nam
 def opened(values: tree.Tree) -> tuple[list[Any], Callable[[Sequence[Any]], tree.Tree]]:
     """The leaves of a tree with the tensors of `Local` nodes in their place, and what makes such a tree of others."""
     leaves, spec = tree.flatten(values)
-    # Not the nodes themselves: whoever keeps `closed` for backward shall not keep tensors.
+    # Not the nodes themselves: keeping `closed` for backward must not keep tensors alive.
     nodes = [(x.sharding, x.shape, x.slices) if isinstance(x, Local) else None for x in leaves]
 
     def closed(flat: Sequence[Any]) -> tree.Tree:

@@ -343,7 +343,7 @@ class HostPair:
             ...     assert [(run.returncode, run.stdout) for run in runs] == [(3, "here\n")] * 2
         """
         with ExitStack() as files:
-            # Files, since two pipes that nobody empties would stop their writers.
+            # Files, since a full pipe that is never read would block its writer.
             names = ("stdout", "stderr") if capture else ()
             outs = [
                 {name: files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for name in names}

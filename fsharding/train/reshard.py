@@ -62,7 +62,7 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         The same state or tree in the new layout, in new memory unless donated.
 
     Raises:
-        LayoutError: another model, another main dtype, an unreduced leaf, one whose owners nobody tells, leaves that
+        LayoutError: another model, another main dtype, an unreduced leaf, one with unknown owners, leaves that
             are not what the state's layout says, an abstract mesh, or ranks that ask for different things; all such
             leaves are listed, and nothing has changed.
         TreeError: the trees do not match.
@@ -119,7 +119,7 @@ def _move(
 
 
 def _give_up(tree_or_state: Tree) -> None:
-    """Takes the values away from whoever still has the donated state or tree."""
+    """Invalidate the donated state or tree."""
     if isinstance(tree_or_state, TrainState):
         tree_or_state.donate()
         return
@@ -320,7 +320,7 @@ def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BU
 
     Args:
         a: a `TrainState`; a `Layout`, for the parameters and main copies of a state in it; or a tree of DTensors.
-        b: where it would go, as in `reshard`. Layouts may be on abstract meshes: nothing is moved, nobody is asked.
+        b: where it would go, as in `reshard`. Layouts may be on abstract meshes: nothing is moved or communicated.
         rank: whose bytes to show; by default this process's.
         budget: as in `reshard`.
 

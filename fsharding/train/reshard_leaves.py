@@ -346,11 +346,11 @@ def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
 
 
 def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
-    """By leaf of a tree, where it is, and its global shape, as far as somebody says so.
+    """Return for each leaf its sharding and global shape, as far as they are known.
 
     Args:
         values: a tree, or a `TrainState`, which carries its layout.
-        source: as in `of_tree`; None where nobody says anything but the leaves, and the state.
+        source: as in `of_tree`; None if only the leaves and the state know.
     """
     flat, spec = tree.flatten(values)
     if source is not None:
@@ -410,7 +410,7 @@ def devices(moved: Sequence[Moving]) -> list[Mesh]:
 
 
 def let_go(moved: Sequence[Moving]) -> None:
-    """Forgets the values, which somebody else has now."""
+    """Drop references to values that have moved on."""
     for m in moved:
         m.value = None
 

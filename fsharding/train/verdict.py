@@ -100,7 +100,7 @@ class PendingVerdict:
 
 
 _pending: dict[int, PendingVerdict] = {}
-"""Verdicts that nobody has looked at: of each step in use, that of its last call."""
+"""Unread verdicts: for each step in use, the one of its last call."""
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def _watch_exit() -> None:
 
 
 def _last_step_was_refused() -> bool:
-    """Looks at what is pending, and prints the errors that nobody was there to get."""
+    """Read pending verdicts, and print errors that no caller received."""
     refused = False
     for verdict in [*_pending.values()]:
         try:

@@ -130,7 +130,7 @@ class GatherContext:
         leaves: of the differentiated tree, in order.
         options: how the call runs.
         wires: how leaves are sent.
-        pool: of buffers, for contexts that share one; whoever gave it closes it.
+        pool: of buffers, for contexts that share one; the caller closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
 
     Attributes:
@@ -182,7 +182,7 @@ class GatherContext:
         )
         self._streams = streams_for(self._device)
         if self._streams.several:
-            # What was computed so far: shards, and memory that somebody has read and let go.
+            # Both side streams wait for the compute stream: it may still write shards or read recycled buffers.
             begun = self._streams.record("begun")
             for name in ("gather", "reduce"):
                 with self._streams.on(name):

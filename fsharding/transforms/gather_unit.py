@@ -57,7 +57,7 @@ class UnitsAhead(tuple[Tree, ...]):
 
     @classmethod
     def of(cls, prefetch: Tree) -> UnitsAhead:
-        """What somebody gave as `prefetch=`: one unit, several, or None."""
+        """Value of `prefetch=`: one unit, several, or None."""
         return prefetch if isinstance(prefetch, cls) else cls(() if prefetch is None else (prefetch,))
 
 
@@ -81,7 +81,7 @@ def gather_unit(
 
     Returns:
         The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
-        share: somebody who wants others makes new ones.
+        share: to change them, make new tensors.
 
     Raises:
         ConfigError: a policy that is none.

@@ -202,7 +202,7 @@ class GatheredUnit:
 
     @named("fs.gather_unit")
     def release(self, *, failed: bool = False) -> None:
-        """Lets the buffers go; a view that somebody still has keeps its own.
+        """Release the buffers; an existing view keeps its buffer alive.
 
         Args:
             failed: the step has failed, so that nothing more is said about its weights.
@@ -228,7 +228,7 @@ class GatheredUnit:
             raise TransformError(message(rule, mend=mend))
 
     def abandon(self, *, failed: bool = False) -> None:
-        """Releases a unit in any state: all-gathers that nobody needs are waited for; after a failure, not for long."""
+        """Release a unit in any state; wait for pending all-gathers, only briefly after a failure."""
         if self.columns is not None:
             self.columns.abandon(failed=failed)
         if self._handles:

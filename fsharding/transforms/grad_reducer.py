@@ -130,7 +130,7 @@ class GradReducer:
         self._pending: list[_Pending] = []
         self._streams = streams_for(device)
         if grad_pool is not None:
-            grad_pool.retire_all()  # gradients of earlier calls, which somebody has read and let go
+            grad_pool.retire_all()  # gradients of earlier calls that the caller has freed
         self._reduced: list[_Reduced] = []
 
     # --------------------------------------------------------------------------------------------------- from backward

@@ -2,7 +2,7 @@
 
 In: the error that it raised, its arguments, and the context of the call. Out: an error that says what to type, or None.
 It runs when something has failed already, so that no check costs anything before. Law: an error that replaces another
-is of its family too, so that whoever catches `KeyError` or `RuntimeError` still does.
+is of its family too, so code that catches `KeyError` or `RuntimeError` still works.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def _mean(losses: Sequence[Tensor]) -> list[float]:
 
 
 def give_back() -> None:
-    """Returns freed memory to the system, where the C library can, so that nobody gets pages that another paid for."""
+    """Return freed memory to the system if the C library can, so that each contender pays for its own pages."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -274,7 +274,7 @@ def _ranks() -> Iterator[Finding]:
 def _exposed(it: Socket) -> tuple[str, str]:
     if not it.outside:
         return "", ""
-    wrong = "Whoever reaches this address can talk to a run, and nobody is asked for a password."
+    wrong = "Any process that reaches this address can talk to a run, without a password."
     chosen = [f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ]
     return wrong, f"Unset {', '.join(chosen)}, or keep strangers off the network." if chosen else (
         "Keep strangers off the network, by a firewall or a namespace of its own."

@@ -1,7 +1,7 @@
 """Short notes between the processes of one machine: a pipe from each to each, which is what wakes a reader soonest.
 
-In: some integers for everybody, on one of many channels. Out: those of each member, in the order of the channel.
-A member that is gone is noticed at once: nobody else holds the end of the pipe into which it wrote.
+In: some integers for all members, on one of many channels. Out: those of each member, in the order of the channel.
+A lost member is noticed at once: no other process holds the write end of its pipe.
 Law: a note with a number from a member is the one that it sent under that number, in whatever order they are read.
 """
 
@@ -135,7 +135,7 @@ class Pipes:
         poll.register(self._read[member], select.POLLIN)
         if not poll.poll(seconds * 1000):
             return False
-        # A write of a whole note is atomic, so there are whole notes here, or nothing and nobody.
+        # A write of a whole note is atomic, so the pipe has complete notes, or nothing and no writer.
         data = os.read(self._read[member], 64 * self._note.size)
         if not data:
             raise MemberError(f"Process {self._pids[member]} (member {member} of the group) is gone.", member)

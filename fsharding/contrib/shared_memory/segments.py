@@ -1,7 +1,7 @@
 """Blocks of memory that the processes of one machine map, each made by one of them.
 
 In: a number of bytes. Out: a buffer in a block; a note of four integers is all that another process needs to map it.
-A block is written again when nobody here views it and every reader has acknowledged it, by a number in its own head.
+A block is reused when this process has no view of it and every reader has acknowledged it, by a number in its own head.
 Law: memory has no name, and is gone with the last process that maps it.
 """
 
@@ -54,7 +54,7 @@ class Block:
         mapping: of this process, which made it.
         used: bytes that were asked for.
         readers: processes that acknowledge what was posted last, by their slots in the head.
-        owner: for whom it was reserved; None when it was not, or is used.
+        owner: the member it was reserved for; None if it was not, or is in use.
     """
 
     def __init__(self, size: int) -> None:
@@ -80,7 +80,7 @@ class Block:
         return [pid for slot, pid in self.readers.items() if self.mapping.head[slot] != self.number]
 
     def in_use(self) -> bool:
-        """Whether somebody views it, here or elsewhere."""
+        """Whether this or another process views it."""
         return _compat.storage_users(self._storage) > self._idle or bool(self.unread())
 
     def free(self) -> bool:
@@ -158,7 +158,7 @@ def size_of(nbytes: int) -> int:
 
 
 def take(nbytes: int) -> Tensor:
-    """A flat buffer of bytes that can be posted, with garbage inside; it is free when nobody views it any more."""
+    """A flat buffer of bytes that can be posted, with garbage inside; it is free when its last view is gone."""
     block = _arena().find(size_of(nbytes))
     result = block.mapping.data[:nbytes]
     block.used = nbytes

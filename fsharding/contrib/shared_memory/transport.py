@@ -38,7 +38,7 @@ from fsharding.mesh.failures import UnlikeSizes, among
 __all__ = ["Joint", "Posted", "SharedMemory", "can_share"]
 
 _TAG = 1 << 20
-"""Of handshakes, so that they are never taken for a message of somebody else."""
+"""Tag of handshakes, which keeps them apart from all other messages."""
 
 _NOWHERE: segments.Note = (-1, -1, -1, -1)
 """In place of a block, from a member that gives none."""
@@ -182,7 +182,7 @@ def _connect(group: Group, pids: tuple[int, ...]) -> _Members | None:
             members.check(group.index, records)
         except (RuntimeError, ValueError):
             members = None
-    # The block may be written again, and the ends of pipes closed, only after everybody's answer.
+    # The block may be written again, and the ends of pipes closed, only after all members have answered.
     answers = _numbers([int(members is not None)], group)
     if pipes is not None:
         pipes.close_write_ends()
@@ -333,15 +333,15 @@ class Joint:
     """A buffer of which every member writes a part, all in the same memory. Fill, `start`, `wait`, and all is there.
 
     The members take turns in giving the memory. Whose turn is next says where with the note by which it says that its
-    part of this one is written; so as a rule nobody waits for memory, and nobody asks for it.
+    part of this one is written; so as a rule no member waits for memory or requests it.
 
     Args:
         nbytes: the same on every member.
         group: for which `can_share` is true.
 
     Attributes:
-        buffer: all parts as bytes, garbage until they are written. When nobody here views it any more, this member
-            acknowledges it.
+        buffer: all parts as bytes, garbage until they are written. When this process has no view of it left,
+            this member acknowledges it.
     """
 
     def __init__(self, nbytes: int, group: Group) -> None:
@@ -392,7 +392,7 @@ class Joint:
 
 
 def _acknowledge(pid: int, head: memoryview[int], slot: int, number: int) -> None:
-    """For what nobody views any more in a process; a fork of it has nothing to say."""
+    """Acknowledge memory that this process no longer views; a forked child does nothing."""
     if os.getpid() == pid:
         head[slot] = number
 

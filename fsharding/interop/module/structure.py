@@ -245,7 +245,7 @@ def plan_module(
         weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
         here = tuple(Weight(name, numbers[path], row) for name, path, row in weights)
         planned.append(ModuleUnit(unit.members, here, unit.stack))
-    # Where a pattern has found no units, nobody knows what the leaves outside of units would be called.
+    # Where a pattern has found no units, the names of the leaves outside of units are unknown.
     known = leaves if is_sure else [leaves[i] for i in sorted({w.leaf for unit in planned[1:] for w in unit.weights})]
     problems += _misnamed(known, names, None if general or not is_sure else leaves)
     refuse_all(problems)

@@ -350,7 +350,7 @@ def test_code_in_the_metadata_does_not_run(saved, tmp_path):
     reseal(saved)
     assert refusal(ck.load, saved, planned()) == (
         f"fs.checkpoint.load refuses to unpickle {os.mkdir.__module__}.mkdir, which .metadata names: no checkpoint of ours has it.\n"
-        "Whoever made this file may have meant to run code here. Use a checkpoint that you trust."
+        "The file may be an attempt to run code here. Use a checkpoint that you trust."
     )
     assert not (tmp_path / "ran").exists()
 

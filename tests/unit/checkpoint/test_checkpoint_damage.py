@@ -176,7 +176,7 @@ def test_records_that_are_no_such_tensor(saved, record, row):
     text = refusal(ck.load, saved, planned())
     assert text.startswith(f"fs.checkpoint.load refuses a record of {saved / '__0_0.distcp'}.\n  params.table: ")
     assert row in text
-    assert "\nWhoever made this file may have meant to run code here." in text
+    assert "\nThe file may be an attempt to run code here." in text
 
 
 def test_any_tensor_that_torch_saves_can_be_read(saved):
