@@ -119,7 +119,7 @@ def save_async(
         path: as in `save`.
         state: as in `save`.
         extra: as in `save`.
-        data: as in `save`; its position is that of the call.
+        data: as in `save`; its position at the call.
         timeout: as in `save`.
 
     Returns:

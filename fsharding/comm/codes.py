@@ -45,7 +45,7 @@ _DECODED = 1 << 20
 
 
 class CodePlan(NamedTuple):
-    """How one leaf is rounded and travels. Rows and columns are those of its last two dims.
+    """How one leaf is rounded and travels. Rows and columns refer to its last two dims.
 
     Attributes:
         format: of codes and scales.

@@ -2,7 +2,7 @@
 
 In: what the runtime and the transports record. Out: one `Counts` for each `value_and_grad` call inside a
 `recording` block, and the `Traffic` of a `counting_bytes` block, by axes of the mesh.
-Law: the counts are those of torch's own `CommDebugMode`, and the peak is that of the storages themselves.
+Law: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Partner:
         """Runs two calls by turns, or one after the other where this thread has modes; see the module.
 
         Raises:
-            Exception: that of the call that has failed; the other one is stopped where it is.
+            Exception: the one of the failed call; the other one is stopped where it is.
         """
         if not self.can_run():
             first()

@@ -1,7 +1,7 @@
 """Arguments of a Megatron run that change what its model computes, and the decoder config with which they agree.
 
 In: a `DecoderConfig`, and the arguments in a checkpoint. Out: the arguments that differ, and those that a save writes.
-Names are those of `megatron/training/arguments.py` and of `TransformerConfig`, which newer releases use for both.
+Names follow `megatron/training/arguments.py` and `TransformerConfig`, which newer releases use for both.
 Arguments of precision, kernels, parallelism and data are not compared: they round or place a result differently.
 """
 

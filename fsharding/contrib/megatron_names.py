@@ -1,7 +1,7 @@
 """The tensors of a Megatron checkpoint that a leaf of the decoder is made of, in both of its formats.
 
 In: a `DecoderConfig`, and how a directory is written. Out: `Piece`s by the path of our leaf.
-The facts are those of NVIDIA/Megatron-LM: `megatron/core/transformer/transformer_block.py` stacks equal layers along a
+The facts come from NVIDIA/Megatron-LM: `megatron/core/transformer/transformer_block.py` stacks equal layers along a
 first dim or numbers them, `attention.py` has queries, keys and values of one query group side by side, `mlp.py` cuts
 the gated projection into two halves, each of which tensor parallelism shards by itself, so that the whole tensor is
 gate, then up; `moe/experts.py` stacks experts. `fsdp_dtensor_checkpoint.py` keeps the halves apart, as `_w` and `_v`,

@@ -355,7 +355,7 @@ def place_of(thread: int | None = None) -> dict[str, Any]:
     "waits": the ranks that it waits for, if any.
 
     Args:
-        thread: its number; by default that of the caller.
+        thread: its number; by default the caller's.
     """
     thread = threading.get_ident() if thread is None else thread
     return _place(thread, sys._current_frames().get(thread))  # pyright: ignore[reportPrivateUsage]

@@ -56,7 +56,7 @@ def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, positions_BT: Tensor,
         scale: of the scores.
 
     Returns:
-        [B, H, T, E], where E is that of v.
+        [B, H, T, E], where E is the head dim of v.
     """
     slots_S = torch.arange(k_BKSE.shape[2], device=q_BHTE.device)
     seen_B1TS = slots_S <= positions_BT[:, None, :, None]

@@ -43,7 +43,7 @@ class Stack:
     Attributes:
         name: of the stack.
         layers: number of blocks.
-        attention: by default that of the config.
+        attention: by default the config's.
         hidden: of a dense feed-forward part, where the config has others.
         experts: in the place of a dense part, where the config has others.
 

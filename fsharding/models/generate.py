@@ -92,7 +92,7 @@ def generate(
             (Holtzman et al. 2020, arXiv:1904.09751).
         eos: a token, or several, after which a row ends.
         context: most tokens that a function can take; it gets the last ones. A decoder has no such limit.
-        precision: dtype of compute; by default that of the state, for parameters alone their own.
+        precision: dtype of compute; by default the state's, for parameters alone their own.
         stream: is called with each new token of all rows, int64[B], once it is chosen.
 
     Returns:

@@ -3,7 +3,7 @@
 In: this rank's queries, keys and values. Out: for its queries, what attention over the whole sequence gives.
 Three ways with the same result. "ring": keys and values go around, and no rank ever has them all. "gather": every
 rank has them all. "ulysses": every rank has the whole sequence of some heads.
-Law: values and gradients are those of `scaled_dot_product_attention` on the whole tensors.
+Law: values and gradients match `scaled_dot_product_attention` on the whole tensors.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def attention(
         kind: which way. For "ulysses" H is a multiple of the axis; where K is none, some key heads are sent more than
             once.
         scale: of the scores; by default 1 / sqrt(E).
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
-        [B, H, T, E] in the dtype of q; E is that of v.
+        [B, H, T, E] in the dtype of q; E is the head dim of v.
 
     Raises:
         SpecError: shapes, dtypes or heads that do not fit each other or the axis; an unknown kind.

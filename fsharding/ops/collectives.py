@@ -286,7 +286,7 @@ def gather(
         axis: one axis or several, major first.
         dim: the tensor dim that is cut.
         size: its global size; by default all shards are as long as this one.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         The whole tensor, the same on every rank of the group; dtype of `x`.
@@ -311,7 +311,7 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
         x: this rank's term, whole.
         axis: one axis or several, major first.
         dim: the tensor dim to cut.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         This rank's chunk of the sum; summed in float32 at least, dtype of `x`.
@@ -401,7 +401,7 @@ def all_to_all_rows(
         axis: one axis or several, major first.
         send: how many rows go to each rank; they sum to M.
         receive: how many come from each: what that rank sends to this one.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         The rows that came, those of rank 0 first; any of the numbers may be 0.

@@ -57,7 +57,7 @@ def positions(
     Args:
         length: T of the whole sequence.
         axis: the mesh axis that cuts it.
-        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
+        mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
         device: of the result.
 
     Returns:
@@ -85,7 +85,7 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
         documents_BT: integer [B, T], the document of each token of this rank, as `cut_sequence` takes them. The tokens
             of a document stand together: where the number changes, the next one begins.
         axis: the mesh axis that cuts the sequence; its ranks tell each other their documents.
-        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
+        mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
 
     Returns:
         int64[B, T].
@@ -118,7 +118,7 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
         x: a tensor, or a tree of them, the same on all ranks of the axis.
         dim: the dim of tokens, in every leaf.
         axis: the mesh axis that cuts it.
-        mesh: by default that of `fs.set_mesh`; where there is none, or it lacks the axis, `x` comes back as it is.
+        mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, `x` comes back as it is.
 
     Returns:
         A tree of contiguous tensors, each with this rank's part of `dim`, in the order of `positions`.

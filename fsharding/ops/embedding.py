@@ -48,7 +48,7 @@ def embedding(
         vocab: V, the number of rows of the whole table; by default those that are here.
         axis: that cuts the rows, if it does.
         sequence_dim: the dim of the result that is cut over the axis outside of regions, if it is.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         [..., D] in the dtype of the table, the same on all ranks of the axis, or cut along `sequence_dim`.

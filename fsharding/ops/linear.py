@@ -30,7 +30,7 @@ def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
         x: the same on all ranks of the axis; with `sequence_dim` each rank's equal part along that dim.
         axis: of the mesh; one that the mesh lacks, or no mesh at all, is one rank.
         sequence_dim: the dim along which the activations are cut outside of the region, if they are.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         The whole activations, the same on all ranks.
@@ -55,7 +55,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
         x: this rank's term, whole.
         axis: as in `enter`.
         sequence_dim: as in `enter`.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Raises:
         SpecError: the size of `sequence_dim` is not a multiple of the axis.
@@ -92,7 +92,7 @@ def column_linear(
             share one `enter`.
         axis: that cuts F.
         sequence_dim: as in `enter`.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         For each weight [..., F of this rank].
@@ -119,7 +119,7 @@ def split_parts(
         sizes: of the whole parts, as the `Fused` name says them.
         dim: of x.
         axis: that cuts each part by itself, as evenly as it can.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         Views of x.
@@ -157,7 +157,7 @@ def row_linear(
         weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantized`.
         axis: that cuts F.
         sequence_dim: as in `enter`.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.

@@ -2,7 +2,7 @@
 
 In: this rank's logits, targets. Out: the loss of each token in nats, the same on all ranks of the axis.
 Each rank sends its maximum, its sum of exponentials and the logit of the target, which is three numbers a token.
-Law: losses and gradients are those of the whole logits on one process.
+Law: losses and gradients match the whole logits on one process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cross_entropy(
         vocab: V, the size of the whole vocabulary; by default what is here.
         axis: that cuts the vocabulary, if it does.
         ignore_index: tokens with this target have loss 0 and no gradient.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         float32[...], the same on all ranks of the axis.

@@ -139,7 +139,7 @@ def dispatch(
         routing: of these tokens.
         experts: X, how many there are on all ranks.
         axis: along which experts are owned; where the mesh lacks it, or there is no mesh, nothing is sent.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Raises:
         MeshError: an axis that does not exist.
@@ -283,7 +283,7 @@ def experts_swiglu(
         routing: of these tokens, over all experts.
         axis: along which experts are owned.
         tp: the axis that cuts F, where the mesh has it; None when F is whole.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         `[N, D]`.

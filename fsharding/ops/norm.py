@@ -2,7 +2,7 @@
 
 In: activations and a scale. Out: the same shape. The scale is whole on every rank; where ranks of a model axis have
 other tokens than each other, as between sequence-parallel regions, its gradient is summed over that axis.
-Law: value and gradients are those of all tokens on one process.
+Law: value and gradients match all tokens on one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rms_norm(
         scale_D: [D].
         eps: under the root.
         over: model axes along which ranks have different tokens; data axes are taken care of by `gather_unit`.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Example:
         >>> fs.ops.rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2))

@@ -164,7 +164,7 @@ def expert_counts(
         routing: of this rank's tokens.
         counted_N: bool; tokens that count. By default all of them.
         axes: along which ranks have different tokens; by default the data axes.
-        mesh: by default that of `fs.set_mesh`; without one, this rank's tokens are all.
+        mesh: by default the mesh of `fs.set_mesh`; without one, this rank's tokens are all.
 
     Raises:
         TransformError: the routing differs within a `vmap`.
@@ -261,7 +261,7 @@ def balance_loss(
         routing: of this rank's tokens.
         counted_N: bool; tokens that count. By default all of them.
         axes: along which ranks have different tokens; by default the data axes.
-        mesh: by default that of `fs.set_mesh`.
+        mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         The sum over this rank's tokens, and how many they are: `loss + alpha * sum` goes with their number as weight.

@@ -121,8 +121,8 @@ def adafactor(
         weight_decay: decoupled decay, times the learning rate.
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units: each unit has statistics of
             its own. Those of a `Model` are under `blocks`; name whatever else stages cut by layers.
-        moments: the dtype in which statistics are kept; by default that of the layout's `Precision`, or else float32 at
-            least. An update is computed in float32 at least, and they are rounded after it.
+        moments: the dtype in which statistics are kept; by default `Precision.moments` of the layout, or else float32
+            at least. An update is computed in float32 at least, and they are rounded after it.
 
     Raises:
         ConfigError: numbers below 0; all of them are listed. Statistics in a dtype that kernels lack.

@@ -65,7 +65,7 @@ def adamw(
         b2: decay of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times the learning rate.
-        moments: the dtype in which both are kept; by default that of the layout's `Precision`, or else float32 at
+        moments: the dtype in which both are kept; by default `Precision.moments` of the layout, or else float32 at
             least. An update is computed in float32 at least, and moments are rounded after it. Or a format of 8 bits,
             such as `fs.formats.MXFP8`: the moments of leaves of two dims and more and of 4096 elements and more are
             `fs.optim.CodedMoment`s. Of the second moment the root is kept, and it is rounded by key.

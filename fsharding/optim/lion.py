@@ -51,7 +51,7 @@ def lion(
         b1: share of the momentum in the direction of the update.
         b2: decay of the momentum.
         weight_decay: decoupled decay, times the learning rate.
-        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
+        moments: the dtype in which the momentum is kept; by default `Precision.moments` of the layout, or else float32
             at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8
             bits, as in `fs.adamw`.
 

@@ -97,7 +97,7 @@ def muon(
         steps: iterations.
         eps: smallest norm that a matrix is divided by.
         dtype: in which the iteration runs, and its matrices travel.
-        moments: the dtype in which the momentum is kept; by default that of the layout's `Precision`, or else float32
+        moments: the dtype in which the momentum is kept; by default `Precision.moments` of the layout, or else float32
             at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8
             bits, as in `fs.adamw`.
 

@@ -1,7 +1,7 @@
 """Biases that balance experts: leaves that the train step updates against their load, in place of the optimizer.
 
 In: gradients, of which those of some leaves are loads (`ops.tell_load`). Out: updates of these leaves by a sign.
-The rule is that of Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
+The rule is from Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
 Law: only the sign of a load counts, so a factor of all gradients does not matter.
 """
 

@@ -58,7 +58,7 @@ def sgd(
         dampening: share of a gradient that is not added to the trace.
         nesterov: look ahead; without dampening only.
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
-        moments: the dtype in which the trace is kept; by default that of the layout's `Precision`, or else float32 at
+        moments: the dtype in which the trace is kept; by default `Precision.moments` of the layout, or else float32 at
             least. An update is computed in float32 at least, and it is rounded after it. Or a format of 8 bits, as in
             `fs.adamw`.
 

@@ -60,7 +60,7 @@ def evaluate(
             state, and functionalized modules that it gives them to run in eval mode, with running statistics.
         microbatches: equal pieces of this rank's batch, computed one after the other.
         schedule: as in `make_train_step`; only its forwards run.
-        precision: dtypes of compute and wire; by default those of the state, float32 for parameters alone.
+        precision: dtypes of compute and wire; by default the state's, float32 for parameters alone.
         has_aux: the loss function returns `(loss, aux)`.
 
     Returns:

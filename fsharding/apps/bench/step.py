@@ -146,7 +146,7 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
     Args:
         config: what to measure.
         mesh: with the one axis `dp`.
-        sizes: of the decoder; by default those of the preset.
+        sizes: of the decoder; by default the preset's.
     """
     task = make_task(config, mesh, recipe(config.preset).config if sizes is None else sizes)
     transport = transport_of(mesh)

@@ -89,7 +89,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
     Args:
-        args: by default those of the process.
+        args: by default the process's.
     """
     given = list(sys.argv[1:] if args is None else args)
     if given == ["--version"]:

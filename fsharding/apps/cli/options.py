@@ -82,7 +82,7 @@ class TrainConfig:
         log_every: seconds between lines of progress where there is no terminal; 0 for a line after every step.
         log: where metrics go besides `metrics.jsonl`: tensorboard, wandb, json; several with commas, or several times.
             wandb is offline unless WANDB_MODE says otherwise.
-        peak_tflops: peak TFLOP/s of a rank's device in `dtype`, for the utilization; left out, that of a known GPU.
+        peak_tflops: peak TFLOP/s of a rank's device in `dtype`, for the utilization; left out, the peak of a known GPU.
         trace: number of a step whose chrome trace each rank writes below `out/trace`.
         json: print one JSON object at the end, and progress on standard error.
         config: a file of YAML or TOML with any of these options; those on the command line win.
@@ -216,7 +216,7 @@ class GenerateConfig:
             mxfp8 or nvfp4.
         preset: the model, where the checkpoint does not say it: a name of `fsharding.models.presets`.
         model: the model, where the checkpoint does not say it: a `config.json`.
-        tokenizer: a tokenizer.json, or a directory that has one; left out, that of the run, which may be bytes.
+        tokenizer: a tokenizer.json, or a directory that has one; left out, the run's, which may be bytes.
         timeout: seconds that a collective waits for its peers.
         json: print one JSON object at the end.
     """

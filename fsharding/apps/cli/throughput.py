@@ -49,7 +49,7 @@ class _Leaf(Protocol):
 def flops_per_token(config: DecoderConfig, leaves: Iterable[_Leaf], seq: int) -> float:
     """Model FLOPs of forward and backward of one token: `6 N + 12 L H Q T`.
 
-    The formula is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). N counts the weights of products
+    The formula is from PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). N counts the weights of products
     that a token meets: of the experts those that are active, of the embedding table nothing unless it is the head as
     well. In the second term, H heads of size Q in L layers meet T tokens, without a discount for the causal mask; where
     queries and values have sizes of their own, 12 Q is `6 (Q_query + Q_value)`. What remat computes again is not

@@ -118,7 +118,7 @@ class _Documents:
 class Packed(IterableDataset[dict[str, torch.Tensor]]):
     """Batches of packed documents; `packed` makes one.
 
-    `batch(step)` is a pure function, as that of every data set here. As an iterator it gives one global batch after the
+    `batch(step)` is a pure function, as for every data set here. As an iterator it gives one global batch after the
     other, from the position on that `state_dict` gives and `load_state_dict` takes. The position of the last batch and
     the one after it are known; for a step further on, the documents between are tokenized, and for an earlier one all
     before it.

@@ -247,7 +247,7 @@ class _Notes:
         """Those of the others.
 
         Raises:
-            RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
+            RuntimeError: a member is gone, or the timeout is over (by default the group's).
         """
         if self._received is None:
             assert self._group.process_group is not None
@@ -300,7 +300,7 @@ class Posted:
         """The buffer of each member as bytes, to be read until `release`.
 
         Raises:
-            RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
+            RuntimeError: a member is gone, or the timeout is over (by default the group's).
         """
         assert not self._acknowledged, "the buffers may have been written again"
         if self._buffers is None:
@@ -377,7 +377,7 @@ class Joint:
         """All parts are written.
 
         Raises:
-            RuntimeError: a member is gone, or the timeout is over, which is that of the group where none is given.
+            RuntimeError: a member is gone, or the timeout is over (by default the group's).
         """
         assert self._notes is not None
         self._notes.wait(timeout)

@@ -3,7 +3,7 @@
 In: a module, and patterns that say which of its modules are gathered and let go together. Out: a `PureModule`, which
 `plan_layout` and `init_state` take as a model, and which is called inside a loss function: `net(params, *inputs)`.
 The module's own forward runs, with any control flow; where it calls a unit, the unit's weights are gathered, used,
-and let go, the next ones on their way. Law: outputs and gradients are those of the module on one process.
+and let go, the next ones on their way. Law: outputs and gradients match the module on one process.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def functionalize(
             gathered first and stays until the end. Units are sent for in the order in which the module defines them.
             By default those of `fsharding.interop.module.hf_tables`, for models of Hugging Face that stand there.
         names: dim names of leaves by pattern of the path, without that of a stack's first dim:
-            `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default those of the family, or none; a leaf without
+            `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default the family's, or none; a leaf without
             names is cut along its first dim.
         roles: of layers over `tp`, by pattern of the path; see `fsharding.interop.module.tensor_parallel`. By default
             those of the family. Only plain layers can have one: a layer with a forward of its own, or with hooks,

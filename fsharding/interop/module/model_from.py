@@ -2,7 +2,7 @@
 
 In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
 `Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
-Law: losses and gradients are those of the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
+Law: losses and gradients match the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
 one where the parts take parts of sequences, as those of families do.
 """
 
@@ -115,12 +115,12 @@ def model_from(
     Args:
         module: with real or meta tensors, of which nothing may be drawn: in eval mode, or without dropout.
         units: as in `functionalize`, with one stack. The modules before it are `embed`, those after it
-            `head`; there is no root. By default those of the family. Where layers of a family are dense or routed, the
+            `head`; there is no root. By default the family's. Where layers of a family are dense or routed, the
             model has a stack for each run of equal ones, such as `blocks.from_0` and `blocks.from_3`.
         parts: how these are put together: `embed(module, batch) -> x`, `block(module, layer, x) -> x` and
             `head(module, x, batch) -> (sum of losses, number of tokens)`. They get the module with the weights of their
             part alone. All blocks of a stack run as the first one, with weights of their own, so they differ in nothing
-            else but a number of their own, such as `layer_idx`. By default those of the family, for a batch of `tokens`
+            else but a number of their own, such as `layer_idx`. By default the family's, for a batch of `tokens`
             and `targets`.
         names: as in `functionalize`.
         roles: as in `functionalize`.
