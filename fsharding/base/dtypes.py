@@ -1,6 +1,7 @@
 """The dtypes of numbers that models compute with, and that in which their sums are taken.
 
-In: a dtype. Out: another one. Law: no sum is taken in fewer bits than its terms have, nor in fewer than float32 has.
+In: the dtype of the terms of a sum. Out: the dtype in which the sum is taken.
+Law: a sum has at least the precision of its terms, and at least float32.
 """
 
 from __future__ import annotations
