@@ -180,7 +180,7 @@ def gradients_beside_fsdp2():
 
 
 def test_what_becomes_of_the_policies_of_fsdp2():
-    """As `come-from-fsdp2.md` says: the default `reduce_dtype` became that of the parameters at rest in torch 2.15."""
+    """As `from-torch.md` says: the default `reduce_dtype` became that of the parameters at rest in torch 2.15."""
     exact = (1 + 2.0**-8) / 2
     default = exact if torch.__version__ >= (2, 15) else 0.5
     for found in run_ranks(gradients_beside_fsdp2, 2):
