@@ -1,0 +1,54 @@
+"""Names in backticks on the pages exist: public names, files of the repository, and tests in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fsharding as fs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+CODE = re.compile(r"`([^`\n]+)`")
+PUBLIC = re.compile(r"(?<![\w./])fs((?:\.[A-Za-z_]\w*)+)")
+FILE = re.compile(r"(?<![\w./-])((?:[a-z_]+/)+[\w./]*\w\.(?:py|md|sh|toml))(?:::(\w+))?")
+
+
+def is_public(name: str) -> bool:
+    """Whether a dotted name, such as `optim.ema`, is found on `fs`."""
+    found = fs
+    for part in name.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def missing_names(page: Path) -> list[str]:
+    """Names in backticks, outside of blocks of code, that don't exist."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    missing: list[str] = []
+    for code in CODE.findall(text):
+        missing += [f"fs{name}" for name in PUBLIC.findall(code) if not is_public(name[1:])]
+        for path, test in FILE.findall(code):
+            files = [place / path for place in (ROOT, ROOT / "fsharding", page.parent) if (place / path).exists()]
+            if not files:
+                missing.append(path)
+            elif test and f"def {test}(" not in files[0].read_text(encoding="utf-8"):
+                missing.append(f"{path}::{test}")
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_on_the_page_exist(page: Path):
+    assert missing_names(page) == []
+
+
+def test_the_rule_catches(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`fs.adamw`, `fs.adamw2(1e-3)`, `comm/wires.py`, `comm/wire.py`, `tests/laws.py::nothing`\n", encoding="utf-8"
+    )
+    assert missing_names(page) == ["fs.adamw2", "comm/wire.py", "tests/laws.py::nothing"]
