@@ -20,7 +20,7 @@ from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.reduce import Noise, PlainTerms
 from fsharding.comm.steps import Step, begins_with_sum, full_lengths, plan_steps
 from fsharding.comm.transport import transport_for
-from fsharding.comm.wires import Plain, Wire
+from fsharding.comm.wires import Plain, Wire, plain_payload, start_gather
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
@@ -282,9 +282,11 @@ def _gather(
     mesh: Mesh,
     into: Sequence[Tensor] | None,
 ) -> Handle[Sequence[Tensor]]:
-    group = axis_group(mesh, axes)
+    """Gather leaves into `into`, or into memory of their own, which other ranks do not read."""
     shapes = [(*x.shape[:d], length, *x.shape[d + 1 :]) for x, length, d in zip(leaves, lengths, dims, strict=True)]
-    plan = buckets.plan_bucket(tuple(zip(shapes, dims, strict=True)), axis_sizes(mesh, axes))
+    payload = plain_payload(leaves[0].dtype, tuple(zip(shapes, dims, strict=True)), axis_sizes(mesh, axes))
     if into is None:
-        into = buckets.whole_views(_compat.fresh((plan.size,), leaves[0].dtype, leaves[0].device), plan)
-    return transport_for(group, leaves[0].device).all_gather_into(plan, leaves, into)
+        flat = _compat.fresh((payload.bucket.size,), leaves[0].dtype, leaves[0].device)
+        into = buckets.whole_views(flat, payload.bucket)
+    results = into
+    return start_gather(payload, leaves, mesh, axes, into=results).then(lambda _: results)

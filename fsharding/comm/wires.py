@@ -31,7 +31,8 @@ from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "WholeLeaf", "Wire", "agree", "start_gather",
+    "Gathered", "Payload", "Plain", "Quantizing", "Rounded", "SentLeaf", "WholeLeaf", "Wire", "agree", "plain_payload",
+    "start_gather",
 ]  # fmt: skip
 
 
@@ -239,7 +240,7 @@ class Plain(NamedTuple):
 
     def payload(self, leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Payload:
         """See `Wire`."""
-        return _PlainPayload(self.dtype, _bucket_of_leaves(leaves, axis_sizes))
+        return plain_payload(self.dtype, _full_cuts(leaves), axis_sizes)
 
     def gathered_bytes(self, leaf: SentLeaf) -> int:
         """See `Wire`."""
@@ -285,8 +286,19 @@ class Rounded(NamedTuple):
         return Quantized.of_numbers(node, self.format, strict=self.strict)
 
 
-def _bucket_of_leaves(leaves: Sequence[SentLeaf], axis_sizes: tuple[int, ...]) -> Bucket:
-    return plan_bucket(tuple((leaf.full.local_shape(leaf.shape), leaf.dim) for leaf in leaves), axis_sizes)
+def plain_payload(dtype: torch.dtype, leaves: CutLeaves, axis_sizes: tuple[int, ...]) -> Payload:
+    """Lay out leaves that are sent in a dtype.
+
+    Args:
+        dtype: of all of them.
+        leaves: (shape once gathered, dim along which it is gathered) of each leaf.
+        axis_sizes: of the axes over which they are gathered; none where they are full already.
+    """
+    return _PlainPayload(dtype, plan_bucket(leaves, axis_sizes))
+
+
+def _full_cuts(leaves: Sequence[SentLeaf]) -> CutLeaves:
+    return tuple((leaf.full.local_shape(leaf.shape), leaf.dim) for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -364,7 +376,7 @@ class Quantizing:
         coded = codes.code_bucket(plans, [leaf.dim for leaf in leaves], axis_sizes)
         if self.stays:
             return _QuantizedPayload(coded, self.dtype, self.strict)
-        return _DequantizedPayload(coded, self.dtype, _bucket_of_leaves(leaves, ()))
+        return _DequantizedPayload(coded, self.dtype, plan_bucket(_full_cuts(leaves), ()))
 
     def gathered_bytes(self, leaf: SentLeaf) -> int:
         """See `Wire`."""
