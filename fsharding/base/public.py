@@ -119,7 +119,7 @@ def _explanation(
         return None
     given.pop("self", None)  # of a method
     classes = {arg: _classes(fn, arg) for arg in given}
-    wrong = [arg for arg, x in given.items() if classes[arg] and not isinstance(x, classes[arg])]
+    wrong = [arg for arg, x in given.items() if classes[arg] and not _is_one_of(x, classes[arg])]
     if wrong:
         rows = [f"{arg} is {kind_of(given[arg])}, not {fn.__annotations__[arg]}" for arg in wrong]
         return report(f"{name} got arguments of another kind.", rows, mend)
@@ -131,6 +131,11 @@ def _explanation(
             f"{name} got leaves that it cannot use.", rows, "Give trees of tensors on the device of the mesh."
         )
     return None
+
+
+def _is_one_of(x: Any, classes: tuple[type, ...]) -> bool:
+    """Whether an argument has one of some classes; a string is one only where a string is meant."""
+    return isinstance(x, classes) and (not isinstance(x, str) or str in classes)
 
 
 def _short(signature: inspect.Signature) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, note, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -339,6 +339,7 @@ def alike(a: list[Any], b: list[Any]) -> bool:
 
 @settings(max_examples=settings().max_examples * 4)
 @given(misuse=misuses())
+@example(misuse=Misuse("to_dtensor", "odd", 1, "'dp'"))  # a string is no sequence of ints
 def test_misuse_is_refused_or_right(misuse):
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(attempt, 2, misuse, folder, timeout=60.0)
