@@ -216,8 +216,11 @@ class NamedSharding:
             shape: the global shape; along an assigned dim, what this slice of the mesh holds.
 
         Raises:
+            ArgumentError: `shape` isn't a sequence of whole numbers.
             SpecError: the local shape is another, or the spec is of more dims than the leaf has.
         """
+        if not all(hasattr(size, "__index__") for size in shape):
+            raise refuse("a global shape", shape, "Give whole numbers, such as (4, 2).")
         want = self.local_shape(shape)
         if tuple(local.shape) != want:
             text = f"{self} of a leaf of shape {tuple(shape)} holds {want} here, got {tuple(local.shape)}."
