@@ -16,6 +16,7 @@ import functools
 import inspect
 import os
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -201,7 +202,9 @@ def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bo
 def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
     """Return the classes of an annotation such as "Layout | None" or "Sequence[Tree]"; none if it says more."""
     known = {**vars(builtins), **fn.__globals__, "None": type(None)}
-    found = [known.get(word.partition("[")[0]) for word in str(fn.__annotations__.get(arg, "")).split(" | ")]
+    named = [known.get(word.partition("[")[0]) for word in str(fn.__annotations__.get(arg, "")).split(" | ")]
+    # An alias such as Mesh is a union.
+    found = [x for one in named for x in (typing.get_args(one) if isinstance(one, types.UnionType) else (one,))]
     classes = tuple(x for x in found if isinstance(x, type) and x is not Any and not getattr(x, "_is_protocol", False))
     return (*classes, *((int,) if float in classes else ())) if len(classes) == len(found) else ()
 

@@ -341,6 +341,7 @@ def alike(a: list[Any], b: list[Any]) -> bool:
 @given(misuse=misuses())
 @example(misuse=Misuse("to_dtensor", "odd", 1, "'dp'"))  # a string is no sequence of ints
 @example(misuse=Misuse("to_dtensor", "odd", 1, "a list of None"))
+@example(misuse=Misuse("psum", "odd", 2, "''"))  # Mesh is a union
 def test_misuse_is_refused_or_right(misuse):
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(attempt, 2, misuse, folder, timeout=60.0)
