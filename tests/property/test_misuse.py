@@ -303,6 +303,8 @@ def _is_users_own(error: BaseException) -> bool:
 
 def _plain(value: Any) -> list[Any]:
     """What a call gave, whole, so that it can be compared over strategies."""
+    if isinstance(value, fs.Layout):  # whose shardings are what a strategy changes
+        return [f"{leaf.path} {leaf.shape} {leaf.init}" for leaf in value.leaves]
     found: list[Any] = []
     for x in fs.tree.leaves(value):
         if isinstance(x, DTensor):
