@@ -1,10 +1,10 @@
-"""One collective per bucket: the leaves of a unit that share dtype and axes travel as one row per rank.
+"""One collective per bucket: leaves of a unit that share dtype and axes are sent as one row per rank.
 
-In: shapes, the dim that is cut, the sizes of the axes. Out: a cached, printable plan of offsets and strides, and thin
-functions that copy between leaves, rows `[members, width]` and one flat buffer of whole leaves. A plan has no entry for
-each member. However many there are, a leaf takes one strided copy where they cut it evenly; else two for one axis, at
-most twice as many for each further axis.
-Law: copy-in then copy-out is the identity, for even, uneven and empty pieces; padding is at most one row a leaf a rank.
+In: shapes, the sharded dim, the sizes of the axes. Out: a cached, printable plan of offsets and strides, and functions
+that copy between leaves, rows `[members, width]` and a flat buffer of full leaves. A plan has no entry per member: a
+leaf needs one strided copy if it is sharded evenly, else two for one axis, and at most twice as many per further axis.
+Law: copy-in then copy-out is the identity, for even, uneven and empty shards; padding is at most one row per leaf and
+rank.
 """
 
 from __future__ import annotations

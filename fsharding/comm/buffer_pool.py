@@ -1,9 +1,9 @@
-"""Flat buffers that are used again within a step, so that they cost their page faults once.
+"""A pool of flat buffers that are reused within a step, so their page faults are paid once.
 
-In: a size, a dtype, an owner. Out: a flat tensor without other views. A buffer is free when the pool alone holds its
-storage, so a live view is never overwritten. On a device with several queues the one that takes a buffer
-waits until those that have used it are done.
-Law: the bytes that owners have alive are known exactly.
+In: a size, a dtype, an owner. Out: a flat tensor without other views. A buffer is free when only the pool references
+its storage, so a live view is never overwritten. On a device with several streams, the next user of a buffer waits for
+the streams that used it.
+Law: the live bytes of each owner are known exactly.
 """
 
 from __future__ import annotations

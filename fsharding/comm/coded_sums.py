@@ -1,10 +1,10 @@
-"""Terms of gradients that travel in low precision: as codes with scales, widened by the receiver and added in one tree.
+"""Sum gradients that are sent as quantized values and scales: the receiver dequantizes and adds them in one tree.
 
-In: terms of leaves, each whole over the axes of the sum. Out: the sum of each leaf on every member, or the piece of it
-that is this member's, as from `comm.reduce`.
-A term is rounded first and cut then: each member is sent the codes of its piece, and the scales of the blocks in it.
-Where a cut goes through a block, scales are sent for smaller blocks that no cut goes through, those of one block equal.
-Law: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of pieces.
+In: terms of leaves, each full over the axes of the sum. Out: the sum of each leaf on every member, or this member's
+shard of it, as from `comm.reduce`.
+A term is quantized first and sharded then. If a shard border crosses a block, scales are sent for smaller blocks, which
+no border crosses; the scales of one original block are equal.
+Law: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of shards.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Weights that travel in low precision: from the shards of leaves to codes, and from gathered codes to whole leaves.
+"""Quantize shards for a gather, and turn gathered bytes into full leaves.
 
-In: a `Blocks`, the sharding of a leaf, this rank's shard. Out: a cached `CodePlan`, codes and scales as bytes that a
-bucket can gather, and the numbers that they stand for.
-A block that only one rank has parts of gets its scale there, and the scale travels with the codes. Of a block that a
-cut goes through, the ranks first tell each other the largest magnitude, a maximum, which is exact in any order; then
-all of them know its scale, and it does not travel.
-Law: to round shards and gather them gives the bytes of gathering them and rounding the whole, whatever the cut.
+In: a `Blocks`, the sharding of a leaf, this rank's shard. Out: a cached `CodePlan`, quantized values and scales as
+bytes for a bucket, and the numbers that they encode.
+If a block is on one rank, that rank computes its scale and sends it. If a block spans ranks, they all-reduce (max) its
+amax; max is exact in any order, so every rank derives the same scale and none is sent.
+Law: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
 """
 
 from __future__ import annotations

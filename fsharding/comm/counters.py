@@ -1,7 +1,7 @@
-"""Counts of a step: gathers, reductions, the most that was alive at once; and the bytes that a rank sent.
+"""Count the gathers, reductions and peak memory of a step, and the bytes that a rank sends.
 
-In: what the runtime and the transports record. Out: one `Counts` for each `value_and_grad` call inside a
-`recording` block, and the `Traffic` of a `counting_bytes` block, by axes of the mesh.
+In: events of the runtime and the transports. Out: one `Counts` per `value_and_grad` call inside a `recording` block,
+and the `Traffic` of a `counting_bytes` block, by mesh axes.
 Law: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
 """
 

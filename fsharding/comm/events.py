@@ -1,8 +1,8 @@
-"""The order in which this rank does things: collectives started and waited for, computes begun and ended.
+"""Record the order of events on this rank: collectives started and waited for, computes begun and ended.
 
-In: what the runtime notes. Out: the list of a `following` block. It is what a test of overlap looks at: communication
-runs beside a compute that begins and ends between its start and its wait.
-Law: noting changes nothing, and outside of a block nothing is kept.
+In: notes of the runtime. Out: the list of a `following` block. Tests of overlap use it: communication overlaps with a
+compute that begins and ends between its start and its wait.
+Law: recording changes nothing, and nothing is recorded outside of a block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is in flight.
+"""The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is work in flight.
 
-In: memory that a rank fills. Out: handles, the same class whatever the transport.
-Law: after `start` a rank's contribution must not change; after `release` results in the transport's memory must not be
-read; and every handle is ended by `release`, at the latest after a failure.
+In: memory that a rank fills. Out: handles, the same class for every transport.
+Laws: after `start`, a rank's contribution must not change. After `release`, results in the transport's memory must not
+be read. Every handle is ended by `release`, at the latest after a failure.
 """
 
 from __future__ import annotations

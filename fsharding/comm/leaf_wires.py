@@ -1,7 +1,7 @@
-"""How each leaf of a parameter tree is sent: the wires of its gather and of its gradient's terms, and their rounding.
+"""Choose the wires of each leaf of a parameter tree, for its gather and its gradient, and draw their rounding noise.
 
-In: a `Precision`, the leaves of a tree, a key. Out: a `LeafWires`, which gives the wires of one leaf of a unit and the
-numbers in [0, 1) by which these round, where rounding is keyed.
+In: a `Precision`, the leaves of a tree, a key. Out: a `LeafWires`, which returns the wires of one leaf of a unit, and
+the numbers in [0, 1) for keyed rounding.
 Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 

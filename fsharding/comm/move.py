@@ -1,7 +1,8 @@
-"""Leaves that are sent together from one sharding to another: the plan, and how it is carried out.
+"""Move leaves together from one sharding to another: the plan, and its execution.
 
-In: steps of some leaves, their local tensors or terms of a sum. Out: a handle of the local tensors in the new sharding.
-Law: a result is the same in every bit whether its terms come one by one or all at once, and whatever else is sent.
+In: the steps of some leaves, and their local tensors or terms of a sum. Out: a handle of the local tensors in the new
+sharding.
+Law: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collectives of a process group's own backend: NCCL, or gloo as it is.
+"""The collectives of a process group's own backend: NCCL, or gloo.
 
 In: buckets, rows, messages. Out: handles. Each collective is one call of `torch.distributed`.
 Law: every transport gives the same bytes, and counts the same bytes as sent.

@@ -1,9 +1,9 @@
-"""Sums by the backend's own collectives: one call of NCCL, or of gloo, in the order that it chooses.
+"""Sums by the backend's own collectives: one call of NCCL or gloo, in an order that the backend chooses.
 
-In: terms of leaves. Out: the sum of each leaf on every member, or of the piece of it that is this member's, as from
-`comm.reduce`, with a message for each member in neither.
-Law: sums are those of the ordered tree but for rounding. The same terms on the same group give the same bits as often
-as the backend says so: gloo always, NCCL with one algorithm and protocol. Another layout may have other bits.
+In: terms of leaves. Out: the sum of each leaf on every member, or this member's shard of it. Unlike `comm.reduce`, no
+rank sends a message per member.
+Law: sums equal the ordered ones up to rounding. They are repeatable on the same group if the backend is: gloo always,
+NCCL with one algorithm and protocol. Another layout may give other bits.
 """
 
 from __future__ import annotations

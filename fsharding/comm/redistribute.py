@@ -1,9 +1,9 @@
-"""Moves the leaves of a tree between shardings that differ along data axes: slices and gathers, in buckets.
+"""Move the leaves of a tree between shardings that differ along data axes: slices and gathers, in buckets.
 
-In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, maybe in another dtype.
-This is how gradients meet the optimizer's shard and how updated shards become parameters again. A pipeline starts it
-for a stage, computes, and takes the result later (`start_redistribute`, `start_reduce_grads`).
-Law: only bytes move; a value is never computed, but for the cast that was asked for.
+In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, optionally in another
+dtype. This brings gradients to the optimizer's shards, and updated shards back to parameters. A pipeline starts it for
+a stage, computes, and takes the result later (`start_redistribute`, `start_reduce_grads`).
+Law: values are only moved, except for the requested cast.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Sums over the members of a group in a fixed order, for any transport that can send rows.
+"""Sum over the members of a group in a fixed order, for any transport that can send rows.
 
-In: terms of leaves. Out: the sum of each leaf on every member, or of the piece of it that is this member's.
+In: terms of leaves. Out: the sum of each leaf on every member, or this member's shard of it.
 Law: a sum adds its terms in one balanced tree over the members, whichever member adds them and however they are sent.
-A sum of k rows in one buffer is log2(k) additions, each of all pairs of a level; of rows that lie apart, as those of
-processes of one machine do, it is k - 1.
+k rows in one buffer take log2(k) additions, each of all pairs of a level; separate rows take k - 1.
 """
 
 from __future__ import annotations

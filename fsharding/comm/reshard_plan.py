@@ -1,9 +1,9 @@
 """Routes: which rank sends which part of a leaf to which rank, between any two shardings, in rounds of bounded size.
 
-In: for each leaf its shape, the bytes of an element, and where it is and where it goes, on any two meshes.
-Out: a cached, printable plan that is the same on every rank. A rank keeps the parts that it has;
-parts that several ranks have are sent by each of them in turn.
-Law: the pieces that reach a rank, and those that it has, fill its target exactly once.
+In: for each leaf its shape, element size, source and target sharding, on any two meshes. Out: a cached, printable plan
+that is the same on every rank. A rank keeps the parts that it stores already; ranks that store the same part take turns
+in sending it.
+Law: the pieces that a rank receives, and those that it has, fill its target exactly once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs a plan of routes: local copies, and one exchange of messages a round, with the next round packed meanwhile.
+"""Run a plan of routes: local copies, and one exchange of messages per round, while the next round is packed.
 
 In: the plan, this rank's local tensor of every leaf. Out: its local tensors in the target shardings, in new memory.
-A piece that lies in one stretch is sent from its source, or received in its target, without a copy. A target is made
-when its first piece is due, and a donated source is let go when its last piece has left.
+A contiguous piece is sent from its source, or received in its target, without a copy. A target is allocated when its
+first piece is due, and a donated source is freed after its last piece was sent.
 Law: what is sent is what the plan says, byte for byte; every element of a target is written once.
 """
 

@@ -1,12 +1,12 @@
-"""One number that a step adds to sums that it takes anyway: whether a rank wants to stop, and whether ranks differ.
+"""One number that a step adds to sums it computes anyway: does a rank want to stop, and do ranks differ?
 
-In: the bit of `fs.preemption`, the hash of the units that were gathered and reduced, the hash of the rows. Out: how
-many ranks want to stop, and whether all ranks have done the same, which every rank learns from the same sum.
+In: the stop bit of `fs.preemption`, the hash of the gathered and reduced units, the hash of the rows. Out: how many
+ranks want to stop, and whether all ranks did the same; every rank learns it from the same sum.
 
-Of m ranks that have to share a hash h the first adds (m - 1) h and each other one -h, times a power of two above the
-number of ranks, so the sum over the mesh is the number of bits, unless ranks differ. All terms are integers that
+Of m ranks that must share a hash h, the first adds (m - 1) h and each other one -h, times a power of two above the
+number of ranks. So the sum over the mesh is the number of stop bits, unless ranks differ. All terms are integers that
 float64 represents exactly, so neither the order of axes nor the number of sums changes the result.
-Laws: each rank's bit is read once a step, so ranks that stepped together agree; no byte is sent for a hash alone.
+Laws: each rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash alone.
 """
 
 from __future__ import annotations

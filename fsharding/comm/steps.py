@@ -1,8 +1,7 @@
-"""From one sharding of a leaf to another along its data axes, as steps: scatter, sum, gather, slice.
+"""The steps between two shardings of a leaf that differ along data axes: scatter, sum, gather, slice.
 
-In: two shardings that differ in data axes only. Out: the steps as a cached value. Sums go over the inner axes first and
-over `replica` last.
-Law: whatever the steps, each element is the same balanced sum over ranks, so the bits do not depend on the strategy.
+In: two shardings. Out: the steps, as a cached value. Inner axes are summed first, `replica` last.
+Law: for any steps, each element is the same balanced sum over ranks, so the bits do not depend on the strategy.
 """
 
 from __future__ import annotations

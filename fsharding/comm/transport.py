@@ -1,7 +1,7 @@
-"""Transports: how tensors travel inside one group of ranks, and which of them a group uses.
+"""Transports: how tensors are sent inside one group of ranks, and which transport a group uses.
 
-In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives, or for gloo one that is registered,
-such as `pairwise` and `shared_memory`. `transport_for` chooses, once for each group and device.
+In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives, or for gloo a registered one such as
+`pairwise` or `shared_memory`. `transport_for` chooses once per group and device.
 Law: all transports give the same bits, and count the same bytes.
 """
 

@@ -1,9 +1,9 @@
-"""Two calls that take turns on one rank: while one waits for a collective, the other one computes.
+"""Two calls that alternate on one rank: while one waits for a collective, the other one computes.
 
-In: two functions. Out: both are done. The first runs in the thread that asks, the second in one of its own, and exactly
-one of them runs at any time: it goes on until it has started a collective and would wait (`wait_in_turn`), or ends.
-Law: whose turn it is follows from what the two functions call and never from the time. So ranks that run the same two
-functions start the same collectives in the same order, and each function computes the same bits as by itself.
+In: two functions. Out: both have run. The first runs in the calling thread, the second in its own thread, and exactly
+one of them runs at any time, until it has started a collective and would wait (`wait_in_turn`), or ends.
+Law: switching depends on what the two functions call, never on time. So ranks that run the same two functions start the
+same collectives in the same order, and each function computes the same bits as alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How leaves are sent: as they are, cast to a dtype, or as quantized values and scales. A `Wire` is a value.
 
-In: a wire for each leaf of a bucket, where the leaves are, this rank's shards. Out: the `Payload` of the bucket, which
-lays out what is sent, and the gathered leaves that it becomes.
-Law: what is gathered is what casting or quantizing the full leaf gives, in every bit, however the leaf is sharded.
+In: a wire for each leaf of a bucket, the shardings of the leaves, this rank's shards. Out: the `Payload` of the bucket,
+which defines what is sent, and the gathered leaves.
+Law: a gathered leaf has the bits of casting or quantizing the full leaf, for every sharding.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Casts to 8 bits that autograd differentiates: their gradient would be rounded without a scale, so they are refused.
+"""Refuse casts to 8 bits in a differentiated graph: autograd would round their gradient without a scale.
 
-In: the graph of a loss. Out: nothing, or an error that names the weights. The graph of a function is looked at when
-it is differentiated for the first time, since to look at a node costs about what it costs to run it; later calls are
-free.
-Law: a cast in a graph of autograd is found, whatever it is part of; one inside of a compiled graph or of an
-autograd Function of the user is not in it.
+In: the graph of a loss. Out: nothing, or an error that names the weights. Only the first backward of each function is
+inspected, since visiting a node costs about as much as running it.
+Law: a cast in autograd's graph is found. Casts inside a compiled graph or a user's autograd Function aren't part of it.
 """
 
 from __future__ import annotations

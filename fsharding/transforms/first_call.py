@@ -1,8 +1,8 @@
-"""Checks of a loss function at its first call: what it depends on, and where its random numbers come from.
+"""Check a loss function at its first call: does it depend on the parameters, and where do its random numbers come from?
 
-In: the first call of a loss function over sharded parameters. Out: nothing, one warning for each habit by which runs
-come to differ, or one error on every rank. Later calls are not looked at and cost nothing.
-Law: a train step whose loss depends on no parameter, on any rank, is refused by all ranks before its backward.
+In: the first call of a loss function over sharded parameters. Out: nothing, one warning per habit that makes runs
+irreproducible, or one error on every rank. Later calls are not checked.
+Law: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The two transforms between the sharded and the whole form of a unit.
+"""`gather_unit` and `scatter_grads`: the two transforms between the sharded and the gathered form of a unit.
 
-In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of whole tensors.
-Inside `value_and_grad` its `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same maps
+In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of full tensors.
+Inside `value_and_grad` the `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same maps
 are composed of differentiable collectives.
 Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
 """

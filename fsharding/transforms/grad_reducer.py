@@ -1,14 +1,14 @@
-"""Reduces each unit's gradients over the data axes while backward runs, and accumulates them into the gradient tree.
+"""Reduce each unit's gradients over the data axes while backward runs, and accumulate them into the gradient tree.
 
-In: gradients of whole leaves, a unit at a time, large ones by themselves as soon as they are complete.
+In: gradients of full leaves, one unit at a time; large leaves individually, as soon as they are complete.
 Out: the local gradient of each leaf, in the sharding of its target.
 
-A bucket goes through `take` or `write` for its large gradients, `reduce` for the others, which starts its collectives,
-and `settle`, which finishes them in the order of their start, since sums depend on it. Rows of a large stack are in
-memory of their own until all of them have been reduced: after the first one, activations take the memory of the others.
+A bucket is filled by `take` or `write` (large gradients) and `reduce` (all others), which starts its collectives.
+`settle` finishes collectives in the order in which they started, because sums depend on it. Rows of a large stack have
+separate memory until all of them are reduced, so that the stacked gradient does not exist beside the activations.
 
-Law: the gradients of a leaf that comes more than once are summed, that of a leaf that does not come is zero, and what
-earlier microbatches have accumulated counts once.
+Law: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
+accumulated gradients of earlier microbatches count once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Jacobians and Hessians with respect to sharded trees, one column for each element of the whole leaves.
+"""Jacobians and Hessians with respect to sharded trees, with one column per element of the full leaves.
 
-In: a function of a tree of `Local` nodes. Out: its Jacobian; rows are where the results are, columns are whole.
-`torch.func.jacfwd` and `hessian` know the local tensors only: they would move the k-th element of every rank at once.
-Law: what comes out is the part that this rank holds of what torch.func gives for the whole leaves on one process.
+In: a function of a tree of `Local` nodes. Out: its Jacobian; rows are sharded like the results, columns are full.
+`torch.func.jacfwd` and `hessian` see local tensors only: they would perturb the k-th element of every rank at once.
+Law: each rank gets its part of what torch.func returns for the full leaves on one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Why a loss function failed, where that can be told: leaves used before they are gathered, a batch of arrays, ...
+"""Explain why a loss function failed: a leaf used before it was gathered, a batch of NumPy arrays, and so on.
 
-In: the error that it raised, its arguments, and the context of the call. Out: an error that says what to type, or None.
-It runs when something has failed already, so that no check costs anything before. Law: an error that replaces another
-is of its family too, so code that catches `KeyError` or `RuntimeError` still works.
+In: the error, the arguments, and the context of the call. Out: an error that shows the fix, or None if the cause is
+unknown. This runs after a failure only, so a successful call pays nothing.
+Law: the new error also has the class of the original, so code that catches `KeyError` or `RuntimeError` still works.
 """
 
 from __future__ import annotations

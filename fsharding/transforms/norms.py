@@ -1,8 +1,8 @@
-"""Inner products of sharded trees: `vdot`, for trees at rest, inside a loss function and under torch.func transforms.
+"""Inner products of sharded trees: `vdot`, for trees at rest, inside a loss function, and under torch.func.
 
-In: two trees of DTensors, `Local` nodes or plain tensors, in the same shardings. Out: one 0-d tensor, the same on every
-rank. Products are summed in float64, so that the order of the sum does not reach a float32 result.
-Laws: each element of the whole leaves counts once, for every strategy and mesh; so it does in every derivative.
+In: two trees of DTensors, `Local` nodes or plain tensors, with equal shardings. Out: one 0-d tensor, the same on every
+rank. Products are summed in float64, so the order of the sum does not affect a float32 result.
+Laws: each element of the full leaves counts once, on every mesh and under every strategy, and in every derivative.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Policies: what is kept for backward. Values to pass as `policy=` to `gather_unit`, `scan_units` and `remat`.
+"""Policies: what is kept for backward. Values for `policy=` of `gather_unit`, `scan_units` and `remat`.
 
-In: nothing. Out: four small values. Law: no policy changes a number, only what is kept and what is computed again.
-Recompute and backward of a unit share one gather, so remat never gathers a third time.
+In: nothing. Out: four constants. Law: a policy changes what is kept and what is recomputed, never a number.
+The recompute and the backward of a unit share one gather, so remat never gathers a third time.
 """
 
 from __future__ import annotations

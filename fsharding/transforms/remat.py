@@ -1,9 +1,9 @@
-"""Recomputation: `remat` makes a function that keeps its inputs for backward, and computes the rest again there.
+"""Rematerialization: `remat` keeps a function's inputs for backward and recomputes the rest.
 
 In: a function of trees of tensors. Out: the same function, under autograd and under every torch.func transform.
-Under autograd it is torch's own checkpoint. torch.func refuses its hooks, so there it is a Function whose derivatives
-are recomputed functions themselves: their graphs live for one call, although torch.func asks for graphs of graphs.
-Law: no derivative of any order depends on it, also with respect to what the function closes over.
+Under autograd it is torch's own checkpoint. torch.func refuses saved-tensor hooks, so there it is an autograd Function
+whose derivatives are rematerialized Functions again: each graph lives for one call.
+Law: remat changes no derivative of any order, also with respect to values that the function closes over.
 """
 
 from __future__ import annotations

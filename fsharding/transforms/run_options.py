@@ -1,7 +1,7 @@
-"""How a forward and its backward run, and where its gradients go: values that a step hands on whole, to each gather.
+"""Options of a forward and its backward, and where gradients go: one value, passed from the step to each gather.
 
-In: what a step or `value_and_grad` was asked for. Out: the same, for the tape and for the context that gathers.
-Law: options are the same on all ranks. None but the precision and the key changes a number.
+In: the arguments of a step or of `value_and_grad`. Out: the same, for the tape and the gather context.
+Law: options are equal on all ranks. Only the precision and the key change numbers.
 """
 
 from __future__ import annotations

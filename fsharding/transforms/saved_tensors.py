@@ -1,8 +1,8 @@
-"""What autograd saves of gathered weights: where they are, and not the weights themselves.
+"""Saved-tensor hooks: autograd saves where a gathered weight is instead of the weight.
 
-In: the buffers of units, values that were decoded from them, each tensor that autograd saves. Out: what is saved in
-its place; in backward, a view of the buffer again, after the unit that it belongs to has been gathered again.
-Law: a unit's buffers are freed as soon as forward leaves it, whatever backward needs of them.
+In: the buffers of units, values decoded from them, and each tensor that autograd saves. Out: a small record in its
+place; in backward, a view of the buffer again, after its unit has been gathered again.
+Law: a unit's buffers are freed when forward leaves the unit, whatever backward needs of them.
 """
 
 from __future__ import annotations

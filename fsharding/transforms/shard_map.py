@@ -1,8 +1,8 @@
-"""In flight and back: `shard_map` runs a function on local tensors, with DTensors outside.
+"""`shard_map`: run a function on local tensors, with DTensors outside.
 
-In: a function of trees of `Local` nodes, such as any torch.func transform of a loss function. Out: the same function of
-DTensors. Inside, `fs.tree.vdot` is the inner product of two sharded trees, as whole trees would have it.
-Law: what comes back is the part that this rank holds of what one process gives, for every sharding of the arguments.
+In: a function of trees of `Local` nodes, such as a torch.func transform of a loss function. Out: the same function of
+DTensors. Inside, `fs.tree.vdot` is the inner product of two sharded trees, over the full leaves.
+Law: each rank gets its part of the result on one process, for every sharding of the arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The static plan of a unit: which leaves are gathered together, and which of their gradients are reduced together.
+"""The static plan of a unit: which leaves are gathered together, and which gradients are reduced together.
 
 In: for each leaf its sharding, global shape and wire, and the target of its gradient. Out: a cached, printable
-`UnitPlan`. A bucket of gathers has one kind of wire and axes, a bucket of reductions one (steps, dtypes).
-Law: nothing here communicates, and all ranks of a mesh compute the same plan.
+`UnitPlan`. The leaves of a gather bucket share a kind of wire and axes; those of a reduction share steps and dtypes.
+Law: planning never communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations
