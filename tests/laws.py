@@ -31,9 +31,9 @@ def some_state(leaves, home):
     """A state whose leaves have bits that depend on their paths and nothing else."""
     layout = layout_here(leaves, home)
     state = fs.init_state(lambda key: whole_tensors(leaves, numbers=True), optimizer(), fs.random.key(0), layout)
-    for path, (x, sharding, shape) in content(state).items():
-        whole = value_at(path, shape, x.dtype)
-        local_of(x).copy_(whole if sharding is None else local_part(whole, sharding))
+    for path, x in content(state).items():
+        whole = value_at(path, x.shape, x.local.dtype)
+        x.local.copy_(whole if x.sharding is None else local_part(whole, x.sharding))
     # Where params are less cut than main parameters, each rank has more of them than `content` shows.
     for leaf, x in zip(layout.leaves, fs.tree.leaves(state.params), strict=True):
         whole = value_at(leaf.path_in("params"), leaf.shape, layout.precision.main_dtype(leaf.init))
@@ -43,6 +43,6 @@ def some_state(leaves, home):
 
 def content_is_whole(state, layout):
     """Every leaf is the part of `some_state` that this layout says, whatever layout it came from."""
-    for path, (x, sharding, shape) in content(state).items():
-        whole = value_at(path, shape, x.dtype)
-        assert_bitwise_equal(local_of(x), whole if sharding is None else local_part(whole, sharding), path)
+    for path, x in content(state).items():
+        whole = value_at(path, x.shape, x.local.dtype)
+        assert_bitwise_equal(x.local, whole if x.sharding is None else local_part(whole, x.sharding), path)
