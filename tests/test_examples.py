@@ -21,13 +21,13 @@ from tests.helpers import full
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+BESIDE_OTHERS = ["from-torch.md", "from-jax.md"]
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for pattern in ("index.md", "how-to/*.md", "reference/*.md", "tutorials/*.md")
     for path in DOCS.glob(pattern)
-    if "```python\n" in path.read_text(encoding="utf-8") and path.name not in {"from-torch.md", "from-jax.md"}
+    if "```python\n" in path.read_text(encoding="utf-8") and path.name not in BESIDE_OTHERS
 )
-BESIDE_OTHERS = ["from-torch.md", "from-jax.md"]
 # What these change in torch lasts as long as their process.
 BY_THEMSELVES = {"how-to/run-without-devices.md"}
 pytestmark = pytest.mark.timeout(900)

@@ -8,7 +8,7 @@ Law: the counts equal torch's own `CommDebugMode`, and the peak equals the sum o
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -133,11 +133,9 @@ def counting_bytes() -> Generator[Traffic]:
         yield traffic
 
 
-@contextmanager
-def uncounted() -> Generator[None]:
+def uncounted() -> AbstractContextManager[None]:
     """Counts nothing of what is inside the `with` block: it stands for what another rank does."""
-    with scoped(_meters, ()):
-        yield
+    return scoped(_meters, ())
 
 
 def record_sent(size: int, axes: tuple[str, ...] = ()) -> None:

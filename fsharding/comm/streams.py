@@ -148,8 +148,6 @@ def _cuda(device: torch.device) -> Streams:
     return CudaStreams(device)
 
 
-@contextmanager
-def use_streams(streams: Streams) -> Generator[None]:
+def use_streams(streams: Streams) -> AbstractContextManager[None]:
     """Has every device use some queues inside the `with` block: `OneStream()` does all in the order of the program."""
-    with scoped(_chosen, streams):
-        yield
+    return scoped(_chosen, streams)

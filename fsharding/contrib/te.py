@@ -28,6 +28,7 @@ from fsharding import formats
 from fsharding.base import _compat, _functorch, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, TransformError, TreeError, message, report
+from fsharding.base.scoped import scoped
 from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
 from fsharding.interop.module import functionalize as modules
@@ -441,11 +442,9 @@ def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tupl
 
 @contextlib.contextmanager
 def _following() -> Generator[_Call]:
-    token = _calls.set(call := _Call())
-    try:
+    call = _Call()
+    with scoped(_calls, call):
         yield call
-    finally:
-        _calls.reset(token)
 
 
 @named(_LINEAR)

@@ -286,7 +286,8 @@ class Precision:
         Raises:
             ConfigError: it would.
         """
-        ours, theirs = (self.gather, self.keep), (of_state.gather, of_state.keep)
+        ours = (self.gather, self.keep)
+        theirs = (of_state.gather, of_state.keep)
         if ours != theirs and (ours[0] or theirs[0]) is not None:
             rule = f"rounds weights to {ours[0]} except {list(ours[1])}, the layout of the state to {theirs[0]} except"
             mend = "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))."

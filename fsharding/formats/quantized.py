@@ -9,8 +9,8 @@ Law: gradients are straight-through: that of the numbers is that of the tensor, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
@@ -51,11 +51,9 @@ class Columnwise(Protocol):
 _note: ContextVar[Note | None] = ContextVar("fsharding_note_numbers", default=None)
 
 
-@contextmanager
-def noting_numbers(note: Note) -> Generator[None]:
+def noting_numbers(note: Note) -> AbstractContextManager[None]:
     """Inside, a function is told of all that is dequantized, so that autograd may keep codes in its place."""
-    with scoped(_note, note):
-        yield
+    return scoped(_note, note)
 
 
 def _refuses(use: str) -> Any:

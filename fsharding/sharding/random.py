@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -353,11 +353,9 @@ def _words_of(key: Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
 _observer: ContextVar[Callable[[tuple[int, int]], None] | None] = ContextVar("fsharding_draws", default=None)
 
 
-@contextmanager
-def observing_draws(observe: Callable[[tuple[int, int]], None]) -> Generator[None]:
+def observing_draws(observe: Callable[[tuple[int, int]], None]) -> AbstractContextManager[None]:
     """Call `observe` with the key of each draw that is made inside the block."""
-    with scoped(_observer, observe):
-        yield
+    return scoped(_observer, observe)
 
 
 @public("random.normal")

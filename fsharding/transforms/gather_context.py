@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -614,11 +614,9 @@ def activate(context: GatherContext) -> Generator[None]:
         yield
 
 
-@contextmanager
-def without_context() -> Generator[None]:
+def without_context() -> AbstractContextManager[None]:
     """Hides the context, from functions that may run again when it has been closed."""
-    with scoped(_context, None):
-        yield
+    return scoped(_context, None)
 
 
 def current_context() -> GatherContext | None:

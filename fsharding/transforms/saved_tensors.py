@@ -7,8 +7,8 @@ Law: a unit's buffers are freed when forward leaves the unit, whatever backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -75,11 +75,9 @@ class SavedTensors:
         self._watched: dict[int, _Watched] = {}
         self._values: dict[int, _Values] = {}
 
-    @contextmanager
-    def hooked(self) -> Generator[None]:
+    def hooked(self) -> AbstractContextManager[None]:
         """Inside, autograd saves what `pack` returns."""
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def watch(self, unit: GatheredUnit) -> None:
         """Recognize views of the buffers of a unit, which is alive."""

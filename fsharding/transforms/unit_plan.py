@@ -8,8 +8,7 @@ Law: planning never communicates, and all ranks of a mesh compute the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,11 +34,9 @@ _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
 """Elements from which on a gradient is worth a call of its own, so that its memory is free early."""
 
 
-@contextmanager
-def large_from(elements: int) -> Generator[None]:
+def large_from(elements: int) -> AbstractContextManager[None]:
     """Sets from how many elements on a leaf is a `LargeLeaf`, inside the `with` block."""
-    with scoped(_large, elements):
-        yield
+    return scoped(_large, elements)
 
 
 def pooled_from() -> int:
