@@ -31,6 +31,11 @@ def probe():
         d = torch.distributed.tensor.distribute_tensor(torch.ones(4), mesh, [torch.distributed.tensor.Shard(0)])
         return torch.func.grad(lambda d: found.update(seen=hasattr(d, "placements")) or d.sum())(d) is None
 
+    @torch.compile(backend="eager")
+    def compiled(x):
+        stack = torch._C._functorch.peek_interpreter_stack() is not None
+        return x * stack, x * (torch._C._functorch.maybe_current_level() is not None)
+
     for name, call in {
         "func.grad": lambda: torch.func.grad(total)(x),
         "func.jvp": lambda: torch.func.jvp(total, (x,), (torch.ones(2),))[1],
@@ -38,6 +43,7 @@ def probe():
         "raw gather": lambda: torch.func.grad(lambda x: fill(x).square().sum())(x),
         "raw reduce": lambda: torch.func.grad(lambda x: in_place(x).sum())(x),
         "DTensor": sharded,
+        "compile: a stack, a level": lambda: compiled(torch.ones(())),
     }.items():
         try:
             found[name] = str(call())

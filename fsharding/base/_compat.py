@@ -46,13 +46,14 @@ __all__ = [
     "cache_on_mesh", "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh",
     "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
-    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller",
-    "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by", "left_to_python",
-    "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
-    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_single", "refuse_backward",
-    "refuse_full_tensor", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
-    "shapes_only", "storage_id", "storage_users", "torch_pipeline_order", "unpack", "version_of", "versions_of",
-    "visit_first", "weak_storage", "WeakStorage", "with_values",
+    "foreach_norm", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of",
+    "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by",
+    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
+    "never_inlined", "new_group", "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers",
+    "reduce_scatter_single", "refuse_backward", "refuse_full_tensor", "region", "result_of", "same_glances",
+    "same_kind", "save_record", "save_without_data", "shapes_only", "storage_id", "storage_users",
+    "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
+    "with_values",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -324,6 +325,11 @@ def foreach_zero_(xs: Sequence[Tensor]) -> None:
     """Sets the tensors of a list to zero."""
     if xs:
         torch._foreach_zero_(list(xs))
+
+
+def foreach_norm(xs: Sequence[Tensor]) -> list[Tensor]:
+    """The root of the sum of squares of each tensor (float64, 0-d), which is taken in float64."""
+    return list(torch._foreach_norm(list(xs), 2, dtype=torch.float64)) if xs else []
 
 
 def local_tensor(x: DTensor) -> Tensor:

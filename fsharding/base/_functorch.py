@@ -168,7 +168,8 @@ def _in_last_step_of_grad() -> bool:
 
 def in_functorch() -> bool:
     """Whether we run under a torch.func transform; `linearize` has no level, but uses forward mode."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    # Not `peek_interpreter_stack() is not None`: to torch.compile that is true everywhere.
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def linearizing() -> bool:

@@ -237,8 +237,10 @@ class Filling:
         """See `Reduction`; leaves without a term count as zeros."""
         move = self._move
         first = self._first
+        if first is None and move.is_empty:
+            return done(lambda: Terms(self._own), communicates=True)
         if first is None:
-            values = [self._value(i, shape) for i, shape in enumerate(self._shapes)]
+            values = [self._value(i, move.wire.dtype) for i in range(len(self._shapes))]
             return done(lambda: Terms(lambda into: move.run(values, into)), communicates=True)
         if len(self.filled) < len(self._shapes):
             empty = [i for i in range(len(self._shapes)) if i not in self.filled]
@@ -253,12 +255,19 @@ class Filling:
         # Not `then`, which would release the terms before they are summed.
         return Handle(handle, continued, communicates=True)
 
-    def _value(self, leaf: int, shape: tuple[int, ...]) -> Tensor:
-        """The term of a leaf that no collective sums first: rounded as if it was sent."""
+    def _own(self, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """The terms themselves, which nothing is added to. Who copies them into other tensors casts them there."""
+        if into is None:
+            return [self._value(i, self._move.dtype) for i in range(len(self._shapes))]
+        return [self._terms[i] if i in self._terms else x.zero_() for i, x in enumerate(into)]
+
+    def _value(self, leaf: int, sent: torch.dtype) -> Tensor:
+        """The term of a leaf that no collective sums first, rounded to the dtype in which it would be sent."""
         dtype = self._move.dtype
         term = self._terms.get(leaf)
-        sent = dtype if self._move.is_empty else self._move.wire.dtype
-        return torch.zeros(shape, dtype=dtype, device=self._device) if term is None else term.to(sent).to(dtype)
+        if term is None:
+            return torch.zeros(self._shapes[leaf], dtype=dtype, device=self._device)
+        return term.to(sent).to(dtype)
 
 
 def axis_sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:

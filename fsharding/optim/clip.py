@@ -7,14 +7,14 @@ result. Law: the norm is the same on every rank, for every strategy and mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import tree
+from fsharding.base import _compat, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
@@ -104,7 +104,7 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
     if unreduced:
         mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
         raise LayoutError(message("needs reduced gradients.", unreduced, mend))
-    squares = {path: _square_sum(_share(x, sharding_at[path])) for path, x in named.items()}
+    squares = _square_sums({path: _share(x, sharding_at[path]) for path, x in named.items()})
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
     for path, s in sharding_at.items():
@@ -176,9 +176,21 @@ def _sharding(x: Tensor, given: NamedSharding | None) -> NamedSharding | None:
     return sharding_of(x) if given is None or not given.assigned else given
 
 
+def _square_sums(shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sum of squares of each share (float64, 0-d)."""
+    squares = {path: _square_sum(flat) for path, flat in shares.items() if flat.device.type == "cpu"}
+    # On a device one kernel reads many leaves of a dtype; `linalg.vector_norm` would first copy each to float64.
+    away: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for path, flat in shares.items():
+        if path not in squares:
+            away.setdefault((flat.device, flat.dtype), []).append(path)
+    for paths in away.values():
+        norms = _compat.foreach_norm([shares[path] for path in paths])
+        squares.update((path, norm.square()) for path, norm in zip(paths, norms, strict=True))
+    return {path: squares[path] for path in shares}
+
+
 def _square_sum(flat: Tensor) -> Tensor:
-    if flat.device.type != "cpu":
-        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float64)
     for part in flat.split(_CHUNK) if flat.numel() else ():  # torch 2.11 splits no empty fake tensor

@@ -100,3 +100,16 @@ def test_a_step_leaves_nothing_behind():
     kept, peak = allocated(lambda: held.append(losses(held.pop(), step, steps=2)[1]))
     assert kept < 1 << 16
     assert 0 < peak < 64 << 20
+
+
+def test_the_norm_of_many_leaves_is_that_of_the_cpu():
+    source = torch.Generator().manual_seed(0)
+    draws = [torch.randn(n, generator=source) * 10.0**n for n in (0, 1, 5, 3)] + [
+        torch.randn(700_001, generator=source)
+    ]
+    leaves = {str(i): x.to(dtype) for i, x in enumerate(draws) for dtype in [DTYPES["bf16" if i % 2 else "fp32"]]}
+    want = fs.global_norm(leaves)
+    found = fs.global_norm(fs.tree.map(lambda x: x.to(DEVICE), leaves))
+    assert torch.equal(found.cpu(), want)
+    leaves["1"][0] = torch.inf
+    assert torch.isinf(fs.global_norm(fs.tree.map(lambda x: x.to(DEVICE), leaves)))

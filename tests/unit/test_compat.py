@@ -314,6 +314,10 @@ def test_foreach_functions_act_on_lists():
     halves = [torch.zeros(2, dtype=torch.bfloat16)]
     _compat.foreach_copy_(halves, b[:1])
     assert_bitwise_equal(halves, [torch.full((2,), 2.0, dtype=torch.bfloat16)])
+    norms = _compat.foreach_norm([*a, halves[0], torch.zeros(0)])
+    assert_bitwise_equal(
+        [x.square() for x in norms], [torch.tensor(x).double().sqrt().square() for x in (98, 192, 8, 0)]
+    )
     _compat.foreach_zero_(b)
     assert_bitwise_equal(b, [torch.zeros(2), torch.zeros(3)])
 

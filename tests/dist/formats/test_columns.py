@@ -135,14 +135,15 @@ CONFIGS = {
     "latent": replace(CONFIG, attention=LATENT),
 }
 EVERYTHING = ("*",)
+OF_LATENT = ("[gu]*[ep]", "*_up", "*_down")
 CASES = {
     "dense dp": ("dense", {"dp": 2}, {}),
     "one key head tp": ("one key head", {"dp": 2, "tp": 2}, {"sequence": True}),
     "experts ep": ("experts", {"ep": 2}, {"columnwise": EVERYTHING}),
     "hsdp": ("dense", {"replica": 2, "dp": 2}, {"strategy": fs.HSDP, "microbatches": 3}),
     "fused tp": ("fused", {"tp": 2}, {}),
-    "latent tp": ("latent", {"tp": 2}, {"sequence": True, "columnwise": (*COLUMNS, "*_up", "*_down")}),
-    "latent dp": ("latent", {"dp": 3}, {"columnwise": (*COLUMNS, "*_up", "*_down")}),
+    "latent tp": ("latent", {"tp": 2}, {"sequence": True, "columnwise": OF_LATENT}),
+    "latent dp": ("latent", {"dp": 3}, {"columnwise": OF_LATENT}),
     "cp": ("dense", {"dp": 2, "cp": 2}, {"columnwise": EVERYTHING}),
     "some layers": ("dense", {"dp": 2}, {"keep": ("*norm*", "embed", "blocks[1]")}),
 }

@@ -1,5 +1,6 @@
 """How a sequence is cut, what a ring computes in which step, and attention on one rank. No process group."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import fsharding as fs
 from fsharding import ops
@@ -207,3 +210,28 @@ def test_tensors_that_do_not_fit():
     assert refusal(ops.attention, q, k, k, axis="context", kind=MeshError).startswith(
         "ops.attention knows no axis 'context'."
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+def kernels_of(fn, *args):
+    """The operators of aten in the forward graph that torch.compile makes of a function."""
+    found = []
+
+    def keep(graph, _):
+        found.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return make_boxed_func(graph)
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(*args)
+    return found[0]
+
+
+def test_compiled_attention_takes_the_fused_kernel_and_the_differentiable_one_under_transforms():
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    attend = functools.partial(ops.attention, causal=True)
+    assert any("scaled_dot_product_flash_attention" in name for name in kernels_of(attend, q, q, q))
+
+    def forward(q):
+        return torch.func.jvp(lambda q: attend(q, q, q), (q,), (torch.ones_like(q),))
+
+    assert not any("scaled_dot_product" in name for name in kernels_of(forward, q.detach()))
