@@ -11,12 +11,12 @@ ARGS ?=
 WORKERS ?= 2
 BIN := .venv/bin
 # What ranks of several machines do too: training, meshes, experts, pipelines, reshards.
-WIRED := $(addprefix tests/,dist/train/test_one_process.py dist/train/test_bitwise.py dist/train/test_exact_sums.py \
-  dist/train/test_loss_scaling.py dist/train/test_init.py dist/train/test_unlike_parameters.py dist/train/test_bytes.py \
-  dist/train/test_counts.py dist/train/test_purity.py dist/train/test_by_hand.py dist/models/test_every_mesh.py \
+WIRED := $(addprefix tests/,dist/laws/test_one_process.py dist/laws/test_bitwise.py dist/train/test_exact_sums.py \
+  dist/train/test_loss_scaling.py dist/laws/test_init.py dist/train/test_unlike_parameters.py dist/laws/test_bytes.py \
+  dist/laws/test_counts.py dist/laws/test_purity.py dist/train/test_by_hand.py dist/models/test_every_mesh.py \
   dist/models/test_mesh_laws.py dist/models/test_model_axes.py dist/ops/test_moe.py dist/models/test_moe.py \
-  dist/pipeline/test_executor.py dist/train/test_reshard.py dist/train/test_reshard_laws.py \
-  dist/comm/test_rows.py property/train/test_training_cases.py property/ops/test_moe.py)
+  dist/pipeline/test_executor.py dist/train/test_reshard.py dist/laws/test_reshard.py \
+  dist/comm/test_rows.py property/laws/test_training_cases.py property/ops/test_moe.py)
 # Tests that start few ranks or none: as many at once as there are cores.
 RANKLESS := tests/unit tests/test_examples.py tests/test_house_rules.py
 # The stamp is written last, so that an interrupted install is done again.

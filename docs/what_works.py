@@ -132,7 +132,7 @@ def render() -> str:
         "",
         "Larger combinations are drawn at random, and compared with one process: meshes of up to eight ranks, with",
         "schedules, policies and strategies, in `tests/dist/models/test_mesh_laws.py`; models, strategies, optimizers",
-        "and policies in `tests/property/train/test_training_cases.py`. `python docs/what_works.py` writes this page.",
+        "and policies in `tests/property/laws/test_training_cases.py`. `python docs/what_works.py` writes this page.",
     ]
     for table in TABLES:
         lines += ["", f"## {table.title}", "", table.text, "", f"| | {' | '.join(table.columns)} |"]

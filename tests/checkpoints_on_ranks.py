@@ -11,11 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fsharding as fs
+from fsharding import checkpoint as ck
 from fsharding import random
 from fsharding.base.errors import CheckpointError
 from fsharding.formats.precision import ScaleState
+from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of, sharding_of
+from fsharding.testing import assert_bitwise_equal
 from fsharding.train.state import main_of, spread_main
 
 LAYOUTS = {
@@ -138,3 +141,27 @@ def answer(call, *args, **kwargs):
     except CheckpointError as error:
         return str(error)
     return "done"
+
+
+def save_some(name, path, replace=None):
+    state = some_state(planned(name))
+    ck.save(path, state.replace(**(replace or {})), extra={"layout": name})
+    return portions(state)
+
+
+def load_into(names, path, given):
+    result = {}
+    for name in names:
+        state = ck.load(path, planned(name), opt=optimizer() if given else None)
+        result[name] = portions(state), None if state.loss_scale is None else [x.item() for x in state.loss_scale]
+    return result
+
+
+def compare(saved, loaded, name, ranks, source):
+    """Asserts that main parameters and moments have the same bits, and params these bits in the dtype of the layout."""
+    layout = planned(name, device_mesh.make_shape(LAYOUTS[name][0], world=ranks))
+    want = dict(saved)
+    for leaf in layout.leaves:
+        if leaf.trainable:
+            want[f"params.{leaf.path}"] = saved[f"main.{leaf.path}"].to(layout.param_dtype(leaf))
+    assert_bitwise_equal(loaded, want, f"{source} to {name} on {ranks} ranks")

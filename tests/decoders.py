@@ -2,7 +2,7 @@
 
 In: plain values, drawn by `decoder_cases` or written by hand. Out: losses and gradient norms, step by step.
 A case pickles, so it can be sent to ranks, and prints as the call that makes it.
-Law: `case.train()` on its ranks is `case.alone().train()` on one process, up to rounding.
+Guarantee: `case.train()` on its ranks is `case.alone().train()` on one process, up to rounding.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a model's config, a mesh's axes, a strategy, options of the step and of the model.
 Out: float32[STEPS, 2], the loss and the gradient norm of each step.
-Law: no mesh and no strategy changes them by more than rounding.
+Guarantee: no mesh and no strategy changes them by more than rounding.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In: a number of ranks, then functions and arguments, pickled by value with cloudpickle. Out: the result of rank 0, or of
 all ranks; or an `ObjectRef`, which stands for an object that stays on the ranks and is an argument of later calls.
 Text that rank 0 prints is written to the cell while the call runs.
-Laws: no call hangs past its timeout, and none spoils the next one: ranks that raised in the same lines go on with their
-objects, all others are ended and the next call starts new ones. No rank outlives the kernel.
+Guarantees: no call hangs past its timeout, and none spoils the next one: ranks that raised in the same lines go on with
+their objects, all others are ended and the next call starts new ones. No rank outlives the kernel.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a function, and the name by which users call it. Out: the name of the innermost such function on a stack.
 The stack is read when an error is worded, not when the error passes a public function: an error may become a row of
-another error or a line of a log first, and every rank has to repeat the same text. Law: a call that succeeds pays
+another error or a line of a log first, and every rank has to repeat the same text. Guarantee: a call that succeeds pays
 nothing for its name.
 """
 

@@ -5,7 +5,7 @@ the line to type instead. People who come from torch pass modules and optimizers
 of Python or torch inside a function marked by `public` is looked at once more: an argument that is of none of the
 classes in its annotation, or a leaf of a tree that is no tensor, is named. An error of the user's own function stays
 as it is.
-Law: a call that succeeds pays nothing for it.
+Guarantee: a call that succeeds pays nothing for it.
 """
 
 from __future__ import annotations

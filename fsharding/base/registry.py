@@ -1,7 +1,7 @@
 """Implementations that are found by name, so that the code that uses them does not import them.
 
 In: a kind, a name, and a place, "module" or "module:attribute". Out: what is there, imported at the first use.
-Law: names of a kind come in the order of their registration, and registering a name again replaces its place.
+Guarantee: names of a kind come in the order of their registration, and registering a name again replaces its place.
 """
 
 from __future__ import annotations

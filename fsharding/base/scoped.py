@@ -1,7 +1,7 @@
 """Values that functions find without being handed them, for as long as a `with` block lasts.
 
 In: a context variable and a value. Out: a context manager.
-Law: the previous value is restored when the block ends, also after an exception.
+Guarantee: the previous value is restored when the block ends, also after an exception.
 """
 
 from __future__ import annotations

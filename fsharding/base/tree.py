@@ -3,7 +3,7 @@
 In: nested dicts, tuples, lists, NamedTuples, registered nodes. Out: the same shapes with other leaves.
 `None` is an empty subtree, as in JAX: a tree of gradients has `None` where a parameter is frozen.
 A leaf is whatever is no node: a tensor, a DTensor at rest, and a `Local` in flight, of which a rank has its part only.
-Law: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
+Guarantee: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 In: a path, or bytes. Out: the file, its bytes, or the value of its JSON.
 Only regular files are opened: a FIFO waits for a writer that never comes, and a device may do anything. Sizes, depth
 and the number of values are compared with a limit before anything is built.
-Law: the outcome is a value within its limits, an `OSError` of the system, or a `ValueError` that says what is wrong.
+Guarantee: the outcome is a value within its limits, an `OSError` of the system, or a `ValueError` that says what is
+wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The version of this package.
 
 In: the metadata of the installation. Out: a text. The command line prints it, and checkpoints have it.
-Law: no torch is imported here.
+Guarantee: no torch is imported here.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 In: the work, which needs nothing of the state any more. Out: a `PendingSave`; process groups that only saves use.
 A failure is raised by the first of: `wait`, the next save, the end of the process, which then has exit status 1.
-Law: of two saves the second begins when the first has ended.
+Guarantee: of two saves the second begins when the first has ended.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a file, an offset, shape, strides and dtype. Out: a part of the tensor, copied into memory that is there already.
 A file is read a window at a time. Nothing is mapped: a file that shrinks is an error, not a signal.
-Law: reading box by box gives the bits that reading at once gives.
+Guarantee: reading box by box gives the bits that reading at once gives.
 """
 
 from __future__ import annotations

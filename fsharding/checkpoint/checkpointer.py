@@ -2,7 +2,7 @@
 
 In: states, step by step, and data with a position. Out: `directory/<step>`, written in the background, and the newest
 one again.
-Law: an old checkpoint goes only when a newer one is complete, and nothing but complete checkpoints of ours goes.
+Guarantee: an old checkpoint goes only when a newer one is complete, and nothing but complete checkpoints of ours goes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: the manifest's `chunks`, or what `.metadata` says. Out: `Stored` by path. The manifest has the place of the values
 themselves, so that neither `.metadata` nor a record, which are pickles, is read; `.metadata` has the place of records.
-Law: chunks have each element of their leaf once, in files that the directory has.
+Guarantee: chunks have each element of their leaf once, in files that the directory has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Phases that all ranks finish or none does: each rank does its work, then all tell each other how it went.
 
 In: a function that runs on this rank alone. Out: its own value, and its answer on every rank, in rank order.
-Law: if it raised on some rank, every rank raises the same `CheckpointError`, which says what happened on which rank.
-Without a process group there is one rank.
+Guarantee: if it raised on some rank, every rank raises the same `CheckpointError`, which says what happened on which
+rank. Without a process group there is one rank.
 """
 
 from __future__ import annotations

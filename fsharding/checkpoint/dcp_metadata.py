@@ -2,7 +2,7 @@
 
 In: a directory, and the manifest where there is one. Out: `Stored` by path.
 `.metadata` is a pickle: it is read as inert data, and every chunk in it is checked before a byte of a file is read.
-Law: chunks have the elements of their leaf, in files of the directory itself, as the manifest says.
+Guarantee: chunks have the elements of their leaf, in files of the directory itself, as the manifest says.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a target path. Out: a fresh directory beside it to write to, then one rename; the newest complete one of many.
 An older checkpoint at the target is first renamed to `.<name>.replaced`, so that one of the two is there at every
-moment, and who looks for the target finds it there. Law: only plain files that the manifest names are ever read.
+moment, and who looks for the target finds it there. Guarantee: only plain files that the manifest names are ever read.
 """
 
 from __future__ import annotations

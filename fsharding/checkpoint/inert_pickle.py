@@ -3,7 +3,7 @@
 In: bytes, and a function that says what a global stands for. Out: numbers, strings, lists, tuples, `Pairs` and `Made`.
 No class of anybody is looked up, called or changed. Dicts stay pairs, because hashing a key can take for ever: twenty
 bytes make a tuple of two references to a tuple of two references, and so on, and its hash visits each of them.
-Law: reading takes time and memory in proportion to the bytes, and leaves nothing changed, whatever the bytes are.
+Guarantee: reading takes time and memory in proportion to the bytes, and leaves nothing changed, whatever the bytes are.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 In: a directory. Out: every leaf with its type and spec, the layout, every file with its size, and what is damaged.
 Sizes and checksums of all files are compared with the manifest, then all that `load` checks of what they say of
 themselves, and that torch would read the same; no tensor is read but the step.
-Law: if `damaged` is empty, `load` takes the files; if not, `load` refuses them, or torch would read something else.
+Guarantee: if `damaged` is empty, `load` takes the files; if not, `load` refuses them, or torch would read something
+else.
 """
 
 from __future__ import annotations

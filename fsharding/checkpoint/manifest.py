@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: what is in it, how it was laid out, and the size and checksum of every file, as JSON.
 
 In: a `Manifest`. Out: its text, and back. The text ends with the sha256 of the rest, so that a flipped bit in it shows.
-Law: `parse(text_of(m)) == m`; a text that does not say which format and version it has, and all of it, is refused.
+Guarantee: `parse(text_of(m)) == m`; a text that does not say which format and version it has, and all of it, is
+refused.
 """
 
 from __future__ import annotations

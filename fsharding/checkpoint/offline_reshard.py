@@ -2,7 +2,7 @@
 
 In: a checkpoint, axis sizes, maybe a strategy. Out: another checkpoint of the same state, one file a rank of that mesh.
 Leaves pass through memory a window at a time, so that a checkpoint larger than the memory can be resharded.
-Law: loading the result equals loading the source, bitwise, in every layout.
+Guarantee: loading the result equals loading the source, bitwise, in every layout.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: an object with `state_dict` and `load_state_dict`, such as `fs.data.packed` or a `StatefulDataLoader`. Out: one
 position, where all data ranks have the same, which any mesh takes; else one for each data rank, which only a mesh with
-as many takes. Law: what is read equals what was written, and is made of plain values, tensors and arrays alone: no text
-in a file makes Python run anything.
+as many takes. Guarantee: what is read equals what was written, and is made of plain values, tensors and arrays alone:
+no text in a file makes Python run anything.
 """
 
 from __future__ import annotations

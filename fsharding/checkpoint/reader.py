@@ -3,7 +3,7 @@
 In: a directory, what is in it, and the checksums of its files. Out: values, copied into tensors that are there.
 Files are read in blocks; each is hashed in the memory that the values are then taken from, so what is checked is what
 is used. Nothing is mapped: a file that shrinks is an error, not a signal.
-Law: what is read is what was written, or nothing.
+Guarantee: what is read is what was written, or nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `TrainState`, or its leaves as `StateLeaf`. Out: nothing, or one error on every rank that names leaves and ranks.
 A rank sends one checksum for each set of ranks with which it shares parts; those of single parts travel only where two
-such checksums differ. Law: one flipped bit of a part that several ranks hold is found, and the leaf is named.
+such checksums differ. Guarantee: one flipped bit of a part that several ranks hold is found, and the leaf is named.
 """
 
 from __future__ import annotations

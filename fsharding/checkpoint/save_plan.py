@@ -1,7 +1,7 @@
 """Which rank writes which box, so that every element is written once and all ranks write about as much.
 
 In: the leaves of a state. Out: for each leaf, the rank that writes each box. Pure: no collective, since a sharding says
-what all ranks hold. Law: all ranks of one state compute the same, and a box is written by a rank that holds it.
+what all ranks hold. Guarantee: all ranks of one state compute the same, and a box is written by a rank that holds it.
 """
 
 from __future__ import annotations

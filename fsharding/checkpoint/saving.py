@@ -3,7 +3,8 @@
 In: a `TrainState` in any layout. Out: a directory that holds every leaf once, and a manifest with checksums.
 Every phase ends with all ranks telling each other how it went, so a failure on one raises on all without a hang; the
 last of them, when all data are written, also tells what was written. Who writes what is known to all from the layout.
-Law: `load(save(x, A), B) == reshard(x, B)`, bitwise; the directory exists under its name only when it is complete.
+Guarantee: `load(save(x, A), B) == reshard(x, B)`, bitwise; the directory exists under its name only when it is
+complete.
 """
 
 from __future__ import annotations

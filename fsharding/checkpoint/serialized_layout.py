@@ -2,7 +2,7 @@
 
 In: a `Layout`, or a tree. Out: JSON for people and programs; `layout_of` and `rebuild` make the value of it again.
 Only the NamedTuples of `KNOWN` are ever rebuilt, so that a checkpoint cannot name a class that it would like to have.
-Law: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on that mesh and with that strategy; and
+Guarantee: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on that mesh and with that strategy; and
 `rebuild(describe(t), ...)` has the structure of `t`, or says which class it does not know.
 """
 

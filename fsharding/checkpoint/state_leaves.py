@@ -2,7 +2,8 @@
 
 In: a `TrainState`, or a layout and what is to be loaded into it. Out: `StateLeaf` or `Want` by path.
 `params.*` are the main parameters, whatever the precision and strategy: the copy that computes is derived from them.
-Law: two states that differ in layout alone give the same paths, shapes and dtypes, and boxes that tile the same leaves.
+Guarantee: two states that differ in layout alone give the same paths, shapes and dtypes, and boxes that tile the same
+leaves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a window on bytes. Out: a `Record`, or a tree of them. The zip's directory is read by Python's zipfile, its pickle
 as inert data, so that nothing which a file names is ever called.
-Law: whatever is no plain tensor, or reaches outside of its file, is refused.
+Guarantee: whatever is no plain tensor, or reaches outside of its file, is refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In: tensors, each exactly one box of a leaf. Out: `__<rank>_0.distcp`, one `torch.save` record after the other, and
 `.metadata`, which says where each record is; plain `torch.distributed.checkpoint.load` reads both.
-Law: the same tensors give the same bytes, and what `Written` says of a file is true of what was handed to the kernel.
+Guarantee: the same tensors give the same bytes, and what `Written` says of a file is true of what was handed to the
+kernel.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In: shapes, the sharded dim, the sizes of the axes. Out: a cached, printable plan of offsets and strides, and functions
 that copy between leaves, rows `[members, width]` and a flat buffer of full leaves. A plan has no entry per member: a
 leaf needs one strided copy if it is sharded evenly, else two for one axis, and at most twice as many per further axis.
-Law: copy-in then copy-out is the identity, for even, uneven and empty shards; padding is at most one row per leaf and
-rank.
+Guarantee: copy-in then copy-out is the identity, for even, uneven and empty shards; padding is at most one row per leaf
+and rank.
 """
 
 from __future__ import annotations

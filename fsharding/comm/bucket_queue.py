@@ -1,8 +1,8 @@
 """Start buckets in order, with a limit on the bytes in flight, and finish them in the order in which they started.
 
 In: for each bucket its size and how to start it; points at which to continue. Out: every handle is waited for.
-Law: what is started or finished depends on the calls alone, never on time, so ranks that make the same calls start the
-same collectives in the same order.
+Guarantee: what is started or finished depends on the calls alone, never on time, so ranks that make the same calls
+start the same collectives in the same order.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a size, a dtype, an owner. Out: a flat tensor without other views. A buffer is free when only the pool references
 its storage, so a live view is never overwritten. On a device with several streams, the next user of a buffer waits for
 the streams that used it.
-Law: the live bytes of each owner are known exactly.
+Guarantee: the live bytes of each owner are known exactly.
 """
 
 from __future__ import annotations

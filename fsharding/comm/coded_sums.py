@@ -4,7 +4,7 @@ In: terms of leaves, each full over the axes of the sum. Out: the sum of each le
 shard of it, as from `comm.reduce`.
 A term is quantized first and sharded then. If a shard border crosses a block, scales are sent for smaller blocks, which
 no border crosses; the scales of one original block are equal.
-Law: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of shards.
+Guarantee: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of shards.
 """
 
 from __future__ import annotations

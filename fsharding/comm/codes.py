@@ -4,7 +4,7 @@ In: a `Blocks`, the sharding of a leaf, this rank's shard. Out: a cached `CodePl
 bytes for a bucket, and the numbers that they encode.
 If a block is on one rank, that rank computes its scale and sends it. If a block spans ranks, they all-reduce (max) its
 amax; max is exact in any order, so every rank derives the same scale and none is sent.
-Law: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
+Guarantee: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
 """
 
 from __future__ import annotations

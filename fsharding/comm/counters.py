@@ -2,7 +2,7 @@
 
 In: events of the runtime and the transports. Out: one `Counts` per `value_and_grad` call inside a `recording` block,
 and the `Traffic` of a `counting_bytes` block, by mesh axes.
-Law: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
+Guarantee: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: notes of the runtime. Out: the list of a `following` block. Tests of overlap use it: communication overlaps with a
 compute that begins and ends between its start and its wait.
-Law: recording changes nothing, and nothing is recorded outside of a block.
+Guarantee: recording changes nothing, and nothing is recorded outside of a block.
 """
 
 from __future__ import annotations

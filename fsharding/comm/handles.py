@@ -1,8 +1,8 @@
 """The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is work in flight.
 
 In: memory that a rank fills. Out: handles, the same class for every transport.
-Laws: after `start`, a rank's contribution must not change. After `release`, results in the transport's memory must not
-be read. Every handle is ended by `release`, at the latest after a failure.
+Guarantees: after `start`, a rank's contribution must not change. After `release`, results in the transport's memory
+must not be read. Every handle is ended by `release`, at the latest after a failure.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `Precision`, the leaves of a tree, a key. Out: a `LeafWires`, which returns the wires of one leaf of a unit, and
 the numbers in [0, 1) for keyed rounding.
-Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
+Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: the steps of some leaves, and their local tensors or terms of a sum. Out: a handle of the local tensors in the new
 sharding.
-Law: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
+Guarantee: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The collectives of a process group's own backend: NCCL, or gloo.
 
 In: buckets, rows, messages. Out: handles. Each collective is one call of `torch.distributed`.
-Law: every transport gives the same bytes, and counts the same bytes as sent.
+Guarantee: every transport gives the same bytes, and counts the same bytes as sent.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: terms of leaves. Out: the sum of each leaf on every member, or this member's shard of it. Unlike `comm.reduce`, no
 rank sends a message per member.
-Law: sums equal the ordered ones up to rounding. They are repeatable on the same group if the backend is: gloo always,
-NCCL with one algorithm and protocol. Another layout may give other bits.
+Guarantee: sums equal the ordered ones up to rounding. They are repeatable on the same group if the backend is: gloo
+always, NCCL with one algorithm and protocol. Another layout may give other bits.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, optionally in another
 dtype. This brings gradients to the optimizer's shards, and updated shards back to parameters. A pipeline starts it for
 a stage, computes, and takes the result later (`start_redistribute`, `start_reduce_grads`).
-Law: values are only moved, except for the requested cast.
+Guarantee: values are only moved, except for the requested cast.
 """
 
 from __future__ import annotations

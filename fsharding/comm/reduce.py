@@ -1,8 +1,8 @@
 """Sum over the members of a group in a fixed order, for any transport that can send rows.
 
 In: terms of leaves. Out: the sum of each leaf on every member, or this member's shard of it.
-Law: a sum adds its terms in one balanced tree over the members, whichever member adds them and however they are sent.
-k rows in one buffer take log2(k) additions, each of all pairs of a level; separate rows take k - 1.
+Guarantee: a sum adds its terms in one balanced tree over the members, whichever member adds them and however they are
+sent. k rows in one buffer take log2(k) additions, each of all pairs of a level; separate rows take k - 1.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: for each leaf its shape, element size, source and target sharding, on any two meshes. Out: a cached, printable plan
 that is the same on every rank. A rank keeps the parts that it stores already; ranks that store the same part take turns
 in sending it.
-Law: the pieces that a rank receives, and those that it has, fill its target exactly once.
+Guarantee: the pieces that a rank receives, and those that it has, fill its target exactly once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: the plan, this rank's local tensor of every leaf. Out: its local tensors in the target shardings, in new memory.
 A contiguous piece is sent from its source, or received in its target, without a copy. A target is allocated when its
 first piece is due, and a donated source is freed after its last piece was sent.
-Law: what is sent is what the plan says, byte for byte; every element of a target is written once.
+Guarantee: what is sent is what the plan says, byte for byte; every element of a target is written once.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: what `redistribute` takes, and for some leaves a `Rounding`. Out: what it re
 sent quantized and dequantized into the memory of the result; any other leaf is rounded where it is, and then moved.
 Layers of a stack share no block, so a stack is sent in parts: layers that have a format, at most a bucket of them at a
 time, and layers that have none in the dtype of the result.
-Law: the result is the full leaf rounded, however it is sharded. Parts and buckets follow from shardings alone.
+Guarantee: the result is the full leaf rounded, however it is sharded. Parts and buckets follow from shardings alone.
 """
 
 from __future__ import annotations

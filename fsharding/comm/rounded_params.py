@@ -2,7 +2,7 @@
 
 In: main parameters of a layout, a `Precision`, a key. Out: the same leaves rounded to the formats of their wires, or a
 `Rounding` for each, by which `rounded_moves` rounds them on their way to copies and to pipeline stages.
-Law: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
+Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ ranks want to stop, and whether all ranks did the same; every rank learns it fro
 Of m ranks that must share a hash h, the first adds (m - 1) h and each other one -h, times a power of two above the
 number of ranks. So the sum over the mesh is the number of stop bits, unless ranks differ. All terms are integers that
 float64 represents exactly, so neither the order of axes nor the number of sums changes the result.
-Laws: each rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash alone.
+Guarantees: each rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash
+alone.
 """
 
 from __future__ import annotations

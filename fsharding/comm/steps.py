@@ -1,7 +1,7 @@
 """The steps between two shardings of a leaf that differ along data axes: scatter, sum, gather, slice.
 
 In: two shardings. Out: the steps, as a cached value. Inner axes are summed first, `replica` last.
-Law: for any steps, each element is the same balanced sum over ranks, so the bits do not depend on the strategy.
+Guarantee: for any steps, each element is the same balanced sum over ranks, so the bits do not depend on the strategy.
 """
 
 from __future__ import annotations

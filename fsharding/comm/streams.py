@@ -12,7 +12,8 @@ The order of a unit, where `!` records an event on the queue whose line it is an
 Memory belongs to the queue on which it was taken, and returns to it as soon as it is unused. So code that
 holds memory of another queue frees it after its own queue has waited for the last reader; a `Pool` hands out buffers
 with the event after which they may be written.
-Laws: nothing is read before it was written, nothing is written while a reader is due, and no bit depends on queues.
+Guarantees: nothing is read before it was written, nothing is written while a reader is due, and no bit depends on
+queues.
 """
 
 from __future__ import annotations

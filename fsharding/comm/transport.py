@@ -2,7 +2,7 @@
 
 In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives, or for gloo a registered one such as
 `pairwise` or `shared_memory`. `transport_for` chooses once per group and device.
-Law: all transports give the same bits, and count the same bytes.
+Guarantee: all transports give the same bits, and count the same bytes.
 """
 
 from __future__ import annotations

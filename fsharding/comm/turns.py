@@ -2,8 +2,8 @@
 
 In: two functions. Out: both have run. The first runs in the calling thread, the second in its own thread, and exactly
 one of them runs at any time, until it has started a collective and would wait (`wait_in_turn`), or ends.
-Law: switching depends on what the two functions call, never on time. So ranks that run the same two functions start the
-same collectives in the same order, and each function computes the same bits as alone.
+Guarantee: switching depends on what the two functions call, never on time. So ranks that run the same two functions
+start the same collectives in the same order, and each function computes the same bits as alone.
 """
 
 from __future__ import annotations

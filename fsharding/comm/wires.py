@@ -2,7 +2,7 @@
 
 In: a wire for each leaf of a bucket, the shardings of the leaves, this rank's shards. Out: the `Payload` of the bucket,
 which defines what is sent, and the gathered leaves.
-Law: a gathered leaf has the bits of casting or quantizing the full leaf, for every sharding.
+Guarantee: a gathered leaf has the bits of casting or quantizing the full leaf, for every sharding.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ In: a directory, a layout of `models.decoder`, its config. Out: parameters, or a
 Both formats are torch DCP. The facts come from NVIDIA/Megatron-LM: `megatron/core/dist_checkpointing/core.py` has
 `metadata.json`, `strategies/common.py` `common.pt`, `strategies/torch.py` the tensors; `optimizer/optimizer.py` the
 prefixes of optimizer states; `transformer/fsdp_dtensor_checkpoint.py` the other format; `megatron_names` the rest.
-Law: a rank reads its own boxes; writing and reading gives the same bits; under the final name is everything or nothing.
+Guarantee: a rank reads its own boxes; writing and reading gives the same bits; under the final name is everything or
+nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ first dim or numbers them, `attention.py` has queries, keys and values of one qu
 the gated projection into two halves, each of which tensor parallelism shards by itself, so that the whole tensor is
 gate, then up; `moe/experts.py` stacks experts. `fsdp_dtensor_checkpoint.py` keeps the halves apart, as `_w` and `_v`,
 and numbers layers and experts. A norm is named after the projection that follows it, or has a name of its own.
-Law: the pieces of all leaves tile every tensor, but for the rows that pad the vocabulary.
+Guarantee: the pieces of all leaves tile every tensor, but for the rows that pad the vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows by sends and receives between each two ranks, which on gloo are two to three times as fast as its collectives.
 
 In: as `Native`. Out: the same. It differs in how rows and leaves are gathered, and in nothing else.
-Law: it sends the same bytes as every transport.
+Guarantee: it sends the same bytes as every transport.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ In: a module of `transformer_engine.pytorch`, and a recipe. Out: a `TeModule`, w
 are, inside the package's autocast. Delayed scaling keeps histories of amaxes and scales; here they are leaves of the
 parameter tree, under "fp8_state", so they are planned, saved and resharded as all leaves are. A call writes them
 into the module, and `value_and_grad` reads what forward and backward have made of them.
-Law: parameters, state and inputs in; outputs, gradients and the next state out; what stays in the module never counts.
-The package needs CUDA and is imported when the first function here is called.
+Guarantee: parameters, state and inputs in; outputs, gradients and the next state out; what stays in the module never
+counts. The package needs CUDA and is imported when the first function here is called.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: names, shapes and dtypes of safetensors, a reader, and the `quantization_con
 same with every pair of codes and scales as one tensor of float32, of which any slice is read with the scales it needs.
 A tensor `X.weight` of float8 has its scales in `X.weight_scale_inv`, one for each block of `weight_block_size`: a
 weight is its code times its scale (DeepSeek-V3, 2024; "fp8" of transformers).
-Law: a slice has the bits that it has in the whole.
+Guarantee: a slice has the bits that it has in the whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a checkpoint directory. Out: files under names that the other program knows. One process, no process group.
 Tensors pass through memory a window at a time, so that a checkpoint larger than the memory can be exported.
-Law: what was exported loads bitwise; under the final name is everything or nothing.
+Guarantee: what was exported loads bitwise; under the final name is everything or nothing.
 """
 
 from __future__ import annotations

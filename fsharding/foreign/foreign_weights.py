@@ -2,7 +2,7 @@
 
 In: a path; what it is shows in the bytes, not in the name. Out: names, shapes and dtypes, and slices on demand.
 Nothing is unpickled without a list of what may be; entries that are no tensors are left alone.
-Law: `read` gives the bits of the file, and never holds more than a window of it.
+Guarantee: `read` gives the bits of the file, and never holds more than a window of it.
 """
 
 from __future__ import annotations

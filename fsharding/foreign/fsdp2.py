@@ -2,7 +2,7 @@
 
 In: the leaves of a checkpoint, what the parameters are called there, the settings of the optimizer there. Out: for each
 tensor and each plain value under `model` and `optim` where it comes from; nothing is read.
-Law: the names are all that `torch.distributed.checkpoint.load` asks for, and no others.
+Guarantee: the names are all that `torch.distributed.checkpoint.load` asks for, and no others.
 """
 
 from __future__ import annotations

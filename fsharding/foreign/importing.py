@@ -2,7 +2,7 @@
 
 In: weights of any format that `open_weights` knows, a layout or tensors to be like, and what things are called there.
 Out: a tree of new DTensors. Names, shapes and dtypes of all leaves are compared before the first one is read.
-Law: exporting a state and loading the result gives its main parameters, bitwise, in any layout.
+Guarantee: exporting a state and loading the result gives its main parameters, bitwise, in any layout.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a table, or a function, from our paths to foreign names. Out: for each leaf the foreign tensors that make it up.
 Our blocks are stacked and theirs are not: `{i}` in a name is the index along dim 0 of our leaf, `{j}` that along dim 1.
-A stack whose blocks have other numbers there says them: `Rows`. Law: the foreign tensors of a leaf tile it.
+A stack whose blocks have other numbers there says them: `Rows`. Guarantee: the foreign tensors of a leaf tile it.
 """
 
 from __future__ import annotations

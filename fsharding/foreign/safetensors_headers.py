@@ -3,7 +3,7 @@
 In: an open file. Out: the first byte, shape and dtype of each tensor. No tensor is read.
 A file is 8 bytes with the length of its header, the header, a JSON object, and the bytes of the tensors, which follow
 each other without gap or overlap to the end of the file (https://github.com/huggingface/safetensors, "Format").
-Law: of what is accepted here, the library gives the same tensors.
+Guarantee: of what is accepted here, the library gives the same tensors.
 """
 
 from __future__ import annotations

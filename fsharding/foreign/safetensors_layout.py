@@ -2,7 +2,7 @@
 
 In: names, shapes and dtypes, and a limit for the size of a file. Out: headers, offsets and the index, all of it pure.
 A rank that has a part of a tensor can then write it to its place, in any order.
-Law: headers and tensors tile a file, and every tensor begins at a multiple of its element's size.
+Guarantee: headers and tensors tile a file, and every tensor begins at a multiple of its element's size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: nothing but numbers. Out: a `Blocks`, which is hashable and printable, and from it the shape and the bytes of codes
 and scales of any tensor.
-Law: which block an element is in depends on its place in the whole tensor alone, never on who holds it.
+Guarantee: which block an element is in depends on its place in the whole tensor alone, never on who holds it.
 """
 
 from __future__ import annotations

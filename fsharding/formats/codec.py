@@ -3,8 +3,8 @@
 In: a `Blocks`, a tensor or a piece of one, and for keyed rounding its numbers in [0, 1). Out: largest magnitudes of
 blocks, scales made of them, codes as uint8; and from codes and scales the numbers again.
 Scales are made by arithmetic on exponents: a cast to a type of powers of two rounds, and a logarithm is not exact.
-Law: a piece has the codes that the whole tensor has there, if it is given the scales of the whole. What is not finite
-makes all of its block NaN: no cast hides it.
+Guarantee: a piece has the codes that the whole tensor has there, if it is given the scales of the whole. What is not
+finite makes all of its block NaN: no cast hides it.
 """
 
 from __future__ import annotations

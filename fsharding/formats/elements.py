@@ -2,7 +2,7 @@
 
 In: numbers over the scales of their blocks, and for keyed rounding a number in [0, 1) for each. Out: codes as uint8,
 one a byte, and the numbers that codes stand for.
-Law: the code of a number depends on the number and its noise alone.
+Guarantee: the code of a number depends on the number and its noise alone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a key of two 32-bit words on any device, a number that names the tensor, the box that is wanted. Out: numbers in
 [0, 1) for its elements, by Philox-4x32-10 (Salmon et al. 2011) in integer operations of torch, so that nothing is read
 by the host and a graph of a device can hold it.
-Law: an element gets the same number on every rank and in every box.
+Guarantee: an element gets the same number on every rank and in every box.
 """
 
 from __future__ import annotations

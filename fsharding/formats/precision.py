@@ -1,8 +1,8 @@
 """Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
 
 In: a `Precision`. Out: the dtype or the format of each role for a leaf, and the loss scale's next state.
-None means the leaf's own dtype. Laws: ordered sums over ranks are taken in float32 at least, whatever travels; codes of
-low precision are always made of main parameters, never of what was rounded before.
+None means the leaf's own dtype. Guarantees: ordered sums over ranks are taken in float32 at least, whatever travels;
+codes of low precision are always made of main parameters, never of what was rounded before.
 """
 
 from __future__ import annotations

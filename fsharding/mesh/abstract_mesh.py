@@ -2,7 +2,7 @@
 
 In: a size for each axis, -1 for the one that takes what is left. Out: an `AbstractMesh`.
 An axis of size 1 is not in the mesh; everything treats an absent axis as one of size 1.
-Law: a mesh has each of its ranks at exactly one coordinate.
+Guarantee: a mesh has each of its ranks at exactly one coordinate.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """Queries about process groups: the backend of each device type, and the store in which all ranks read and write.
 
 In: a process group, or the environment of a launcher. Out: names of backends, stores.
-Law: every rank of a group gets the same answer.
+Guarantee: every rank of a group gets the same answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads a rank's Python stack: the user's line, the part of the work that it is in, and the call that it waits in.
 
 In: a frame, the innermost one, or an error with its traceback. Out: short texts. A frame is the user's if it is neither
-the library's, nor torch's, nor Python's own. Law: a text has a bounded length, whatever the stack.
+the library's, nor torch's, nor Python's own. Guarantee: a text has a bounded length, whatever the stack.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: facts, text by name, such as {"schedule": "zbv"}. Out: nothing, or one error on every rank that says who has what.
 Each rank sends 8 bytes, a hash; only where hashes differ do the texts travel.
-Law: ranks that disagree all raise the same text, and none of them has started what would hang or mix up bytes.
+Guarantee: ranks that disagree all raise the same text, and none of them has started what would hang or mix up bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a size for each axis, -1 for the one that takes what is left. Out: a mesh, coordinates on it, process groups.
 Functions that need no devices take an `AbstractMesh` as well.
-Law: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
+Guarantee: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
 """
 
 from __future__ import annotations

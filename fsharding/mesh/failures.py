@@ -3,8 +3,8 @@
 In: a failure of communication, and the ranks that it was with. Out: a `RankError` on every rank that is left.
 A failing rank records which ranks it was waiting for and its position; a rank that raises records the exception; a
 live rank answers with its position, from a thread of its own; a dead one does not answer.
-Laws: blame goes on from rank to rank until it meets the cause; all of it takes a bounded time; where nothing fails,
-nothing is written. `meet` compares what ranks are about to do where no other bytes travel.
+Guarantees: blame goes on from rank to rank until it meets the cause; all of it takes a bounded time; where nothing
+fails, nothing is written. `meet` compares what ranks are about to do where no other bytes travel.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: sets of ranks, of which none has a rank of another; what they are used for. 
 this process is in.
 A group has threads and connections. So a later mesh is given the groups of an earlier one, and those that no process
 holds any more are closed when all ranks make a mesh: a garbage collector would close them here and not there.
-Law: all ranks make, use and close the same groups in the same order; none is closed while it is in use.
+Guarantee: all ranks make, use and close the same groups in the same order; none is closed while it is in use.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: an importable function, its arguments, a number of ranks. Out: what each rank returned.
 A rank that dies ends all others, and its error is raised here. Ranks meet in a file of a directory that only their
-user can enter, and listen on loopback alone. Laws: no rank outlives the launcher; neither does the directory, unless
-the launcher is killed. A rank that has answered is done: how it exits afterwards changes nothing.
+user can enter, and listen on loopback alone. Guarantees: no rank outlives the launcher; neither does the directory,
+unless the launcher is killed. A rank that has answered is done: how it exits afterwards changes nothing.
 """
 
 from __future__ import annotations

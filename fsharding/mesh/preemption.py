@@ -2,7 +2,7 @@
 
 In: SIGTERM, SIGUSR1, a time. Out: `requested()`, which all ranks answer alike between two steps.
 The bit of each rank travels in sums that a train step takes anyway, see `StepAgreement`; handlers set a flag.
-Law: ranks that step together are told after the same step, and no number of the step depends on the bit.
+Guarantee: ranks that step together are told after the same step, and no number of the step depends on the bit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a function as bytes, its place among the ranks, a pipe. Out: what the function returned, or why it failed.
 torch is imported with the function, after the process has tied itself to its launcher.
-Law: a rank ends with its launcher, however that ends; a rank answers once, or its end is the answer.
+Guarantee: a rank ends with its launcher, however that ends; a rank answers once, or its end is the answer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: the environment. Out: variables for ranks that are about to start, and arguments of torch's `init_process_group`,
 once all ranks are there.
 torch's TCP store listens on every address without authentication, so local ranks meet in a file that only their
-user can read. Law: a variable that the user has set is left as it is.
+user can read. Guarantee: a variable that the user has set is left as it is.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: nothing. Out: a moment in which every other thread sleeps.
 A thread of gloo frees the tensors of a message after its waiter has continued. It needs the interpreter for
-that, and if that is gone by then, the process ends by SIGABRT, its work done. Law: it waits for a second at most.
+that, and if that is gone by then, the process ends by SIGABRT, its work done. Guarantee: it waits for a second at most.
 """
 
 from __future__ import annotations

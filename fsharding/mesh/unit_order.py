@@ -3,7 +3,7 @@
 In: a note before each gather and each reduction, with the identity of the unit. Out: a rolling hash, the same on ranks
 that do the same; `differences`, the text about ranks that do not. On request each note compares the hash with the other
 ranks before any bytes of the unit are sent.
-Laws: equal sequences have equal hashes on every machine; a note keeps no tensor alive.
+Guarantees: equal sequences have equal hashes on every machine; a note keeps no tensor alive.
 """
 
 from __future__ import annotations

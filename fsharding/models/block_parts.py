@@ -2,7 +2,8 @@
 
 In: static choices, activations, weights of which `tp` may have cut some dim. Out: the same on every mesh.
 A part of a block, attention or feed-forward, is a frozen value of sizes with the pure functions `init`, `names`,
-`apply` and `objections`. Law: whether a weight is cut shows in its shape; what is whole is computed by all ranks alike.
+`apply` and `objections`. Guarantee: whether a weight is cut shows in its shape; what is whole is computed by all ranks
+alike.
 """
 
 from __future__ import annotations

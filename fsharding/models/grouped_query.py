@@ -4,7 +4,7 @@ In: normalized activations [B, T, D] and the leaves of a block. Out: what attent
 Queries and keys turn by their positions, and may be normalized before, head by head (Henry et al. 2020,
 arXiv:2010.04245); queries, keys and values may have a bias. `tp` cuts heads; the key heads that it cannot cut are
 gathered, and each rank takes those of its query heads.
-Law: values and gradients match all heads on one process. Shapes: H query heads, K key heads, E head dim.
+Guarantee: values and gradients match all heads on one process. Shapes: H query heads, K key heads, E head dim.
 """
 
 from __future__ import annotations

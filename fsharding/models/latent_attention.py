@@ -4,7 +4,7 @@ In: normalized activations [B, T, D] and the leaves of a block. Out: what attent
 Queries come from one narrow vector a token, keys and values of all heads from another; positions turn a part of each
 query, and one key part that all heads share. `tp` cuts heads; the narrow vectors are made by all ranks alike, and where
 activations are cut along the sequence they, not the wide stream, are gathered.
-Law: values and gradients match all heads on one process.
+Guarantee: values and gradients match all heads on one process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The dense feed-forward part of a block: SwiGLU (Shazeer 2020, arXiv:2002.05202).
 
 In: normalized activations [B, T, D] and the leaves of a block. Out: what the part adds to the stream.
-`tp` cuts the hidden dim F. Law: values and gradients match all of it on one process.
+`tp` cuts the hidden dim F. Guarantee: values and gradients match all of it on one process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: nothing but arguments; a model holds no tensors. Out: lazy draws at init, activations, and (sum, weight) losses.
 Its functions compute over the mesh of `fs.set_mesh`.
-Law: a model gives the same values on every mesh.
+Guarantee: a model gives the same values on every mesh.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: an `Experts`, the leaves of one block, activations. Out: activations, and what the routers add to the loss.
 Every token counts for balance, also one without a target. Leaves: router, gate, up, down; maybe bias, shared.
 Shapes: B batch, T positions, D model, X experts of all ranks, E of them here, F hidden, N = B * T tokens.
-Law: what comes out does not depend on which rank has which experts, tokens, or part of F.
+Guarantee: what comes out does not depend on which rank has which experts, tokens, or part of F.
 """
 
 from __future__ import annotations

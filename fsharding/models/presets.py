@@ -3,7 +3,7 @@
 In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
 Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
 a laptop; `tiny`, `tiny-moe` and those that begin with `bench` are of this library alone.
-Law: a recipe holds no tensors, so planning one of any size is free.
+Guarantee: a recipe holds no tensors, so planning one of any size is free.
 """
 
 from __future__ import annotations

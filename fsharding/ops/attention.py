@@ -3,7 +3,7 @@
 In: this rank's queries, keys and values. Out: for its queries, what attention over the whole sequence gives.
 Three ways with the same result. "ring": keys and values go around, and no rank ever has them all. "gather": every
 rank has them all. "ulysses": every rank has the whole sequence of some heads.
-Law: values and gradients match `scaled_dot_product_attention` on the whole tensors.
+Guarantee: values and gradients match `scaled_dot_product_attention` on the whole tensors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: plain local tensors and axis names. Out: plain local tensors, valid under autograd and every torch.func transform.
 Each collective is a frozen value that knows how to run, its dual, and itself one batch dim later; one autograd Function
-serves them all. Law: `<op x, y> == <x, dual(op) y>`, summed over ranks.
+serves them all. Guarantee: `<op x, y> == <x, dual(op) y>`, summed over ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a length, or tensors with a dim of tokens, and the mesh axis. Out: what this rank has of them, in its own order.
 A causal token sees all tokens before it, so late ones cost more than early ones. With n ranks a sequence is cut into
 2n equal chunks and rank i has chunks i and 2n-1-i: one early, one late, the same cost for all.
-Laws: every token is on one rank; the tokens of a rank stand in ascending order; one rank has the whole, uncut.
+Guarantees: every token is on one rank; the tokens of a rank stand in ascending order; one rank has the whole, uncut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gradients of weights that are computed where they go, instead of being copied there.
 
 In: a weight whose node in autograd's graph knows where its gradient goes, as those of `gather_unit` do. Out: nothing;
-a term of the gradient is in place. Law: terms are added in the order in which autograd would.
+a term of the gradient is in place. Guarantee: terms are added in the order in which autograd would.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: rows sorted by group, one matrix a group, and how many rows each group has. Out: the products, in the order of rows.
 torch's grouped kernel where it has one, else a loop over groups; groups without rows cost nothing and have gradient 0.
-Law: both ways give what a product for each row with the matrix of its group gives, in every derivative.
+Guarantee: both ways give what a product for each row with the matrix of its group gives, in every derivative.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: activations that all ranks of the axis share, or each rank's part of their sequence; each rank's shard of a weight.
 Out: the shards of the product, or the product again. A region begins with `enter` and ends with `leave`, which are each
 other's transpose (the f and g of Shoeybi et al. 2019; with a sequence dim those of Korthikanti et al. 2022).
-Law: what comes out, and every gradient, is that of the whole weights on one process.
+Guarantee: what comes out, and every gradient, is that of the whole weights on one process.
 """
 
 from __future__ import annotations

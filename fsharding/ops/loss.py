@@ -2,7 +2,7 @@
 
 In: this rank's logits, targets. Out: the loss of each token in nats, the same on all ranks of the axis.
 Each rank sends its maximum, its sum of exponentials and the logit of the target, which is three numbers a token.
-Law: losses and gradients match the whole logits on one process.
+Guarantee: losses and gradients match the whole logits on one process.
 """
 
 from __future__ import annotations

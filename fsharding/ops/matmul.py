@@ -5,7 +5,7 @@ In: activations, a weight of two dims. Out: their product. In backward the gradi
 A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantized. Its gradient is
 always that of unrounded activations. One that `Precision.columnwise` names is gathered once more for the gradient of
 the activations, in blocks along the dim that this one sums.
-Law: values and gradients match torch's own product, bit for bit; with a scaled kernel, its product of rounded
+Guarantee: values and gradients match torch's own product, bit for bit; with a scaled kernel, its product of rounded
 activations.
 """
 

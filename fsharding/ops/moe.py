@@ -3,7 +3,8 @@
 In: this rank's tokens and their `Routing`. Out: rows sorted by the experts of this rank, then the weighted results.
 Nothing is dropped: counts are exchanged first, then as many rows as there are, be it none or all for one expert.
 Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden.
-Law: what comes out is what one rank with all experts would give; `dispatch` and an unweighted `combine` are transposes.
+Guarantee: what comes out is what one rank with all experts would give; `dispatch` and an unweighted `combine` are
+transposes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: activations and a scale. Out: the same shape. The scale is whole on every rank; where ranks of a model axis have
 other tokens than each other, as between sequence-parallel regions, its gradient is summed over that axis.
-Law: value and gradients match all tokens on one process.
+Guarantee: value and gradients match all tokens on one process.
 """
 
 from __future__ import annotations

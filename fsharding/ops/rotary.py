@@ -2,7 +2,7 @@
 
 In: queries or keys, and the position of each token. Out: the same, turned by their positions.
 A scaling is a value that says the frequencies of a model whose context was extended, and a factor of its scores.
-Law: the product of a turned query and a turned key depends on the difference of their positions alone.
+Guarantee: the product of a turned query and a turned key depends on the difference of their positions alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: router logits `[N, X]` of this rank's tokens. Out: a `Routing`, plain tensors; sums over tokens with their weight.
 Shapes: N tokens of this rank, X experts of all ranks, k experts a token. Scores are taken in float32 at least.
-Law: a token's routing depends on its logits alone, and the losses do not depend on which rank has which token.
+Guarantee: a token's routing depends on its logits alone, and the losses do not depend on which rank has which token.
 """
 
 from __future__ import annotations

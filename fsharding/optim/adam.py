@@ -2,7 +2,7 @@
 
 In: parameters, gradients and moments, or zeros and these. Out: all but the gradients, changed in place.
 The kernel rounds its last elements, past a multiple of its vector width, differently: they go through a padded copy.
-Law: an element's update does not depend on its position in a shard, so all strategies agree bitwise.
+Guarantee: an element's update does not depend on its position in a shard, so all strategies agree bitwise.
 """
 
 from __future__ import annotations

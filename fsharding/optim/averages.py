@@ -3,7 +3,7 @@
 In: updates that are to be added, and the parameters that they will be added to. Out: updates, and the average as state.
 The average has the sharding of the main parameters, also after reshards and in files. It is in float32 at least,
 whatever the dtype of parameters and moments: a narrow dtype would round most changes of an average away.
-Law: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
+Guarantee: each element is averaged by itself, so an average does not depend on where a leaf is cut, bit for bit.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: trees of DTensors (or plain tensors); None marks a frozen leaf. Out: trees in the sharding of the optimizer state.
 `GradientTransformation` is optax's pair of pure functions (DeepMind 2020). `ContextTransformation` is the type of ours,
 whose functions take one argument more. The type says how a transformation is called; no signature is looked at.
-Law: a transformation computes on local tensors alone, so its result does not depend on where a leaf is cut.
+Guarantee: a transformation computes on local tensors alone, so its result does not depend on where a leaf is cut.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ have parts of it tell each other its largest magnitude before any of them rounds
 The second moment of Adam is kept as its root, which needs half of its range, and is rounded by key: by a decay of 5 %
 a step its root loses less than half a step of e4m3, so that rounding to the nearest would hold it for ever. A root
 above zero never becomes zero, since an update divides by it.
-Law: codes and scales of an element follow from the whole leaf, the key and the step, never from who holds it.
+Guarantee: codes and scales of an element follow from the whole leaf, the key and the step, never from who holds it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: reduced gradients, cut or whole. Out: the norm over all leaves and ranks, each element counted once.
 Squares are summed in float64, where a square of a float32 is exact and the order of the sum does not reach the float32
-result. Law: the norm is the same on every rank, for every strategy and mesh.
+result. Guarantee: the norm is the same on every rank, for every strategy and mesh.
 """
 
 from __future__ import annotations

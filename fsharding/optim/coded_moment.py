@@ -3,7 +3,7 @@
 In: two tensors, or DTensors at rest, and their format. Out: a node of a tree, whose leaves reshards and checkpoints
 take as they take any other: the path of the codes ends with `codes`, that of the scales with `scales_1x32`, say, which
 tells where they are. See `fsharding.sharding.block_scales`.
-Law: a state that is moved or read again has the same bytes.
+Guarantee: a state that is moved or read again has the same bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: transformations, ours or plain pairs. Out: one transformation, whose state has the states of its members.
 It can `apply`, that is, update and add in one, where its members can: in a chain the last, of groups all.
-Law: a chain hands the norm of the gradients to its first member only, since members change what they hand on.
+Guarantee: a chain hands the norm of the gradients to its first member only, since members change what they hand on.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a rule on lists of tensors. Out: a transformation. The driver brings gradients into the shardings of the moments,
 applies the rate and weight decay, and keeps donated memory. `run_rule` gives a rule all leaves at once that it can take
 as they are; strided and narrower ones, and moments of 8 bits, go through copies that stay in the cache.
-Law: an element's update depends on its gradient, moments and parameter alone, so all strategies agree bitwise.
+Guarantee: an element's update depends on its gradient, moments and parameter alone, so all strategies agree bitwise.
 """
 
 from __future__ import annotations

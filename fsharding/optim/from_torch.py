@@ -5,7 +5,7 @@ for a parameter, sharded as the parameters, and 0-d tensors for its numbers.
 Each update builds the optimizer anew around this rank's shards. Trial steps tell which optimizers couple elements;
 those are refused.
 It computes with parameters in float32 at least, and its update is rounded where all updates are, in `add_updates`.
-Law: float32 parameters are those of the torch optimizer, and inputs are unchanged unless donated.
+Guarantee: float32 parameters are those of the torch optimizer, and inputs are unchanged unless donated.
 """
 
 from __future__ import annotations

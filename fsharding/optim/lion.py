@@ -2,7 +2,7 @@
 
 In: gradients and the momentum. Out: the direction of the update, and the new momentum.
 Every weight changes by the learning rate, so rates are three to ten times below AdamW's, and decay as much above.
-Law: each element is updated by itself, so an update does not depend on where a leaf is cut, bit for bit.
+Guarantee: each element is updated by itself, so an update does not depend on where a leaf is cut, bit for bit.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: gradients, momentum and main parameters of matrices and stacks of them, in the same shardings. Out: updates to be
 added. The momentum stays sharded; the direction of the update is resharded once so that each rank has some whole
 matrices of a stack to iterate on, and resharded back, in the dtype of the iteration both times.
-Law: a matrix is iterated on by the same kernel whatever the strategy, so zero(0) to zero(3) agree in every bit.
+Guarantee: a matrix is iterated on by the same kernel whatever the strategy, so zero(0) to zero(3) agree in every bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Gradient noise (Neelakantan et al. 2015), drawn for whole leaves under keys; each rank draws its own part alone.
 
 In: gradients in any sharding. Out: gradients with noise, in their sharding.
-Law: the noise follows from key, number of updates and place of the leaf in the tree, so it is the same in every layout.
+Guarantee: the noise follows from key, number of updates and place of the leaf in the tree, so it is the same in every
+layout.
 """
 
 from __future__ import annotations

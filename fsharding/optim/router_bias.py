@@ -2,7 +2,7 @@
 
 In: gradients, of which those of some leaves are loads (`ops.tell_load`). Out: updates of these leaves by a sign.
 The rule is from Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
-Law: only the sign of a load counts, so a factor of all gradients does not matter.
+Guarantee: only the sign of a load counts, so a factor of all gradients does not matter.
 """
 
 from __future__ import annotations

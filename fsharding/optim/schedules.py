@@ -2,8 +2,8 @@
 
 In: an int, the number of updates so far. Out: a rate. A plain float stands for a constant one.
 The schedules here also take the count as a 0-d tensor, so that no update reads it: see `tensor_schedule`.
-Laws: a schedule has no state, so a resumed run has the rates of one that never stopped; a rate that is computed on a
-device rounds to the float32 of the one that the host computes.
+Guarantees: a schedule has no state, so a resumed run has the rates of one that never stopped; a rate that is computed
+on a device rounds to the float32 of the one that the host computes.
 """
 
 from __future__ import annotations

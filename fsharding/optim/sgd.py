@@ -1,7 +1,7 @@
 """Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), as a rule.
 
 In: gradients and the trace. Out: the direction of the update, and the new trace.
-Law: one correctly rounded operation at a time, so an element's update does not depend on its position in a shard.
+Guarantee: one correctly rounded operation at a time, so an element's update does not depend on its position in a shard.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: paths and leaves; local tensors of leaves in any sharding. Out: numbers of dims, labels, whole sums.
 A stack is one leaf for many equal units, so an optimizer treats each row of a stack as a matrix of its own.
-Law: a sum does not depend on the layout beyond the rounding of float64.
+Guarantee: a sum does not depend on the layout beyond the rounding of float64.
 """
 
 from __future__ import annotations

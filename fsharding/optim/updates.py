@@ -2,7 +2,7 @@
 
 In: parameters, and updates in the sharding of the optimizer state. Out: parameters in their own sharding.
 Where updates are cut further than parameters, each rank adds its slice and the slices are all-gathered once.
-Law: without `donate` the parameters that came in are unchanged.
+Guarantee: without `donate` the parameters that came in are unchanged.
 """
 
 from __future__ import annotations

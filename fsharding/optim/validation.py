@@ -1,7 +1,7 @@
 """Checks the settings of optimizers when an optimizer is made.
 
 In: numbers by name, and conditions on them. Out: nothing, or one ConfigError that lists all that do not meet theirs.
-Law: a setting that is a function of the number of updates is not called.
+Guarantee: a setting that is a function of the number of updates is not called.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a table (for each rank its actions in order) and the owner of each stage. Out: who is at the other end of a message,
 and which actions of the same rank have to come first.
 Sends, receives, gathers and scatters are started and run beside the computes that follow; a compute action (F, B, I, W,
-or a `Pair` of two) waits for what it needs. Law: both ends of a message name each other.
+or a `Pair` of two) waits for what it needs. Guarantee: both ends of a message name each other.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are tho
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
 Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says, and
 it computes meanwhile. The two of a pair take turns, see `comm.turns`.
-Law: losses and gradients match a run without a pipeline, for every schedule.
+Guarantee: losses and gradients match a run without a pipeline, for every schedule.
 """
 
 from __future__ import annotations

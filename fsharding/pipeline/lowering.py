@@ -3,7 +3,7 @@
 In: for each rank its F, B, I, W in order, and the owner of each stage. Out: the same with the rest put in between.
 A send stands right after its compute. A receive and a gather stand as late as they can, or `ahead` computes earlier.
 A pair is one compute: what either of its two needs stands before it, what either gives is sent after it.
-Law: two ranks that talk name their messages in one order, whichever way they go, so that nothing deadlocks even
+Guarantee: two ranks that talk name their messages in one order, whichever way they go, so that nothing deadlocks even
 where a backend does the messages of a pair of ranks one after another.
 """
 

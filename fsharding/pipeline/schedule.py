@@ -2,7 +2,8 @@
 
 In: the name of a schedule, the number of ranks and of microbatches; or a table of one's own. Out: a `Schedule`, made
 without process group, tensors or devices; it can be checked, timed, shown, and run by any interpreter that walks a row.
-Laws: every schedule that can be planned passes `check_schedule`; equal arguments give equal schedules on every rank.
+Guarantees: every schedule that can be planned passes `check_schedule`; equal arguments give equal schedules on every
+rank.
 """
 
 from __future__ import annotations

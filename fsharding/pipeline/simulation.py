@@ -2,8 +2,8 @@
 
 In: a table and the durations of its actions. Out: a `Timeline` with begin and end of each action, total time, idle
 share, and the activations in flight; as text, one row a rank.
-Laws: a rank does one compute action, or pair of them, at a time; no action begins before what it needs has ended; the
-busy time of a rank is the sum of its durations.
+Guarantees: a rank does one compute action, or pair of them, at a time; no action begins before what it needs has ended;
+the busy time of a rank is the sum of its durations.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Parameters and sums are as at rest, or whole and unreduced from the stage's GATH
 Where a stage is gathered once, its weights in a format travel as codes; else all of them are rounded before the step.
 GATHER and SCATTER start collectives, of as many buckets as there is room for; `advance`, after each compute, goes on
 with the others; `parts` and `grads` wait. All of that follows from the row alone, so data ranks send in one order.
-Law: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
+Guarantee: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who has what in a pipeline: the layers of each stage, where embedding and head are, and leaves that stages share.
 
 In: a schedule and a model, or a layout. Out: stages as `plan_layout` takes them, counts of layers, sums over owners.
-Law: what a stage computes with is on its rank, and a leaf that two stages use has one gradient.
+Guarantee: what a stage computes with is on its rank, and a leaf that two stages use has one gradient.
 """
 
 from __future__ import annotations

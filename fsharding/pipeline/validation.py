@@ -1,9 +1,9 @@
 """Checking: everything that is wrong with a table, as sentences.
 
 In: a table, the owner of each stage, the number of microbatches. Out: rows for an error; none if the table is right.
-Laws: each stage has F and B, or F, I and W, of each microbatch once; nothing comes before what it needs; a send has its
-receive, in one order on both sides; parameters are gathered before use, gradients scattered after the last one; the two
-of a pair do not need each other.
+Guarantees: each stage has F and B, or F, I and W, of each microbatch once; nothing comes before what it needs; a send
+has its receive, in one order on both sides; parameters are gathered before use, gradients scattered after the last one;
+the two of a pair do not need each other.
 Messages of a pair of ranks are taken to run one after another in the order in which both post them, which is the
 strictest thing that a backend does: what ends here ends everywhere.
 """

@@ -1,7 +1,7 @@
 """`Assigned`: explicit ownership along one mesh axis: layers of a pipeline stage, or parts of a fused dim.
 
 In: indices, owners, or sizes of parts, by coordinate. Out: index ranges by coordinate.
-Law: the ranges of all coordinates tile the dim.
+Guarantee: the ranges of all coordinates tile the dim.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: shapes, numbers of pieces, coordinates. Out: half-open boxes `((start, stop), ...)`, one pair a dim, and grids: for
 each dim the ranges that a rank holds, in the order in which its local tensor has them.
 The rule is DTensor's: a dim of n cut in k pieces gives pieces of ceil(n / k), the last ones shorter or empty.
-Law: the boxes of all pieces tile the tensor, and nested cuts give nested boxes.
+Guarantee: the boxes of all pieces tile the tensor, and nested cuts give nested boxes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: shapes with named dims. Out: a hashable, printable value, planned without memory or devices, and its exact bytes.
 Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
-Law: the bytes that `memory()` says are the bytes that a state has.
+Guarantee: the bytes that `memory()` says are the bytes that a state has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rule for names of leaves: a path has to work as a name in layouts, checkpoints, exported files and errors.
 
 In: the dotted paths of a tree. Out: one row for each path that cannot be such a name.
-Law: exporting leaves under their own paths, and reading them again, gives the same leaves.
+Guarantee: exporting leaves under their own paths, and reading them again, gives the same leaves.
 """
 
 from __future__ import annotations

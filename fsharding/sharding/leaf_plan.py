@@ -3,7 +3,7 @@
 In: shapes, dtypes and dim names by path. Out: a `LeafLayout` for each leaf, or one error with all that do not fit.
 Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
 Those that a rule puts on `expert` are owned: other dims of such a leaf, and its gradient, have the rest of them.
-Law: planning needs no memory and no devices, and the boxes of every sharding tile the leaf.
+Guarantee: planning needs no memory and no devices, and the boxes of every sharding tile the leaf.
 """
 
 from __future__ import annotations

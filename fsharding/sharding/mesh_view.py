@@ -2,7 +2,7 @@
 
 In: a mesh, the axes by dim, the assignments, the axes that are owned. Out: the same ranks and groups, with the dims in
 the order in which the leaf is cut, without assigned axes, and with owned axes under a name of their own.
-Law: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps what its view says.
+Guarantee: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps what its view says.
 """
 
 from __future__ import annotations

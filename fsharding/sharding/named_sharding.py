@@ -2,7 +2,7 @@
 
 In: a mesh, a spec, maybe unreduced axes, maybe an explicit assignment. Out: boxes, placements, DTensors.
 At rest a leaf is a DTensor that claims exactly what it has; inside a loss function it is a `Local` node.
-Law: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile the leaf.
+Guarantee: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile the leaf.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `Draw`, a lazy array that a rank evaluates on its box.
 Keys are derived by Threefry-2x32 (Salmon et al. 2011), values drawn by Philox in fixed blocks of the global array.
-Law: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
+Guarantee: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: `{"blocks": ((0, 2), (1, 3)), "embed": (0,), "head": (1,)}`, by path or the beginning of one. A stack has the layers
 of each coordinate, in the order in which it holds them; anything else has the coordinates that hold it whole.
-Out: an `Assigned` for each leaf. Law: every layer of a stack is owned by exactly one coordinate.
+Out: an `Assigned` for each leaf. Guarantee: every layer of a stack is owned by exactly one coordinate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Strategies: which of params, grads and opt_state are cut over the data axes, and over the outer `replica` axis.
 
 In: a level or a name. Out: a small pure value; `plan_layout` turns it into shardings.
-Law: the strategy never changes a loss, only where bytes live and when they move.
+Guarantee: the strategy never changes a loss, only where bytes live and when they move.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The names of strategies, ours and those of other libraries, apart from the values that they stand for.
 
 In: a name. Out: the name of ours that is meant. The command line reads names before torch is imported.
-Law: no torch is imported here.
+Guarantee: no torch is imported here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether a step can be captured as one graph, asked on any device.
 
 In: a step, a state, a batch. Out: nothing, or the error that `fs.capture` would raise on a device of CUDA.
-Law: what passes on a CPU issues the same operations in every call, and its host reads nothing.
+Guarantee: what passes on a CPU issues the same operations in every call, and its host reads nothing.
 """
 
 from __future__ import annotations

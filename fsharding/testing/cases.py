@@ -2,7 +2,8 @@
 
 In: plain values, drawn by `fsharding.testing.strategies` or written by hand. Out: whole tensors, meshes, layouts.
 A case pickles, so it can be sent to ranks, and prints as the call that makes it, so that it can be pasted into a test.
-Law: whole tensors depend on the case and a seed alone, so every rank can check what it holds without asking another.
+Guarantee: whole tensors depend on the case and a seed alone, so every rank can check what it holds without asking
+another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Comparisons of trees of tensors that name every leaf that differs, with both values.
 
 In: two trees. Out: nothing, or an `AssertionError` with one row for each path.
-Law: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart by their values.
+Guarantee: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart by their
+values.
 """
 
 from __future__ import annotations

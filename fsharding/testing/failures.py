@@ -1,7 +1,7 @@
 """How a call on ranks failed, in words: which rank, what it said, and the call that repeats the example.
 
 In: what is known of each failed rank, and the function with its arguments and seed. Out: one `RankFailure`.
-Law: ranks that failed alike share a row and a traceback, and the first row is of the rank that failed first.
+Guarantee: ranks that failed alike share a row and a traceback, and the first row is of the rank that failed first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 In: commands. Out: how each ended on each host, and what it wrote. A host has its own network, processes, shared memory,
 /tmp and name; it sees the other one by address alone. It sees all other directories of the machine.
-Laws: no process, mount or network interface outlives the pair, however the program that made it ends: a host lives as
-long as its first process, which ends when the pipe from that program is closed, and the kernel removes the rest.
-No interface is made in the machine's own network.
+Guarantees: no process, mount or network interface outlives the pair, however the program that made it ends: a host
+lives as long as its first process, which ends when the pipe from that program is closed, and the kernel removes the
+rest. No interface is made in the machine's own network.
 """
 
 from __future__ import annotations

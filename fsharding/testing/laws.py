@@ -2,7 +2,7 @@
 
 In: functions, and what they take. Out: nothing, or on every rank an `AssertionError` with the numbers.
 `assert_adjoint` speaks to the other ranks, so all of them have to call it; `assert_matches_reference` does not.
-Law: a map and its transpose agree on every inner product, `<op x, y> == <x, dual y>`, summed over ranks.
+Guarantee: a map and its transpose agree on every inner product, `<op x, y> == <x, dual y>`, summed over ranks.
 """
 
 from __future__ import annotations

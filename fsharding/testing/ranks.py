@@ -2,7 +2,7 @@
 
 In: a function of a module, the number of ranks, its arguments. Out: what each rank returned, in rank order.
 A pool of gloo processes is kept for each number of ranks, so an example costs milliseconds after the first.
-Law: in a test a call never hangs, and none ever spoils the next one. A rank that raises, dies or is late ends the
+Guarantee: in a test a call never hangs, and none ever spoils the next one. A rank that raises, dies or is late ends the
 pool, the error says which rank it was and how to repeat the example, and the next call gets a fresh pool.
 """
 

@@ -2,7 +2,7 @@
 
 In: limits. Out: strategies whose examples are pure values, to be sent to ranks with `run_ranks` or `RankPool`.
 Needs hypothesis, which is in the `test` extra; nothing else of the package does.
-Law: everything shrinks to one rank and one replicated leaf.
+Guarantee: everything shrinks to one rank and one replicated leaf.
 """
 
 from __future__ import annotations

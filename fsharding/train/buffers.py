@@ -2,7 +2,7 @@
 
 In: what the forward of each rank has written. Out: the buffers of the first rank of the mesh, on every rank.
 They are sent as sums of integers with zeros from all other ranks, so every transport gives the same bits.
-Law: buffers of any dtype are copied bit for bit, into memory of their own.
+Guarantee: buffers of any dtype are copied bit for bit, into memory of their own.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ memory of the graph, and runs it again there. State and batch live in static mem
     call       copy state and batch in, where they are not there; the bit of fs.preemption; replay
                look at the verdict of the call before; hand out the state, and metrics in memory of their own
 
-Law: a captured step gives the states and metrics of the step itself, in every bit.
+Guarantee: a captured step gives the states and metrics of the step itself, in every bit.
 """
 
 from __future__ import annotations

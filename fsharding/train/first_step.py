@@ -3,7 +3,7 @@
 In: a state, a batch, the settings of a step. Out: nothing, or one error on every rank that says who has what.
 `agree_on_setup` comes before anything is planned, `FirstStep` once the step begins; later steps compare hashes alone,
 in sums that they take anyway, see `comm.step_agreement`.
-Law: ranks that differ raise before an update, and none of them is left waiting.
+Guarantee: ranks that differ raise before an update, and none of them is left waiting.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: what `make_train_step` takes, a layout, and a batch. Out: the `Traffic` of one step of one rank.
 The step itself runs, on fake tensors, in a process group of torch's fake backend; `counting_bytes` counts.
-Law: a real rank at the same coordinate sends the same calls and bytes over every set of axes.
+Guarantee: a real rank at the same coordinate sends the same calls and bytes over every set of axes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: any code, such as a train step. Out: what was read, and by which line.
 On a CPU nothing waits, but the same calls are made, so a step is shown to be free of reads without a GPU.
-Law: code that reads nothing under the count issues the same operations whatever the values of its tensors are.
+Guarantee: code that reads nothing under the count issues the same operations whatever the values of its tensors are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A loss function as a step calls it: with a random key and buffers where it takes them, and a loss that is scaled.
 
 In: the function of a user. Out: functions of parameters and batch alone, which return `(loss, (aux, buffers))`.
-Laws: where there is no key, as in evaluation, a function gets None for one. Buffers that come out have the names,
+Guarantees: where there is no key, as in evaluation, a function gets None for one. Buffers that come out have the names,
 shapes and dtypes of those that went in, and memory of their own.
 """
 

@@ -1,7 +1,8 @@
 """Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank.
 
 In: a tree of tensors `[B, ...]`. Out: trees of tensors with fewer rows.
-Law: the parts of all data ranks, one after the other, are the global batch; so are the microbatches of a rank its part.
+Guarantee: the parts of all data ranks, one after the other, are the global batch; so are the microbatches of a rank its
+part.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In: any code, such as a train step. Out: one row for each operation of torch's dispatcher, in order; host reads; and
 operations that take a tensor of the host to a device.
-Law: a call that can be captured has the same rows whenever it is made, reads nothing, and takes nothing from the host.
+Guarantee: a call that can be captured has the same rows whenever it is made, reads nothing, and takes nothing from the
+host.
 """
 
 from __future__ import annotations

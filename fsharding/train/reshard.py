@@ -2,7 +2,8 @@
 
 In: a `TrainState` and a `Layout`, or a tree of leaves and shardings. Out: the same, elsewhere; nothing is computed.
 Planned as a cached value (`explain_reshard` prints it), run in rounds of messages of bounded size.
-Law: `reshard(reshard(x, A), B) == reshard(x, B)`, there and back is the identity, and a step commutes with it; bitwise.
+Guarantee: `reshard(reshard(x, A), B) == reshard(x, B)`, there and back is the identity, and a step commutes with it;
+bitwise.
 """
 
 from __future__ import annotations

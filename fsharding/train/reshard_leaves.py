@@ -2,7 +2,7 @@
 
 In: a `TrainState` and a `Layout`, two layouts, or a tree and shardings. Out: a `Moving` for each leaf.
 Parameters are read where most ranks have them already: from `params` where these hold the values that are asked for,
-else from the main copy. Law: whatever is derived from the main parameters is what a step would have derived.
+else from the main copy. Guarantee: whatever is derived from the main parameters is what a step would have derived.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What data is to a training loop: a pure function of step and shard.
 
 In: the number of a step, and which part of how many. Out: the rows of that part.
-Law: the parts of all shards, one after the other, are the batch of one shard.
+Guarantee: the parts of all shards, one after the other, are the batch of one shard.
 """
 
 from __future__ import annotations

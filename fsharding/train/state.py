@@ -2,7 +2,7 @@
 
 In: a model and an optimizer, or parameters. Out: a `TrainState`, a pytree whose layout is static data.
 Main parameters are kept apart where the params cannot be them; `main_params` and `spread_main` go between the two.
-Law: the first state is bitwise the same in every layout.
+Guarantee: the first state is bitwise the same in every layout.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `TrainState`. Out: nothing, or one error that names every leaf that is something else, and the call that mends it.
 A leaf of another cut reaches kernels that take sizes on trust, and ranks that differ in it train different models.
-Law: a step, a save and a reshard begin with it. Leaves that were seen before cost a glance each.
+Guarantee: a step, a save and a reshard begin with it. Leaves that were seen before cost a glance each.
 """
 
 from __future__ import annotations

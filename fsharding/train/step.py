@@ -4,7 +4,7 @@ In: a `TrainState` and this rank's part of the batch. Out: the next state, in th
 Gradients of microbatches are summed, then divided once by the weight of the whole batch. All ranks refuse a step that
 is not finite and keep their state; under fp16 they skip it and halve the scale. `TrainStep.prepare` decides once for a
 layout, `TrainStep.__call__` runs. Mean, norm, scale, counts and verdict stay on the device: with `check="next"` the
-host reads none of them, and the update is masked. Laws: the layout never changes a loss, nor does `check`.
+host reads none of them, and the update is masked. Guarantees: the layout never changes a loss, nor does `check`.
 """
 
 from __future__ import annotations

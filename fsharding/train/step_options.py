@@ -1,7 +1,7 @@
 """The options of a train step, which `setup` and `make_train_step` take as keywords.
 
 In: `StepOptions`, the keywords as a user gives them. Out: `StepSettings`, one value of all, with their defaults.
-Law: an option is documented once, in `StepOptions`, and has its default once, in `StepSettings`.
+Guarantee: an option is documented once, in `StepOptions`, and has its default once, in `StepSettings`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1,
 ranks that have to do the same did not. With
 `check="now"` the host reads it in the step. With `check="next"` it is copied to memory of the host behind the back of
 the step, and looked at when the step is called again, when `metrics.loss` is asked for, or when the program ends.
-Law: all ranks have the same number, since loss and norm are the same on all.
+Guarantee: all ranks have the same number, since loss and norm are the same on all.
 """
 
 from __future__ import annotations

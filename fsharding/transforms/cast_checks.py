@@ -2,7 +2,8 @@
 
 In: the graph of a loss. Out: nothing, or an error that names the weights. Only the first backward of each function is
 inspected, since visiting a node costs about as much as running it.
-Law: a cast in autograd's graph is found. Casts inside a compiled graph or a user's autograd Function aren't part of it.
+Guarantee: a cast in autograd's graph is found. Casts inside a compiled graph or a user's autograd Function aren't part
+of it.
 """
 
 from __future__ import annotations

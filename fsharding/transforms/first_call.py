@@ -2,7 +2,7 @@
 
 In: the first call of a loss function over sharded parameters. Out: nothing, one warning per habit that makes runs
 irreproducible, or one error on every rank. Later calls are not checked.
-Law: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
+Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ of a unit in the graph, and its backward is `>reduce`. A tensor that autograd sa
 is replaced by a `SavedView`; the first one of a unit that backward unpacks gathers the unit again. A product with a
 weight that `Precision.columnwise` names saves no view, and asks for `unit.columns` in backward, which goes along.
 
-Laws: at most `depth + 1` units are alive at once, and none after the call; the depth changes no number; every gather
-and every reduction is counted.
+Guarantees: at most `depth + 1` units are alive at once, and none after the call; the depth changes no number; every
+gather and every reduction is counted.
 """
 
 from __future__ import annotations

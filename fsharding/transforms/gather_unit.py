@@ -3,7 +3,7 @@
 In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of full tensors.
 Inside `value_and_grad` the `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same maps
 are composed of differentiable collectives.
-Law: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
+Guarantee: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One gather of one unit: all-gather its shards, release the full leaves, and gather them again for backward.
 
 In: the plan of a unit, its shards, a buffer pool. Out: full leaves, as views of flat buffers.
-Law: a buffer is released with its last view, and its collective has been waited for by then.
+Guarantee: a buffer is released with its last view, and its collective has been waited for by then.
 """
 
 from __future__ import annotations

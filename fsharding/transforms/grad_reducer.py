@@ -7,7 +7,7 @@ A bucket is filled by `take` or `write` (large gradients) and `reduce` (all othe
 `settle` finishes collectives in the order in which they started, because sums depend on it. Rows of a large stack have
 separate memory until all of them are reduced, so that the stacked gradient does not exist beside the activations.
 
-Law: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
+Guarantee: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
 accumulated gradients of earlier microbatches count once.
 """
 

@@ -2,7 +2,7 @@
 
 In: a function of a tree of `Local` nodes. Out: its Jacobian; rows are sharded like the results, columns are full.
 `torch.func.jacfwd` and `hessian` see local tensors only: they would perturb the k-th element of every rank at once.
-Law: each rank gets its part of what torch.func returns for the full leaves on one process.
+Guarantee: each rank gets its part of what torch.func returns for the full leaves on one process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In: the error, the arguments, and the context of the call. Out: an error that shows the fix, or None if the cause is
 unknown. This runs after a failure only, so a successful call pays nothing.
-Law: the new error also has the class of the original, so code that catches `KeyError` or `RuntimeError` still works.
+Guarantee: the new error also has the class of the original, so code that catches `KeyError` or `RuntimeError` still
+works.
 """
 
 from __future__ import annotations

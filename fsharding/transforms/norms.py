@@ -2,7 +2,8 @@
 
 In: two trees of DTensors, `Local` nodes or plain tensors, with equal shardings. Out: one 0-d tensor, the same on every
 rank. Products are summed in float64, so the order of the sum does not affect a float32 result.
-Laws: each element of the full leaves counts once, on every mesh and under every strategy, and in every derivative.
+Guarantees: each element of the full leaves counts once, on every mesh and under every strategy, and in every
+derivative.
 """
 
 from __future__ import annotations

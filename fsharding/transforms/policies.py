@@ -1,6 +1,6 @@
 """Policies: what is kept for backward. Values for `policy=` of `gather_unit`, `scan_units` and `remat`.
 
-In: nothing. Out: four constants. Law: a policy changes what is kept and what is recomputed, never a number.
+In: nothing. Out: four constants. Guarantee: a policy changes what is kept and what is recomputed, never a number.
 The recompute and the backward of a unit share one gather, so remat never gathers a third time.
 """
 

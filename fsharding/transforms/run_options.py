@@ -1,7 +1,7 @@
 """Options of a forward and its backward, and where gradients go: one value, passed from the step to each gather.
 
 In: the arguments of a step or of `value_and_grad`. Out: the same, for the tape and the gather context.
-Law: options are equal on all ranks. Only the precision and the key change numbers.
+Guarantee: options are equal on all ranks. Only the precision and the key change numbers.
 """
 
 from __future__ import annotations

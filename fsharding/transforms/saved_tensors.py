@@ -2,7 +2,7 @@
 
 In: the buffers of units, values decoded from them, and each tensor that autograd saves. Out: a small record in its
 place; in backward, a view of the buffer again, after its unit has been gathered again.
-Law: a unit's buffers are freed when forward leaves the unit, whatever backward needs of them.
+Guarantee: a unit's buffers are freed when forward leaves the unit, whatever backward needs of them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: for each leaf its sharding, global shape and wire, and the target of its gradient. Out: a cached, printable
 `UnitPlan`. The leaves of a gather bucket share a kind of wire and axes; those of a reduction share steps and dtypes.
-Law: planning never communicates, and all ranks of a mesh compute the same plan.
+Guarantee: planning never communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations

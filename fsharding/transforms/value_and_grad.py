@@ -2,7 +2,8 @@
 
 In: a loss function of (params, ...) that returns a scalar, or (sum, count). Out: the mean over all data ranks, and a
 tree of gradients in the requested shardings. Callers pass and receive DTensors; the loss function sees `Local` nodes.
-Laws: inputs are never changed; the mean is over the total count, for every mesh, strategy and number of microbatches.
+Guarantees: inputs are never changed; the mean is over the total count, for every mesh, strategy and number of
+microbatches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers: known vectors of Threefry, moments of the draws, refused keys. Laws: tests/property/sharding/test_values.py."""
+"""Random numbers: known vectors of Threefry, moments of the draws, refused keys. Guarantees: tests/property/sharding/test_values.py."""
 
 import functools
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 In: a `CheckpointConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. All files are synced, and
 each contender loads into memory that is fresh from the system; they take turns, so that a noisy disk hits both alike.
-Law: what both load is what both saved, bit by bit, before a time counts.
+Guarantee: what both load is what both saved, bit by bit, before a time counts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: its options. Out: the exit status; rank 0 prints as it does on one host. Each rank has the threads that it has with
 `--ranks` on one host, so the two can be compared.
-Law: the ranks get the options that were given, and no others.
+Guarantee: the ranks get the options that were given, and no others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `MemoryConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. Contenders train as for
 `fsharding bench step`; what they keep and the most they have at once are counted by the allocator, and shared memory by
-who made it. Law: what a contender keeps between steps is its state and nothing else.
+who made it. Guarantee: what a contender keeps between steps is its state and nothing else.
 """
 
 from __future__ import annotations

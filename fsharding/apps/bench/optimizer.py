@@ -2,7 +2,7 @@
 
 In: an `OptimizerConfig`. Out: one object of rows, printed as a table or as JSON. Ours updates sharded leaves in place,
 as a train step with a donated state does; torch's is `torch.optim.AdamW(fused=True)` on plain tensors. One process.
-Law: both have the same parameters before a time counts.
+Guarantee: both have the same parameters before a time counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of each measurement, apart from what measures: the command line reads them before torch is imported.
 
 In: nothing but the standard library. Out: dataclasses, whose docstrings are the help of `fsharding bench`.
-Law: no torch is imported here.
+Guarantee: no torch is imported here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: an `OverheadConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. Contenders run in the same
 processes on the same values, one step each in turn, so that a noisy machine hits all alike.
-Law: losses agree before a time counts.
+Guarantee: losses agree before a time counts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `Task`. Out: a function that does one training step and returns this rank's loss. The modules hold the weights of
 the same draws and call the same pure functions as ours, so what differs is how weights and gradients travel.
-Law: what a contender computes is what `fsharding` computes, in the same dtype, from the same values.
+Guarantee: what a contender computes is what `fsharding` computes, in the same dtype, from the same values.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: a `PipelineConfig`. Out: one object of rows, printed as a table or as JSON b
 it in which the schedule has a rank wait if all computes take equally long, as `fs.pipeline.simulate` counts it, and the
 ratio of times to the first schedule that follows from it. Where ranks are more than cores no rank is idle: blocks that
 rest instead of computing show what a schedule gains where each rank has a device of its own.
-Law: losses agree before a time counts.
+Guarantee: losses agree before a time counts.
 """
 
 from __future__ import annotations

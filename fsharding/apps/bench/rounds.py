@@ -1,7 +1,7 @@
 """Rounds of a benchmark: contenders take turns in the same processes, and are compared by their medians.
 
 In: named functions that do one step each. Out: the time of each step, the slowest rank's, and what each step returned.
-Law: everyone runs once before anyone runs again, so that a noisy machine hits all alike; and after each other one
+Guarantee: everyone runs once before anyone runs again, so that a noisy machine hits all alike; and after each other one
 equally often, since what a step leaves behind, such as cold caches, is paid for by the next.
 """
 

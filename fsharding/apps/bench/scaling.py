@@ -3,7 +3,7 @@
 In: a `ScalingConfig`. Out: one object of rows, printed as a table or as JSON: the time of each point, and for each
 number of ranks and width the line through its points, milliseconds a step + milliseconds a unit. One set of processes
 for each number of ranks; in it contenders take turns as for `fsharding bench step`.
-Law: a line says how well it fits.
+Guarantee: a line says how well it fits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `StepConfig`. Out: one object of rows, printed as a table or as JSON by rank 0, and a chart. Every contender
 trains the same decoder on the same tokens from the same weights, in the same processes, one step each in turn.
-Law: losses agree before a time counts.
+Guarantee: losses agree before a time counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The verbs of the command line that work on checkpoints: inspect, reshard, export. One process, no devices.
 
 In: a configuration. Out: an exit status, and on standard output a text, or with `--json` one JSON object.
-Law: a verb says what the function of `fs.checkpoint` behind it returns, and nothing is left behind by one that failed.
+Guarantee: a verb says what the function of `fs.checkpoint` behind it returns, and nothing is left behind by one that
+failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text as tokens, and tokens as text: bytes, or a `tokenizer.json`.
 
 In: what a user typed, or what a model wrote. Out: the tokens that its training saw, or text to show.
-Law: `decode(encode(text)) == text` for bytes; special tokens are neither added nor shown.
+Guarantee: `decode(encode(text)) == text` for bytes; special tokens are neither added nor shown.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What `fsharding train` is asked to do, and the checks that refuse it before anything has changed.
 
 In: the options of the command line. Out: a `TrainConfig`, or one error that says what to change.
-Law: what passes `check` fails later only for reasons that could not be seen: a full disk, a lost rank, a loss of NaN.
+Guarantee: what passes `check` fails later only for reasons that could not be seen: a full disk, a lost rank, a loss of
+NaN.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: the arguments of the command line; a file from an untrusted source. Out: arguments, with those of the file
 before those that were typed. A key is the name of an option, with `_` or `-`.
-Laws: an option on the command line wins over the file, and the file over defaults. A printed configuration reads back
-to the same one. No file can hang or fill this process; one error names all keys that are wrong.
+Guarantees: an option on the command line wins over the file, and the file over defaults. A printed configuration reads
+back to the same one. No file can hang or fill this process; one error names all keys that are wrong.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: this machine and the environment. Out: findings, each with what is wrong and its mend where something is.
 Two ranks are started as `fsharding train --ranks 2` does; what they and their launcher listen on is read from Linux.
-Law: nothing is changed, and the exit status is 0 where ranks start and nothing listens for other machines.
+Guarantee: nothing is changed, and the exit status is 0 where ranks start and nothing listens for other machines.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: arguments. Out: an exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted,
 or the one that was asked for if a run was told to stop.
 Arguments are read before torch is imported, and configurations are checked before ranks start.
-Law: no traceback for what a user can mend.
+Guarantee: no traceback for what a user can mend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The options of each verb, apart from what acts on them: they are read before torch is imported.
 
 In: nothing but the standard library and tyro. Out: dataclasses, whose docstrings are the help of `fsharding`.
-Law: no torch is imported here.
+Guarantee: no torch is imported here.
 """
 
 from __future__ import annotations

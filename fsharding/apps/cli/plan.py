@@ -1,7 +1,7 @@
 """The verb `plan`: what a preset takes on a mesh of any size, which need not exist.
 
 In: a preset, sizes of axes, a strategy. Out: parameters, and the bytes at rest of the fullest rank of each pipeline
-stage; on standard output as text, or with `--json` as one JSON object. Law: bytes equal `layout.memory()`.
+stage; on standard output as text, or with `--json` as one JSON object. Guarantee: bytes equal `layout.memory()`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the checkpoint that a run resumes from, and makes sure that the run is alone in its directory.
 
 In: the option `--resume`, a directory of checkpoints. Out: the checkpoint to load, and why newer ones are passed over;
-a lock on the directory for the life of the run. Law: nothing is passed over in silence, and of two runs in one
+a lock on the directory for the life of the run. Guarantee: nothing is passed over in silence, and of two runs in one
 directory the second is refused before it changes anything.
 """
 

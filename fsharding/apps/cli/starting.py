@@ -3,7 +3,7 @@
 In: SIGTERM, SIGUSR1 or SIGINT while the command reads its options, imports torch and checks its configuration. Out: the
 exit status that was asked for, at once. Until the options say which, signals are blocked; once a run or its launcher
 has begun they are blocked again, and `preemption.watch` or the launcher unblocks them.
-Law: nothing is imported here but the standard library, so that signals are blocked within milliseconds.
+Guarantee: nothing is imported here but the standard library, so that signals are blocked within milliseconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How fast a run is: model FLOPs, the peak of the device, tokens a second, the most memory that a rank has used.
 
 In: sizes of a decoder, the shapes of its leaves, tokens and seconds of a step. Out: numbers for the progress bar, the
-metrics and the trackers. Law: nothing is estimated of a device that is not known, and nothing is asked of other ranks.
+metrics and the trackers. Guarantee: nothing is estimated of a device that is not known, and nothing is asked of other
+ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`--trace STEP`: one step of a run as each rank's chrome trace.
 
 In: a directory, the number of a step and of a rank. Out: `trace/step-S-rank-R.json`, which Perfetto and
-chrome://tracing open. Law: the file appears under its name whole, when the step has ended, or never.
+chrome://tracing open. Guarantee: the file appears under its name whole, when the step has ended, or never.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`--log`: the metrics of a run in TensorBoard, Weights & Biases and JSON, beside `metrics.jsonl`.
 
 In: names of trackers; a row of numbers after each step, on rank 0 alone. Out: files in the directory of the run.
-Law: after a resume no step is in a tracker twice. A tracker changes no number of the run.
+Guarantee: after a resume no step is in a tracker twice. A tracker changes no number of the run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a `TrainConfig`. Out: `metrics.jsonl`, `loss.png` and checkpoints in a directory, a progress line on rank 0.
 Everything that can be wrong with a configuration is found before a rank starts or a file changes.
-Law: a run that is stopped and resumed has bitwise the losses of one that never stopped. A signal loses no step.
+Guarantee: a run that is stopped and resumed has bitwise the losses of one that never stopped. A signal loses no step.
 """
 
 from __future__ import annotations

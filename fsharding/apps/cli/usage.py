@@ -2,7 +2,7 @@
 
 In: arguments, or the options that the parser has made of them. Out: one error with all that is wrong.
 The names that options take stand here apart from what they stand for; tests compare the two.
-Law: no torch is imported here, so that a mistyped option, name or path is answered at once.
+Guarantee: no torch is imported here, so that a mistyped option, name or path is answered at once.
 """
 
 from __future__ import annotations

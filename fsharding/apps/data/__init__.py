@@ -3,8 +3,8 @@
 In: a flat stream of token ids (the bytes of files, or a memory-mapped `.bin`), a global batch size, a length, a seed.
 Out: `{"tokens", "targets"}`, both int64[batch_size / shard.count, seq_len]; targets are the tokens one place further.
 Where documents are known, `documents` besides.
-Laws: the batches of the shards of a step, one after the other, are the batch of one shard, whatever the count; the
-place of a row in the stream depends on (seed, global row number) alone. So no mesh sees other data than any other,
+Guarantees: the batches of the shards of a step, one after the other, are the batch of one shard, whatever the count;
+the place of a row in the stream depends on (seed, global row number) alone. So no mesh sees other data than any other,
 and a resumed run needs nothing but its step.
 """
 

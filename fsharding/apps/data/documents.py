@@ -2,8 +2,8 @@
 
 In: a path of files or of a saved data set; or a list, a data set of Hugging Face, an iterable. Out: documents in an
 order that depends on (seed, epoch) alone, in chunks, each with a mark from which it can be read again.
-Law: reading from a mark on gives what reading from the start gives from there on; only streams without `state_dict`
-pass over what was before, and none of it is tokenized.
+Guarantee: reading from a mark on gives what reading from the start gives from there on; only streams without
+`state_dict` pass over what was before, and none of it is tokenized.
 """
 
 from __future__ import annotations

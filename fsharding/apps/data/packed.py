@@ -3,8 +3,8 @@
 In: documents of any lengths, a tokenizer, and the token that ends a document. Out: global batches `{"tokens",
 "targets"}`, int64[batch_size, seq_len]; targets are the tokens one place further. With `boundaries` also `documents`.
 Row n of an epoch-spanning stream begins at its token n * seq_len, so each token is a target once.
-Laws: a batch depends on its number alone, so no mesh sees other data than any other; and a position is a place among
-the documents, so that to go on from one costs the tokenizing of one document, whatever was before it.
+Guarantees: a batch depends on its number alone, so no mesh sees other data than any other; and a position is a place
+among the documents, so that to go on from one costs the tokenizing of one document, whatever was before it.
 """
 
 from __future__ import annotations

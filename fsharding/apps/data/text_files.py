@@ -1,7 +1,7 @@
 """Files of text: which ones there are, in an order that every machine agrees on, and their bytes.
 
 In: paths of files and directories. Out: lists of files, or all bytes in one buffer with the places where files begin.
-Law: the order depends on names alone, and a file counts once.
+Guarantee: the order depends on names alone, and a file counts once.
 """
 
 from __future__ import annotations

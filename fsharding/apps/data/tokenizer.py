@@ -2,7 +2,7 @@
 
 In: a `tokenizer.json`, a directory that has one, a tokenizer of `tokenizers` or `transformers`, or a function. Out: an
 `Encoder`: ids without special tokens, the end of a document, the size of the vocabulary, a digest.
-Law: the digest differs where the ids may differ.
+Guarantee: the digest differs where the ids may differ.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In: some integers for all members, on one of many channels. Out: those of each member, in the order of the channel.
 A lost member is noticed at once: no other process holds the write end of its pipe.
-Law: a note with a number from a member is the one that it sent under that number, in whatever order they are read.
+Guarantee: a note with a number from a member is the one that it sent under that number, in whatever order they are
+read.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a number of bytes. Out: a buffer in a block; a note of four integers is all that another process needs to map it.
 A block is reused when this process has no view of it and every reader has acknowledged it, by a number in its own head.
-Law: memory has no name, and is gone with the last process that maps it.
+Guarantee: memory has no name, and is gone with the last process that maps it.
 """
 
 from __future__ import annotations

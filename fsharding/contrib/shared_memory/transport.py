@@ -3,8 +3,8 @@
 In: buckets, rows. Out: handles. Of `Posted` each member has a buffer, which the others read in place; of `Joint` there
 is one buffer, and each member writes a part of it. A note of 48 bytes through a pipe says where a buffer is, how large,
 and that it is written.
-Law: a member reads only what was written before the note; a group over several machines never comes here; members that
-send unlike things are told so before they read any.
+Guarantee: a member reads only what was written before the note; a group over several machines never comes here; members
+that send unlike things are told so before they read any.
 """
 
 from __future__ import annotations

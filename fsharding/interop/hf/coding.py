@@ -2,7 +2,7 @@
 
 In: a format, the tensors to be and the boxes of them that this rank has. Out: the largest magnitude of every block over
 all ranks, from which every rank knows every scale; and the codes of any window.
-Law: the codes and scales are those of whole tensors, whatever the layout: a maximum is exact in any order.
+Guarantee: the codes and scales are those of whole tensors, whatever the layout: a maximum is exact in any order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: the entries of a `config.json`. Out: a `DecoderConfig`, and back. Families are Llama, Mistral, Qwen2, Qwen3, Mixtral
 and Qwen3-MoE. What `models.decoder` lacks is refused by name: other activations, sliding windows, biases elsewhere.
-Law: `config_of(config_json(c))` computes what `c` computes, for every config that a family can say.
+Guarantee: `config_of(config_json(c))` computes what `c` computes, for every config that a family can say.
 """
 
 from __future__ import annotations

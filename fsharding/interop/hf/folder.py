@@ -2,7 +2,7 @@
 
 In: a path. Out: names, shapes and dtypes, and any slice of any tensor. Reads headers alone, and of its `config.json`
 in which format weights are.
-Law: every file that cannot be read is named in one error.
+Guarantee: every file that cannot be read is named in one error.
 """
 
 from __future__ import annotations

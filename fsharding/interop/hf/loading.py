@@ -2,7 +2,7 @@
 
 In: a directory, a layout, and where its leaves are there, which for `models.decoder` follows from the `config.json`.
 Out: a tree of new DTensors. Every name, shape and dtype is compared before the first tensor is read.
-Law: what is loaded does not depend on the layout, bit for bit; a rank holds its shard and a window of 16 MiB.
+Guarantee: what is loaded does not depend on the layout, bit for bit; a rank holds its shard and a window of 16 MiB.
 """
 
 from __future__ import annotations

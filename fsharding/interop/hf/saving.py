@@ -2,7 +2,7 @@
 
 In: a tree of DTensors or plain tensors, or a state, and the config. Out: safetensors files, their index, `config.json`.
 Sizes of all files are known before the first byte, so ranks need neither each other nor room for a whole tensor.
-Law: loading what was saved gives the same bits; under the final name is everything or nothing.
+Guarantee: loading what was saved gives the same bits; under the final name is everything or nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a module, and stand-ins for its parameters. Out: a copy that shares no submodule, parameter or buffer with it.
 `copy.deepcopy` copies methods and partials but not functions: a `forward` or a hook that is a closure over a layer
-would continue to compute with the original. Law: a function stored on the copy reads no tensor of the original.
+would continue to compute with the original. Guarantee: a function stored on the copy reads no tensor of the original.
 """
 
 from __future__ import annotations

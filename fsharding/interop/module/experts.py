@@ -1,7 +1,7 @@
 """Expert parallelism for modules: the module's own forward computes with all experts, so `ep` cannot shard them.
 
 In: the leaves of a module, a mesh, rules. Out: nothing, or an error that names the leaves of experts.
-Law: a mesh with `ep` never gathers all experts of a module without an error.
+Guarantee: a mesh with `ep` never gathers all experts of a module without an error.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a module with real or meta tensors, the leaves of its anatomy, a key. Out: for each leaf something with a shape and
 a dtype that computes any slice. A tensor on the meta device is drawn by the module's own `reset_parameters`, one
 submodule at a time, on the CPU, from a seed that follows from the key and from where the submodule stands.
-Law: the values of a leaf do not depend on the slice that is asked for, so every layout gets the same bits.
+Guarantee: the values of a leaf do not depend on the slice that is asked for, so every layout gets the same bits.
 """
 
 from __future__ import annotations

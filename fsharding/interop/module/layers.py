@@ -2,7 +2,7 @@
 
 In: a module, roles by pattern. Out: the role of each layer by path, and rows that name layers and options.
 A role replaces the forward of a plain `nn.Linear` or `nn.Embedding`, so a layer with a forward of its own has none.
-Law: an option of a constructor is honored, or refused by name; none is ignored.
+Guarantee: an option of a constructor is honored, or refused by name; none is ignored.
 """
 
 from __future__ import annotations

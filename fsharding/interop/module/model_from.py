@@ -2,7 +2,7 @@
 
 In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
 `Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
-Law: losses and gradients match the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
+Guarantee: losses and gradients match the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
 one where the parts take parts of sequences, as those of families do.
 """
 

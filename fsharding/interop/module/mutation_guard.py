@@ -2,8 +2,8 @@
 
 In: modules. Out: rows that say what is unlike or has changed; nothing is refused here.
 Tensors are watched by identity, by torch's version counters, and at the first call by value, since `.data` has no
-counter. Law: where no row comes out, the tensors of a module are those that it had. Python numbers and lists are not
-watched: a module may count its calls.
+counter. Guarantee: where no row comes out, the tensors of a module are those that it had. Python numbers and lists are
+not watched: a module may count its calls.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: a module with inputs of its own to try (`dummy_inputs`, as models of Hugging Face have them), its roles, and which
 weights `tp` cuts. Out: rows that name a layer and the reason. Runs on the meta device, so no values and no memory.
-The outputs of columns are followed through views and elementwise operations. Law: where a forward takes other parts of
-them, or a mean over them, than each rank can have, there is a row; a module that cannot be tried gives none.
+The outputs of columns are followed through views and elementwise operations. Guarantee: where a forward takes other
+parts of them, or a mean over them, than each rank can have, there is a row; a module that cannot be tried gives none.
 """
 
 from __future__ import annotations

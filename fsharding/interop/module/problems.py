@@ -1,7 +1,7 @@
 """Problems of a module that a user brings along, collected so that one error tells all of them.
 
 In: rows that describe what does not fit. Out: errors that are not raised yet; or one that is, with all their texts.
-Law: who mends everything that an error lists does not get another one for the same call.
+Guarantee: who mends everything that an error lists does not get another one for the same call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a module, its anatomy, leaves at rest, in flight or whole. Out: what the module's forward returns.
 A copy of the module is made once. In it each weight is a place that nothing can be computed with, and a unit's forward
 asks the current call for its weights, gathers, computes and lets go. Every unit draws from a seed of its own.
-Law: a forward that changes tensors of the module, or draws without a key, is refused.
+Guarantee: a forward that changes tensors of the module, or draws without a key, is refused.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a module with real or meta tensors, patterns of the modules that are units, dim names by pattern. Out: an `Anatomy`,
 a printable value without tensors; or one error with everything that does not fit.
 The tree of leaves has the shape of the module, without the number of a block: `layers.3.attn.weight` is row 3 of
-`layers.attn.weight`. Law: every name of every parameter is in one unit, and a tied parameter is one leaf.
+`layers.attn.weight`. Guarantee: every name of every parameter is in one unit, and a tied parameter is one leaf.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: a module and a table from module paths to roles. Out: the same module, whose layers compute with the shards that
 `tp` leaves them; a layer whose weight is whole computes as before. Roles follow a transformer block: `column`
 begins a region, `row` ends it (Shoeybi et al. 2019), `inside` has whole parameters that each rank uses on other heads,
-`vocab` looks up in a cut table, `logits` makes whole logits with one. Law: outputs and gradients match one rank.
+`vocab` looks up in a cut table, `logits` makes whole logits with one. Guarantee: outputs and gradients match one rank.
 """
 
 from __future__ import annotations

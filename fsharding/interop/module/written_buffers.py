@@ -2,7 +2,7 @@
 
 In: a module in train mode, patterns of names. Out: names of buffers, and where each one is in the module.
 Torch's batch and instance norms and its spectral norm are known by their classes; other modules name theirs.
-Law: `nn.SyncBatchNorm` over any number of data ranks is the batch norm of their joint batch.
+Guarantee: `nn.SyncBatchNorm` over any number of data ranks is the batch norm of their joint batch.
 """
 
 from __future__ import annotations

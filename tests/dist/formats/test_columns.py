@@ -15,7 +15,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.decoders import DecoderCase
-from tests.helpers import cpu_multiplies_codes, full, mesh_of, refusal
+from tests.helpers import cpu_multiplies_codes, examples, full, mesh_of, refusal
 
 COLUMNS = ("w[qkv]*", "[gu]*[ep]")
 """The first product of attention and of the MLP, fused or not."""
@@ -110,7 +110,7 @@ class StraightThrough(torch.autograd.Function):
 SIZES = st.sampled_from([2, 3, 8, 31, 32, 33, 64, 100])
 
 
-@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking asks ranks for minutes
+@settings(examples(50, 100), phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking asks ranks for minutes
 @given(
     st.sampled_from([2, 4]),
     SIZES,

@@ -38,13 +38,13 @@ def close(case, elements=1 << 16):
     torch.testing.assert_close(trained(case, elements), trained(case.alone()), rtol=1e-5, atol=0)
 
 
-@examples(60, 500)
+@examples(60, 150)
 @given(decoder_cases(RANKS, STEPS), st.sampled_from([1, 100, 1 << 16]))
 def test_any_mesh_has_the_losses_of_one_process(case, elements):
     close(case, elements)
 
 
-@examples(8, 100)
+@examples(8, 24)
 @given(decoder_cases(RANKS, STEPS))
 def test_two_runs_are_bitwise_the_same(case):
     assert_bitwise_equal(trained(case), trained(case))

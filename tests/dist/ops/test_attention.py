@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from fsharding.comm.native import Native
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
-from tests.helpers import FULL, Largest
+from tests.helpers import Largest, examples
 
 MODULE = importlib.import_module("fsharding.ops.attention")  # the package has a function of this name
 KINDS = ["ring", "gather", "ulysses"]
@@ -144,7 +144,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=400 if FULL else 20)
+@examples(20, 100)
 @given(cases())
 def test_all_kinds_are_attention_over_the_whole_sequence(case):
     run_ranks(is_attention, case.cp, case, timeout=SECONDS)

@@ -1,6 +1,7 @@
 """The train step, unchanged, without devices: FakeTensorMode, and a fake process group in which one rank is there.
 
-Law: a fake rank of "cpu" sends what that rank of gloo sends, and one of "cuda" what it sends with `sums="native"`.
+Guarantee: a fake rank of "cpu" sends what that rank of gloo sends, and one of "cuda" what it sends with
+`sums="native"`.
 """
 
 import math

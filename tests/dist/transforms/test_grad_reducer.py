@@ -1,6 +1,6 @@
 """Large gradients are taken as soon as they are complete, and what has come is not waited for later.
 
-That what is trained does not depend on it is a law of tests/property/train/test_training_cases.py, which draws the size.
+That what is trained does not depend on it is a law of tests/property/laws/test_training_cases.py, which draws the size.
 """
 
 import weakref

@@ -1,7 +1,8 @@
 """Every parser under random damage: a value or an error of ours, in a second and 200 MB, and never a hang or a crash.
 
-A process of its own runs them with a limit on its memory, so that a crash, too, is a failing example. Law: whatever the
-bytes of a file are, reading it gives a value or an `FshardingError`; and safetensors gives what safetensors would give.
+A process of its own runs them with a limit on its memory, so that a crash, too, is a failing example. Guarantee:
+whatever the bytes of a file are, reading it gives a value or an `FshardingError`; and safetensors gives what
+safetensors would give.
 """
 
 import contextlib
@@ -50,11 +51,11 @@ DEFAULT, FULL = 150, 10_000
 # ------------------------------------------------------------------------------------------------------------ mutations
 TOKENS = [
     b"NaN", b"Infinity", b"1e400", b"-1", b"-0", b"1.5", b"9" * 5000, str(2**63).encode(), str(2**62).encode(), b"null",
-    b"true", b"[]", b"{}", b'""', b'"a"', b'"\\ud800"', b'"\\u0000"', b'"../x"', b'"/etc/passwd"', b"[" * 300, b'{"a":' * 300,
-    b"[[],[]]", b'{"a":1,"a":2}', b'"\x1b[31m"', b"\xff\xfe", b"\xed\xa0\x80", b"\x00", b",", b":", b'"', b"\\", b"\n",
-    b"2\x86" * 40, b"\x94h\x00\x86", b"r\xff\xff\xff\x7f", b"j\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 7 + b"\x7f", b"}K\x01\x85s",
-    b"cposix\nsystem\n", b"\x8c\x05posix\x8c\x06system\x93", b"R", b"b", b"(", b"\x81", b"\x93", b"u", b"e", b".", b"\x8f\x90",
-]  # fmt: skip
+    b"true", b"[]", b"{}", b'""', b'"a"', b'"\\ud800"', b'"\\u0000"', b'"../x"', b'"/etc/passwd"', b"[" * 300, b'{"a":'
+    * 300, b"[[],[]]", b'{"a":1,"a":2}', b'"\x1b[31m"', b"\xff\xfe", b"\xed\xa0\x80", b"\x00", b",", b":", b'"', b"\\",
+    b"\n", b"2\x86" * 40, b"\x94h\x00\x86", b"r\xff\xff\xff\x7f", b"j\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 7 + b"\x7f",
+    b"}K\x01\x85s", b"cposix\nsystem\n", b"\x8c\x05posix\x8c\x06system\x93", b"R", b"b", b"(", b"\x81", b"\x93", b"u",
+    b"e", b".", b"\x8f\x90", ]  # fmt: skip
 VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?|null|true|false|\[\]|\{\}')
 """Of JSON."""
 

@@ -124,7 +124,7 @@ def drawn_terms(leaves, members, random):
     ]  # fmt: skip
 
 
-@examples(60, 500)
+@examples(60, 240)
 @given(sums(), st.booleans(), st.sampled_from([coded_sums._BLOCK, 1]))
 def test_a_sum_is_that_of_terms_that_were_rounded_whole(case, scatter, wide_at_a_time):
     leaves, sizes, format, random = case

@@ -10,13 +10,13 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.base.errors import CheckpointError
 from fsharding.interop import hf
-from tests.helpers import FULL
+from tests.helpers import examples
 from tests.hf_configs import LONG, SIZES, YARN
 
 DECODERS = {
@@ -44,7 +44,7 @@ MODULES = {
 }  # fmt: skip
 TOKENS = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(1))
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MANY = settings(max_examples=500 if FULL else 30)
+MANY = examples(30, 500)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def holders(shape, sharding):
 
 
 # ------------------------------------------------------------------------------------------------------------- meshes
-@examples(250, 5000)
+@examples(250, 1000)
 @given(strategies.meshes(24, subset_of=64))
 def test_coordinates_and_ranks_are_inverse(mesh):
     ranks = mesh.ranks or tuple(range(mesh.size))
@@ -54,7 +54,7 @@ def test_coordinates_and_ranks_are_inverse(mesh):
 
 
 # ------------------------------------------------------------------------------------------------------------ tilings
-@examples(450, 10000)
+@examples(450, 2000)
 @given(placed(24))
 def test_the_parts_of_a_sharding_tile_the_leaf_and_copies_count(case):
     shape, sharding = case
@@ -67,7 +67,7 @@ def test_the_parts_of_a_sharding_tile_the_leaf_and_copies_count(case):
     assert sum(map(math.prod, every)) == math.prod(shape) * (sharding.mesh.size // cut)
 
 
-@examples(250, 5000)
+@examples(250, 1000)
 @given(placed(24), st.data())
 def test_renaming_the_order_of_a_mesh_moves_no_box(case, data):
     shape, sharding = case
@@ -78,7 +78,7 @@ def test_renaming_the_order_of_a_mesh_moves_no_box(case, data):
 
 
 # ------------------------------------------------------------------------------------------------------------- covers
-@examples(450, 10000)
+@examples(450, 2000)
 @given(moves())
 def test_what_the_source_holds_covers_each_target_box_once(case):
     shape, source, target = case
@@ -123,7 +123,7 @@ def written(whole, source):
     return stored
 
 
-@examples(350, 11000)
+@examples(350, 1500)
 @given(moves(), st.sampled_from([torch.float32, torch.bool, torch.int64]))
 def test_a_save_and_a_load_by_torchs_planner(case, dtype):
     shape, source, target = case
@@ -145,7 +145,7 @@ def test_a_save_and_a_load_by_torchs_planner(case, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------- routes
-@examples(350, 11000)
+@examples(350, 1500)
 @given(moves(), st.sampled_from([16, 64, 1 << 20]))
 def test_a_plan_of_routes_fills_every_target_once(case, budget):
     """Runs a plan in one process: what a rank keeps, and all pieces, into counters of how often an element is written."""

@@ -6,16 +6,14 @@ Tokens and weights are small whole numbers, so sums are exact. Cases are drawn h
 from typing import NamedTuple
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharding import ops
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.ops.moe import owned_experts
 from fsharding.testing import run_ranks
-from tests.helpers import mesh_of
-
-EXAMPLES = max(settings.default.max_examples // 2, 1)
+from tests.helpers import examples, mesh_of
 
 
 class Case(NamedTuple):
@@ -64,7 +62,7 @@ def there_and_back(case):
     assert ops.expert_counts(routing, mesh=mesh)[start:stop].tolist() == counts.tolist()
 
 
-@settings(max_examples=EXAMPLES)
+@examples(25, 100)
 @given(cases())
 def test_every_row_arrives_and_every_result_comes_back(case):
     run_ranks(there_and_back, len(case.tokens), case)

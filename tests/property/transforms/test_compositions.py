@@ -6,7 +6,7 @@ Expected values are the same transforms of the sum over all ranks' rows, of plai
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import example, given, note, settings
+from hypothesis import example, given, note
 from hypothesis import strategies as st
 from torch import func
 from torch.utils import _pytree as torch_pytree
@@ -174,7 +174,6 @@ LACKING = ("torch: Nested forward mode", "torch: Batching rule not implemented f
 BASE = Case(("tanh", "mix", "bias"), "squares", (3, 4), (0, 0), "dp", "once", "grad", "grad", 0)
 
 
-@settings(max_examples=settings.default.max_examples)
 @given(cases())
 @example(BASE)
 @example(BASE._replace(inner="jvp", outer="jacrev", specs=(1, None), gathered="twice"))

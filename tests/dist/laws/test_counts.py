@@ -1,4 +1,4 @@
-"""Gathers, reductions and buffers of a step: as many as the policy says, at most two units at once, none left."""
+"""Law: a step gathers, reduces and holds what strategy and policy say: at most two units at once, none afterwards."""
 
 import gc
 from typing import Any

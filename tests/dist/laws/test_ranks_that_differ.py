@@ -1,4 +1,4 @@
-"""Ranks that do different things get one error on every rank, in the first step and in later ones, or compute the same."""
+"""Law: ranks that differ compute what one process does, or all raise one error, in the first step and in later ones."""
 
 from datetime import timedelta
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Strategies, policies and transports agree in every bit."""
+"""Law: zero(0) to zero(3) on one mesh, and all policies and transports, agree in every bit."""
 
 import pytest
 

@@ -1,14 +1,16 @@
-"""Training on ranks has the losses of one process: a layout moves bytes and never a number.
+"""Law: training on ranks has the losses of one process, on every mesh and under every strategy.
 
 The reference is the same library without a process group, and for some cases plain torch with its own optimizers.
 """
 
 import pytest
 import torch
+from hypothesis import given
 
 import fsharding as fs
-from fsharding.testing import assert_trees_close
-from tests.helpers import crossed, full, mesh_of
+from fsharding.testing import assert_trees_close, run_ranks, strategies
+from tests.helpers import crossed, examples, full, mesh_of
+from tests.laws import trains_as_plain_torch
 from tests.training import ALONE, CONFIG, DP, MODEL, OUTER, PLACES, ZEROS, Run, alone, batches, name_of, on_ranks
 
 
@@ -93,3 +95,10 @@ def test_plain_torch_agrees(opt):
         assert_trees_close(run.losses, reference.losses, rtol=1e-5)
         assert_trees_close(run.norms, reference.norms, rtol=1e-5)
         assert_trees_close(run.params, reference.params, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- random layouts
+@examples(40, 160)
+@given(strategies.train_cases())
+def test_any_home_trains_to_the_same_bits_in_the_bytes_that_were_planned(case):
+    run_ranks(trains_as_plain_torch, case.ranks, case)

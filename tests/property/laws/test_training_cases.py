@@ -1,4 +1,4 @@
-"""Any strategy, mesh, microbatches, shapes and optimizer train as one plain torch process does, and all strategies alike.
+"""Law: any strategy, mesh, microbatches, shapes and optimizer train as one plain torch process does, and all strategies alike.
 
 The cases are data: they are drawn here and sent to ranks that wait.
 """
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, note, settings
+from hypothesis import example, given, note
 from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import TRANSPORTS, mesh_of, point_to_point
+from tests.helpers import TRANSPORTS, examples, mesh_of, point_to_point
 
 STEPS = 3
 GRIDS = {
@@ -182,9 +182,6 @@ def in_plain_torch(case):
     return losses, norms, {path: x.detach() for path, x in named.items()}
 
 
-EXAMPLES = settings.default.max_examples
-
-
 # Rows of a stack that do not begin where a fresh tensor would: kernels may take another path there.
 UNALIGNED = Case(
     ranks=2, axes={"dp": 2}, strategy=fs.zero(0), microbatches=1, rows=1, widths=(1, 5), stacked=2, scalar=False, frozen=(),
@@ -192,7 +189,7 @@ UNALIGNED = Case(
 )  # fmt: skip
 
 
-@settings(max_examples=EXAMPLES)
+@examples(50, 150)
 @given(cases())
 @example(UNALIGNED)
 @example(UNALIGNED._replace(strategy=fs.zero(1), policy="nothing_saveable", transport="native"))

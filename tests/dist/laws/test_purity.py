@@ -1,4 +1,4 @@
-"""A step changes nothing that goes in, and refuses numbers that are not finite, on all ranks."""
+"""Law: a step changes no input unless it may donate it, and refuses numbers that are not finite, on all ranks."""
 
 import pytest
 import torch

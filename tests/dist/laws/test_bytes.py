@@ -1,4 +1,4 @@
-"""A state has the bytes that its layout says."""
+"""Law: a state has the bytes that its layout says."""
 
 import pytest
 
