@@ -19,6 +19,8 @@ WIRED := $(addprefix tests/,dist/laws/test_one_process.py dist/laws/test_bitwise
   dist/comm/test_rows.py property/laws/test_training_cases.py property/ops/test_moe.py)
 # Tests that start few ranks or none: as many at once as there are cores.
 RANKLESS := tests/unit tests/test_examples.py tests/test_house_rules.py
+# `make test`: each module by itself, and every law with few examples on few meshes.
+QUICK := $(RANKLESS) tests/property tests/dist/laws
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.
@@ -30,7 +32,7 @@ TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_VENV)/.installed
 
-.PHONY: help venv train test test-torch test-wire test-full lint docs clean
+.PHONY: help venv train test test-laws test-torch test-wire test-full lint docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -46,13 +48,16 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP) ## train the tiny preset on two local ranks, into runs/tiny
 	$(BIN)/fsharding train --preset tiny --ranks 2 --strategy zero3 --steps 200 --out runs/tiny $(ARGS)
 
-test: $(STAMP) ## run the tests
+test: $(STAMP) ## run the quick tests: each module by itself, and every law; or those of ARGS
 ifeq ($(ARGS),)
-	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(addprefix --ignore=,$(RANKLESS))
-	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n auto $(RANKLESS)
+	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -n auto -m 'not full and not slow' $(QUICK)
 else
 	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(ARGS)
 endif
+
+test-laws: $(STAMP) ## run all tests but those marked full: every law on every kind of mesh
+	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n $(WORKERS) $(addprefix --ignore=,$(RANKLESS))
+	HYPOTHESIS_PROFILE=ci $(BIN)/pytest -n auto $(RANKLESS)
 
 $(TORCH_STAMP): pyproject.toml
 	@rm -f $@
@@ -60,7 +65,7 @@ $(TORCH_STAMP): pyproject.toml
 	PIP_REQUIRE_VIRTUALENV=1 $(TORCH_VENV)/bin/python -m pip install -q --upgrade torch==$(TORCH) -e '.[test,plot]'
 	@touch $@
 
-test-torch: $(TORCH_STAMP) ## run the tests with another torch, in an environment of its own: make test-torch TORCH=2.15.0
+test-torch: $(TORCH_STAMP) ## run what test-laws does with another torch, in an environment of its own: make test-torch TORCH=2.15.0
 	PATH="$(abspath $(TORCH_VENV))/bin:$$PATH" HYPOTHESIS_PROFILE=ci $(TORCH_VENV)/bin/pytest -n $(WORKERS) $(ARGS)
 
 test-wire: $(STAMP) ## run the tests of ranks again with every byte sent, as between machines: no shared memory

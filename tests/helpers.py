@@ -35,6 +35,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 TRANSPORTS = ["native", "pairwise", "shared_memory"]
 
 full = pytest.mark.full
+slow = pytest.mark.slow
 """Marks a case that `make test` leaves out: `pytest.param(..., marks=full)`, or `@full` for a whole test."""
 
 fake_groups_write = pytest.mark.skipif(

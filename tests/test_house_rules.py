@@ -524,3 +524,13 @@ def test_the_text_rules_catch():
     assert not MACHINE_PATH.search("params/op" + "t/x")
     assert FOREIGN_WORD.search("in this Ses" + "sion")
     assert not FOREIGN_WORD.search('@pytest.fixture(scope="ses' + 'sion")')
+
+
+def test_laws_are_modules_that_the_page_of_laws_lists():
+    page = (ROOT / "docs/explanation/laws.md").read_text(encoding="utf-8")
+    modules = {path.relative_to(ROOT).as_posix() for path in TESTS.glob("*/laws/test_*.py")}
+    heads = {
+        name for name, number, line in texts_under_version_control() if number == 1 and line.startswith('"""Law: ')
+    }
+    assert modules == heads, "a law is a module in tests/*/laws, whose head begins with Law:"
+    assert not [module for module in modules if f"`{module}" not in page]
