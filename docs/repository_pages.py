@@ -1,4 +1,4 @@
-"""Gives files of the repository a page: each example with its code, each notebook with its cells, and CONTRIBUTING.
+"""Gives files of the repository a page: each example with its code, each notebook with its outputs, and CONTRIBUTING.
 
 A page links to an example as a reader of the repository would, `../../examples/mlp.py`; on the site the same link leads
 to the page of the example. So a link is right in both places, and `--strict` refuses one that leads to nothing.
@@ -7,22 +7,64 @@ to the page of the example. So a link is right in both places, and `--strict` re
 from __future__ import annotations
 
 import ast
-import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import nbformat
+from jupyter_client import KernelManager
 from mkdocs.structure.files import File, Files
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)examples/((?:notebooks/)?\w+)\.(?:py|ipynb)\)")
 CONTRIBUTING_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)CONTRIBUTING\.md(#[\w-]+)?\)")
 
 
+GALLERY = {
+    "Train a model": {
+        "mlp": "An MLP with a hand-written loss",
+        "own_module": "Your own torch module",
+        "nanogpt": "A GPT of your own on bytes",
+        "pretrain": "Pretrain GPT-2",
+        "batch_norm": "A convolutional net with batch norms",
+        "diffusion": "A diffusion model",
+        "research_step": "A train step by hand, under three strategies",
+    },
+    "Fine-tune": {
+        "finetune_llama": "A Llama of transformers, on any mesh",
+        "finetune_lora": "LoRA adapters of a Hugging Face model",
+        "lora": "LoRA adapters on a frozen decoder",
+    },
+    "Optimizers": {
+        "adopt": "An optimizer from its paper (ADOPT)",
+        "muon_vs_adamw": "Muon against AdamW",
+        "sam": "Sharpness-aware minimization",
+        "ema_eval": "Evaluate a moving average of parameters",
+    },
+    "Gradients of other kinds": {
+        "dp_sgd": "Differentially private SGD: per-sample gradients",
+        "ensemble": "An ensemble by vmap",
+        "maml": "Meta-learning: gradients of gradients",
+        "hessian_spectrum": "Eigenvalues of a Hessian",
+    },
+    "Test": {"test_my_reshard": "Property-based tests of a reshard"},
+    "Notebooks": {
+        "notebooks/first_steps": "First steps on two ranks",
+        "notebooks/shardings": "Shardings, seen",
+        "notebooks/noise_scale": "The noise scale of gradients",
+    },
+}
+"""Examples by task, with the title of each; a file without an entry fails the build."""
+
+
 def on_config(config: Any) -> Any:
     """Adds the examples to the navigation, before the reference."""
-    pages: list[Any] = [{path.stem: f"examples/{path.stem}.md"} for path in examples()]
-    pages.append({"Notebooks": [{path.stem: f"examples/notebooks/{path.stem}.md"} for path in notebooks()]})
+    pages: list[Any] = [{"All examples": "examples/index.md"}]
+    pages += [
+        {task: [{title: f"examples/{name}.md"} for name, title in titles.items()]} for task, titles in GALLERY.items()
+    ]
     at = next(i for i, part in enumerate(config["nav"]) if "Reference" in part)
     config["nav"] = [*config["nav"][:at], {"Examples": pages}, *config["nav"][at:], {"Contributing": "contributing.md"}]
     return config
@@ -30,11 +72,14 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Makes the pages."""
-    for path in examples():
-        files.append(File.generated(config, f"examples/{path.stem}.md", content=page_of(path)))
-    for path in notebooks():
-        content = page_of_notebook(path)
-        files.append(File.generated(config, f"examples/notebooks/{path.stem}.md", content=content))
+    found = {path.relative_to(ROOT / "examples").with_suffix("").as_posix(): path for path in sources()}
+    titles = {name: title for group in GALLERY.values() for name, title in group.items()}
+    if found.keys() != titles.keys():
+        raise ValueError(f"GALLERY and examples/ differ: {sorted(found.keys() ^ titles.keys())}")
+    for name, path in found.items():
+        content = page_of(path, titles[name]) if path.suffix == ".py" else page_of_notebook(path)
+        files.append(File.generated(config, f"examples/{name}.md", content=content))
+    files.append(File.generated(config, "examples/index.md", content=gallery(found)))
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "contributing.md", content=text))
     return files
@@ -45,30 +90,57 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return CONTRIBUTING_LINK.sub(r"](\1contributing.md\2)", EXAMPLE_LINK.sub(r"](\1examples/\2.md)", markdown))
 
 
-def examples() -> list[Path]:
-    """All examples, in the order of their names."""
-    return sorted((ROOT / "examples").glob("*.py"))
+def sources() -> list[Path]:
+    """All examples and notebooks, in the order of their names."""
+    return sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "notebooks").glob("*.ipynb")])
 
 
-def notebooks() -> list[Path]:
-    """All notebooks, in the order of their names."""
-    return sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+def gallery(found: dict[str, Path]) -> str:
+    """The page of all examples by task: title, and what the example does."""
+    lines = ["# Examples", "", "Each runs as it is, on the CPU, with `python examples/NAME.py`."]
+    for task, titles in GALLERY.items():
+        lines += ["", f"## {task}", "", "| example | what it does |", "|---|---|"]
+        lines += [f"| [{title}]({name}.md) | {summary(found[name])} |" for name, title in titles.items()]
+    return "\n".join(lines) + "\n"
 
 
-def page_of(path: Path) -> str:
+def summary(path: Path) -> str:
+    """The first paragraph of an example's docstring, or of a notebook's text."""
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    else:
+        text = nbformat.read(path, as_version=4).cells[0].source.partition("\n\n")[2]
+    return text.partition("\n\n")[0].replace("\n", " ")
+
+
+def page_of(path: Path, title: str) -> str:
     """The docstring of an example as text, and all of the file as code."""
     source = path.read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(source)) or ""
-    return f'# {path.stem}\n\n{text}\n\n```python title="examples/{path.name}"\n{source}```\n'
+    return f'# {title}\n\n{text}\n\n```python title="examples/{path.name}"\n{source}```\n'
 
 
 def page_of_notebook(path: Path) -> str:
-    """The cells of a notebook, which are stored without outputs, below its title."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    texts = ["".join(cell["source"]) for cell in cells]
-    parts = [
-        text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
-        for cell, text in zip(cells, texts, strict=True)
-    ]
-    parts.insert(1, f"This is `examples/notebooks/{path.name}`; run it to see what the cells show.")
-    return "\n\n".join(parts) + "\n"
+    """The cells of a notebook below its title, each with what it shows when it is run now."""
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = KernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
+        try:
+            NotebookClient(notebook, km=kernel, timeout=240, resources={"metadata": {"path": str(ROOT)}}).execute()
+        finally:
+            kernel.shutdown_kernel(now=True)
+    parts: list[str] = []
+    for cell in notebook.cells:
+        parts.append(cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```")
+        parts += [shown(output) for output in cell.get("outputs", [])]
+    parts.insert(1, f"This is `examples/notebooks/{path.name}`, run when this page was built.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def shown(output: Any) -> str:
+    """An output of a cell: a picture, or text as a block."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
+    text = (output.get("text") or data.get("text/plain", "")).rstrip()
+    return f"```text\n{text}\n```" if text else ""
