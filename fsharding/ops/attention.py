@@ -122,7 +122,7 @@ def attention(
             q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
         )  # fmt: skip
         return result[..., :value_E]
-    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not q_BHTE.numel() or _functorch.in_functorch()):
+    if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not _can_go_by_blocks(q_BHTE)):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:
         return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, _Settings(causal, scale, axis, mesh, _ALONE))
@@ -130,9 +130,14 @@ def attention(
     settings = _Settings(causal, scale, axis, mesh, axis_group(mesh, (axis,)))
     if kind == "ulysses":
         return _by_heads(q_BHTE, k_BKTE, v_BKTE, documents, settings)
-    if kind == "gather" or not q_BHTE.numel() or _functorch.in_functorch():
+    if kind == "gather" or not _can_go_by_blocks(q_BHTE):
         return _gathered(q_BHTE, k_BKTE, v_BKTE, documents, settings)
     return _blockwise(q_BHTE, k_BKTE, v_BKTE, documents, settings)
+
+
+def _can_go_by_blocks(q: Tensor) -> bool:
+    """Whether `_blockwise` can run: torch.func needs a formula, and torch.compile cannot trace messages."""
+    return q.numel() > 0 and not _functorch.in_functorch() and not torch.compiler.is_compiling()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str, axis: str, size: int) -> None:
@@ -203,7 +208,7 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, setting
     q, k, v = joined.index_select(2, ascending).split(heads, 1)
     if documents is not None:
         documents = gather(documents, settings.axis, dim=1, mesh=settings.mesh).index_select(1, ascending)
-    if documents is None or not q.numel() or _functorch.in_functorch():
+    if documents is None or not _can_go_by_blocks(q):
         out = _whole(q, k, v, _same_document(documents, documents), settings.causal, settings.scale)
     else:
         out = _blockwise(q, k, v, documents, replace(settings, group=_ALONE))

@@ -235,3 +235,12 @@ def test_compiled_attention_takes_the_fused_kernel_and_the_differentiable_one_un
         return torch.func.jvp(lambda q: attend(q, q, q), (q,), (torch.ones_like(q),))
 
     assert not any("scaled_dot_product" in name for name in kernels_of(forward, q.detach()))
+
+
+def test_compiled_attention_to_documents_is_that_of_an_eager_call():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 1100, 8, generator=generator) for heads in (4, 2, 2))
+    documents = torch.arange(1100)[None] // 100
+    attend = functools.partial(ops.attention, causal=True, documents=documents)
+    torch._dynamo.reset()
+    assert_trees_close(torch.compile(attend, backend="aot_eager")(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-5)
