@@ -35,8 +35,10 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 TRANSPORTS = ["native", "pairwise", "shared_memory"]
 
 full = pytest.mark.full
+"""Marks a case for `make test-full` alone: `pytest.param(..., marks=full)`, or `@full` for a whole test."""
+
 slow = pytest.mark.slow
-"""Marks a case that `make test` leaves out: `pytest.param(..., marks=full)`, or `@full` for a whole test."""
+"""Marks a case that `make test` leaves out and `make test-laws` runs."""
 
 fake_groups_write = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="fake groups of torch before 2.13 leave the results of reductions unwritten"

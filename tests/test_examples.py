@@ -17,7 +17,7 @@ import pytest
 
 import fsharding as fs
 from fsharding.testing import run_ranks
-from tests.helpers import full
+from tests.helpers import full, slow
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -30,7 +30,7 @@ PAGES = sorted(
 )
 # What these change in torch lasts as long as their process.
 BY_THEMSELVES = {"how-to/run-without-devices.md"}
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), slow]
 SECONDS = 300
 
 # What each example prints at its end, and what has to be in its output besides.

@@ -27,7 +27,7 @@ from fsharding.base.errors import LayoutError
 from fsharding.ops import scaled_mm
 from fsharding.ops.grouped_matmul import _has_kernel, _takes_kernel
 from fsharding.testing import assert_bitwise_equal
-from tests.helpers import cpu_multiplies_codes
+from tests.helpers import cpu_multiplies_codes, slow
 
 
 def test_views_share_a_storage_id_and_other_tensors_have_others():
@@ -81,6 +81,7 @@ raise SystemExit(7)  # the end of the process is no other than usual
 """
 
 
+@slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("before", [None, "mode"])
 def test_autograd_takes_fake_tensors_of_cuda_without_a_gpu(before):
@@ -186,6 +187,7 @@ def test_a_node_that_is_visited_first_comes_before_those_behind_it():
     assert (visited(True), visited(False)) == (["weight", "layer"], ["layer", "weight"])
 
 
+@slow
 def test_storage_users_counts_who_holds_it():
     base = torch.empty(8)
     identity = _compat.storage_id(base)

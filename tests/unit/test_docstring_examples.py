@@ -6,6 +6,7 @@ import pytest
 
 from fsharding.testing import RankPool
 from tests.doc_examples import PUBLIC, example_of, failures, failures_on_a_rank
+from tests.helpers import slow
 
 ALONE = {
     **dict.fromkeys(
@@ -33,6 +34,7 @@ def pool():
         yield ranks
 
 
+@slow
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in ALONE])
 def test_example_on_two_ranks(name, pool, tmp_path):
     reports = pool.run(failures_on_a_rank, name, str(tmp_path))

@@ -15,6 +15,7 @@ from fsharding.base._compat import cache_on_mesh, kept_by
 from fsharding.mesh import device_mesh
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import mesh_view
+from tests.helpers import slow
 
 CALLS = []
 
@@ -42,6 +43,7 @@ def test_each_mesh_has_results_of_its_own():
     assert pair(abstract, 7) is pair(AbstractMesh(("dp",), (2,)), 7) and CALLS[-2:] == [1, 7]
 
 
+@slow
 def test_a_mesh_is_collected_with_what_was_planned_on_it():
     model = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20))
     layout = fs.plan_layout(model, fs.make_mesh(dp=1, device="cpu"))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import fsharding as fs
 from fsharding.apps.cli.main import main
 from fsharding.checkpoint.manifest import text_of
+from tests.helpers import slow
 from tests.pages import code_spans, rows_of, said
 
 CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)
@@ -326,6 +327,7 @@ MISTAKES = {
 OWN_EDIT = {'a leaf at rest and a plain tensor: `state.params["w"] * x`'}
 
 
+@slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_page_says_what_the_library_says(at, mistake):
     words, edit = ONE_PROCESS[mistake]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fsharding as fs
+from tests.helpers import slow
 
 ROOT = Path(fs.__file__).parents[1]
 
@@ -57,6 +58,7 @@ fs.optim.AdamW  # wrong
 """
 
 
+@slow
 def test_a_type_checker_refuses_what_the_functions_refuse(tmp_path):
     checker = Path(sys.executable).with_name("basedpyright")
     if not checker.exists():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,6 +43,7 @@ sys.exit(pytest.main([*plain, *sys.argv[1:]], plugins=[Report()]))
 """
 
 
+@slow
 def test_every_mark_is_a_test_that_runs(page):
     """In a process of its own: the options of this run, such as `-k`, would leave tests out."""
     wanted = page.tests()

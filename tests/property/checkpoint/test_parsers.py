@@ -40,7 +40,7 @@ from fsharding.interop.hf.folder import open_folder
 from fsharding.pipeline.plots import read_metrics
 from tests import checkpoints
 from tests.checkpoints import small_draws
-from tests.helpers import full
+from tests.helpers import full, slow
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS, BYTES = 1.0, 200 << 20
@@ -340,6 +340,7 @@ def run(names: list[str], count: int) -> None:
     assert found.returncode == 0, f"{' '.join(command)}\n{found.stdout[-3000:]}\n{found.stderr[-12000:]}"
 
 
+@slow
 def test_every_parser_gives_a_value_or_an_error_of_ours():
     run([*PARSERS], DEFAULT)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding.base.errors import CheckpointError
 from fsharding.interop import hf
-from tests.helpers import examples
+from tests.helpers import examples, slow
 from tests.hf_configs import LONG, SIZES, YARN
 
 DECODERS = {
@@ -170,6 +170,7 @@ def check(name, model, names, folders, tmp_path_factory, data):
         assert read and written, (field, before.get(field), entries[field], read, written)
 
 
+@slow
 @pytest.mark.parametrize("name", DECODERS)
 @MANY
 @given(data=st.data())
@@ -177,6 +178,7 @@ def test_of_a_decoder(name, folders, tmp_path_factory, data):
     check(name, fs.models.decoder(hf.config_of(folders(name))), None, folders, tmp_path_factory, data)
 
 
+@slow
 @pytest.mark.parametrize("name", [x for x in MODULES if x not in DECODERS or x == "llama3"])
 @MANY
 @given(data=st.data())

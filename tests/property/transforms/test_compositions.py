@@ -14,7 +14,7 @@ from torch.utils import _pytree as torch_pytree
 import fsharding as fs
 from fsharding import ops
 from fsharding.testing import assert_trees_close, local_part, run_ranks
-from tests.helpers import mesh_of
+from tests.helpers import mesh_of, slow
 
 RANKS = 2
 OPS = {
@@ -174,6 +174,7 @@ LACKING = ("torch: Nested forward mode", "torch: Batching rule not implemented f
 BASE = Case(("tanh", "mix", "bias"), "squares", (3, 4), (0, 0), "dp", "once", "grad", "grad", 0)
 
 
+@slow
 @given(cases())
 @example(BASE)
 @example(BASE._replace(inner="jvp", outer="jacrev", specs=(1, None), gathered="twice"))

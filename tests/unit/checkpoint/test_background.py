@@ -18,7 +18,7 @@ from fsharding.checkpoint import background, directory
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import at_step, planned, refusal, state_of
-from tests.helpers import full
+from tests.helpers import full, slow
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,7 @@ def no_space(*args, **kwargs):
 
 
 # ----------------------------------------------------------------------------------------------------------- save_async
+@slow
 def test_the_state_may_change_while_it_is_written(tmp_path, gate):
     state, truth = state_of(planned()), state_of(planned())
     pending = ck.save_async(tmp_path / "a", state, extra=[1])
@@ -196,6 +197,7 @@ WRITER = """
 """
 
 
+@slow
 def test_two_processes_that_write_one_target(tmp_path):
     (tmp_path / "writer.py").write_text(textwrap.dedent(WRITER))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}

@@ -33,6 +33,7 @@ from tests.checkpoints import (
     reseal,
     state_of,
 )
+from tests.helpers import slow
 
 FP32_SCALED = fs.Precision(loss_scale=fs.LossScale(initial=8.0))
 
@@ -125,6 +126,7 @@ def test_plain_torch_reads_a_leaf(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- manifest
+@slow
 def test_manifest(saved):
     found = ck.metadata(saved)
     assert (found.step, found.extra, found.version, found.torch) == (12, {"seed": 1}, 1, torch.__version__)
@@ -147,6 +149,7 @@ def test_manifest(saved):
     assert manifests.parse(manifests.text_of(found).encode(), "here") == found
 
 
+@slow
 def test_files_hold_no_path_of_this_machine_and_are_reproducible(saved, tmp_path):
     ck.save(tmp_path / "again", state_of(planned()), extra={"seed": 1})
     for name in os.listdir(saved):
@@ -155,6 +158,7 @@ def test_files_hold_no_path_of_this_machine_and_are_reproducible(saved, tmp_path
         assert data == (tmp_path / "again" / name).read_bytes()
 
 
+@slow
 def test_a_flipped_bit_in_the_manifest_is_refused_or_says_the_same(saved):
     text, truth = (saved / "manifest.json").read_bytes(), ck.metadata(saved)
     refused = 0
@@ -246,6 +250,7 @@ def test_flipped_bit(saved, name, where):
     )
 
 
+@slow
 def test_truncated_missing_swapped_linked(saved, tmp_path):
     data, pickled = saved / "__0_0.distcp", saved / ".metadata"
     size = data.stat().st_size
@@ -530,6 +535,7 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@slow
 def test_nothing_but_a_checkpoint_is_overwritten(tmp_path):
     state = state_of(planned())
     (tmp_path / "mine").mkdir()
@@ -555,6 +561,7 @@ def fail(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
+@slow
 @pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.rename", "fsharding.checkpoint.directory.sync"])
 def test_a_failed_save_leaves_the_old_checkpoint(saved, monkeypatch, where):
     with monkeypatch.context() as patch:

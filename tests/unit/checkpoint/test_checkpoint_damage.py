@@ -21,7 +21,7 @@ from fsharding.base.errors import CheckpointError
 from fsharding.checkpoint.reader import damage
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import Evil, described, planned, read_metadata, refusal, reseal, state_of
-from tests.helpers import full
+from tests.helpers import full, slow
 
 
 def outcome(folder: Path, truth, layout) -> str:
@@ -34,6 +34,7 @@ def outcome(folder: Path, truth, layout) -> str:
     return ""
 
 
+@slow
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=full)])
 def test_a_flipped_bit_anywhere(saved, count):
     layout = planned()

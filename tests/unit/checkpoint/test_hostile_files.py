@@ -37,7 +37,7 @@ from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
 from tests import checkpoints
 from tests.checkpoints import reseal, small_draws
-from tests.helpers import refusal
+from tests.helpers import refusal, slow
 
 CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
 
@@ -108,6 +108,7 @@ def test_a_refused_checkpoint_changes_nothing(saved, tmp_path):
     assert_bitwise_equal(ck.load(tmp_path / "after", planned()), a_state())
 
 
+@slow
 @pytest.mark.parametrize("name", LAUGHS)
 def test_pickles_that_never_end_are_refused_at_once(saved, name):
     put_metadata(saved, LAUGHS[name])
@@ -129,6 +130,7 @@ def test_pickles_that_never_end_are_refused_at_once(saved, name):
         assert "cannot read " in refusal(fs.foreign.open_weights, saved.parent / "weights")
 
 
+@slow
 def test_a_dict_of_dicts_of_dicts_is_refused_by_what_it_would_become(tmp_path):
     inner: object = {"a": 1}
     for _ in range(60):
@@ -236,6 +238,7 @@ def test_headers_of_any_length_are_headers(spaces, tmp_path):
     assert {*safetensors.torch.load(data)} == {*fs.foreign.open_weights(tmp_path / "weights").leaves} == {"a", "z"}
 
 
+@slow
 def test_a_long_header_is_refused_before_it_is_read(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes((1 << 30).to_bytes(8, "little") + b'{"a":1}')
@@ -370,6 +373,7 @@ def test_links_that_lead_out_are_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts
+@slow
 def test_ten_thousand_extra_tensors_are_ten_and_a_count(tmp_path):
     tensors = {f"{'x' * 2_000}{i}": torch.zeros(0) for i in range(10_000)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -378,6 +382,7 @@ def test_ten_thousand_extra_tensors_are_ten_and_a_count(tmp_path):
     assert "10001 tensors are not as they should be." in text and "\n  and 9,991 more\n" in text
 
 
+@slow
 def test_a_config_of_very_many_layers_is_refused_at_once(tmp_path):
     model = model_of(tmp_path / "model")
     entries = json.loads((model / "config.json").read_text())
@@ -455,6 +460,7 @@ def test_inspect_refuses_what_load_refuses(damage, saved, capsys):
         assert "  damaged: manifest.json: it says step 13, the files say step 0" in out
 
 
+@slow
 def test_inspect_says_what_a_directory_is_instead(saved, tmp_path, capsys):
     model = model_of(tmp_path / "model")
     with warnings.catch_warnings():
@@ -633,6 +639,7 @@ def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
     assert ck.inspect(saved).damaged
 
 
+@slow
 def test_layouts_of_manifests_that_somebody_sealed_again(saved):
     found = ck.metadata(saved)
     params = found.layout["params"]
@@ -687,6 +694,7 @@ def sparse(file: Path, size: int) -> Path:
     return file
 
 
+@slow
 @pytest.mark.parametrize("verb", ["export", "inspect", "reshard"])
 def test_verbs_take_no_fifo_and_no_device(verb, saved, tmp_path, capsys):
     os.mkfifo(fifo := tmp_path / "fifo")
@@ -709,6 +717,7 @@ def test_verbs_take_no_fifo_and_no_device(verb, saved, tmp_path, capsys):
     assert unchanged(tmp_path) == before and unchanged(saved.parent) == ["0"]
 
 
+@slow
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 5_000, "a\0b"], ids=["name", "path", "null"])
 def test_paths_that_no_system_has_are_errors_of_ours(name, saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -803,6 +812,7 @@ def test_a_manifest_of_300_mb_is_refused_by_its_size(saved, call):
     assert ck.latest(saved.parent) is None and ck.inspect(saved).damaged
 
 
+@slow
 def test_a_manifest_of_5_million_keys_is_refused_by_their_number(saved):
     (saved / "manifest.json").write_text("{" + ",".join(f'"{i}":0' for i in range(5 * 10**6)) + "}")
     assert (saved / "manifest.json").stat().st_size < 64 << 20
@@ -811,6 +821,7 @@ def test_a_manifest_of_5_million_keys_is_refused_by_their_number(saved):
     assert "it holds about 5,000,001 values; at most 1,000,000 are read" in text
 
 
+@slow
 def test_the_largest_manifest_is_read_in_proportion(saved):
     sealed(saved, "x" * (60 << 20))
     with soon(20.0, 500 << 20):
@@ -829,6 +840,7 @@ def test_limits_of_a_manifest_grow_with_the_checkpoint():
     assert manifest.limits(1 << 60) == (1 << 29, 10_000_000)
 
 
+@slow
 @pytest.mark.parametrize("save", [ck.save, lambda *args, **options: ck.save_async(*args, **options).wait()])
 def test_a_manifest_that_no_load_would_read_is_not_written(saved, save):
     before = (saved / "manifest.json").read_bytes()
@@ -838,6 +850,7 @@ def test_a_manifest_that_no_load_would_read_is_not_written(saved, save):
     assert unchanged(saved.parent) == ["0"] and (saved / "manifest.json").read_bytes() == before
 
 
+@slow
 def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_path):
     partial = directory.Partial(tmp_path / "a")
     try:
@@ -850,6 +863,7 @@ def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_pat
         partial.close()
 
 
+@slow
 def test_metadata_of_holes_are_read_once(saved):
     sparse(saved / ".metadata", 0)
     sparse(saved / ".metadata", 200 << 20)
@@ -861,6 +875,7 @@ def test_metadata_of_holes_are_read_once(saved):
         assert ".metadata has 1,099,511,627,776 bytes, the manifest says" in refusal(ck.load, saved, planned())
 
 
+@slow
 def test_metrics_of_any_size_are_read_row_by_row(tmp_path):
     row = b'{"step": %d, "loss": 2.5, "grad_norm": null, "lr": 0.001, "tokens": 1024, "step_s": 0.125}\n'
     (file := tmp_path / "metrics.jsonl").write_bytes(b"".join(row % n for n in range(1, 20_001)))

@@ -25,7 +25,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import FORMATS, refusal, same_bits, weight_draws
-from tests.helpers import full
+from tests.helpers import full, slow
 
 ROOT = Path(__file__).resolve().parents[3]
 FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=8.0))
@@ -92,6 +92,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
 
 
 # ------------------------------------------------------------------------------------------------------------- reshard
+@slow
 @pytest.mark.parametrize("precision", [fs.FP32, fs.BF16, FP16_SCALED], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("axes", "strategy"),

@@ -28,6 +28,7 @@ from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal
 from fsharding.train.state import main_of
 from tests.checkpoints import Wrapped, described, draws, planned, refusal, state_of
+from tests.helpers import slow
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -221,6 +222,7 @@ def test_a_layout_comes_out_of_a_manifest(tmp_path, strategy, precision):
 FORMATS = ["TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "MXFP8_E5M2", "MXFP4", "NVFP4"]
 
 
+@slow
 @pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3)])
 def test_formats_come_out_of_a_manifest(tmp_path, strategy):
     """Of weights and of gradients, and which leaves have none; and the main parameters are those that were saved."""

@@ -13,7 +13,7 @@ import fsharding as fs
 from fsharding import tree
 from fsharding.base.errors import ArgumentError, CheckpointError
 from fsharding.checkpoint import positions
-from tests.helpers import refusal
+from tests.helpers import refusal, slow
 
 ARRAYS = st.lists(st.integers(-9, 9), max_size=5).flatmap(
     lambda xs: st.sampled_from(["int64", "float32", "uint8", "bool"]).map(lambda dtype: np.array(xs).astype(dtype))
@@ -56,6 +56,7 @@ def state():
     return fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
 
 
+@slow
 @given(VALUES)
 def test_a_position_comes_back_as_it_was(state, value):
     written = positions.joined([positions.own_position(Counter(value), state.layout), None])

@@ -14,6 +14,7 @@ import fsharding as fs
 from fsharding.apps.cli.codec import Bytes
 from fsharding.apps.cli.generate import _Shown
 from fsharding.apps.cli.main import main
+from tests.helpers import slow
 
 CONFIG = fs.models.DecoderConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
 SMALL = fs.models.DecoderConfig(vocab=100, dim=16, layers=1, heads=2, kv_heads=2, hidden=24)
@@ -59,6 +60,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@slow
 def test_the_text_of_a_run_follows_from_seed_and_prompt(runs, capsys):
     command = ["generate", runs / "run", "--prompt", "import ", "--tokens", "12"]
     status, out, err = run(capsys, *command, "--seed", "1", "--json")
@@ -103,6 +105,7 @@ def test_a_tokenizer_and_the_token_that_ends_the_text(runs, capsys):
     assert (ended["text"], ended["tokens"]) == ("", 1)
 
 
+@slow
 def test_the_tokenizer_of_a_run_is_the_one_of_its_text(tmp_path, capsys):
     words(tmp_path)
     (tmp_path / "text.jsonl").write_text('{"text": "to be or not to be"}\n' * 99)
@@ -135,6 +138,7 @@ def test_a_directory_of_hugging_face_generates(runs, tmp_path, capsys):
     assert row["text"].split() == [ids[token] for token in tokens]
 
 
+@slow
 def test_a_checkpoint_of_the_example_generates(tmp_path, capsys):
     pretrain = importlib.import_module("examples.pretrain")
     pretrain.train(pretrain.Config(out=tmp_path, every=24))

@@ -19,8 +19,10 @@ from fsharding.models.presets import RECIPES
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.strategy import STRATEGIES
 from fsharding.sharding.strategy_names import STRATEGY_NAMES
+from tests.helpers import slow
 
 
+@slow
 @pytest.mark.parametrize(
     ("line", "status"),
     [

@@ -16,6 +16,7 @@ from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
 from fsharding.base.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from fsharding.pipeline.plots import plot_loss, read_metrics
+from tests.helpers import slow
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def ran(config):
     return losses(config)
 
 
+@slow
 def test_batches_that_a_loss_scale_skips_are_not_seen_again(config, tmp_path):
     whole = replace(config, dtype="float16", lr=1e-2)
     found = ran(whole)
@@ -48,6 +50,7 @@ def test_batches_that_a_loss_scale_skips_are_not_seen_again(config, tmp_path):
     assert ran(replace(parts, resume="newest")) == found
 
 
+@slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_loss_that_is_not_finite_ends_the_run(config, dtype):
     with pytest.raises(NonFiniteError, match=r"params\.blocks\.down: its gradient is not finite"):

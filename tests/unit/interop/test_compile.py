@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fsharding as fs
 from fsharding.base.errors import TransformError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.helpers import refusal, token_batch
+from tests.helpers import refusal, slow, token_batch
 from tests.modules import UNITS, VOCAB, Net, net_parts
 
 BATCH = token_batch(0, vocab=VOCAB)
@@ -58,6 +58,7 @@ def reference(module, steps):
     return found, module.state_dict()
 
 
+@slow
 @pytest.mark.parametrize("units", [UNITS, ()], ids=str)
 @pytest.mark.parametrize("what", ["loss", "module", "both"])
 def test_a_compiled_call_trains_as_the_module(graphs, units, what):
@@ -78,6 +79,7 @@ def test_a_compiled_call_trains_as_the_module(graphs, units, what):
     assert graphs.frame_count == (what != "module")
 
 
+@slow
 @pytest.mark.parametrize("key", [None, KEY], ids=["alone", "dropout"])
 @pytest.mark.parametrize("precision", [fs.FP32, fs.BF16], ids=["fp32", "bf16"])
 def test_losses_and_gradients_have_the_bits_of_an_eager_call(graphs, key, precision):

@@ -5,7 +5,7 @@ from torch import nn
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError
-from tests.helpers import refusal
+from tests.helpers import refusal, slow
 from tests.hf_configs import SIZES
 
 MIXTRAL = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -23,6 +23,7 @@ def mesh(**axes):
     return fs.AbstractMesh(tuple(axes), tuple(axes.values()))
 
 
+@slow
 def test_experts_of_a_family_of_the_decoder_go_there():
     net = fs.functionalize(built("Mixtral", MIXTRAL))
     assert refusal(fs.plan_layout, net, mesh(dp=2, ep=2), kind=ConfigError).splitlines() == [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding.contrib.megatron_args import ALIASES, arguments_of, contradictions, unsayable
 from fsharding.models import DecoderConfig, Experts
+from tests.helpers import slow
 
 # What the parser of Megatron-LM (the release of megatron-core 0.19.2) gives for a Llama with experts, but for arguments
 # of precision, parallelism, data and logging.
@@ -136,6 +137,7 @@ def test_the_arguments_of_a_run_agree_with_its_config():
     assert contradictions({**without, "num_experts": None, "ffn_hidden_size": 12}, dense, training=True) == []
 
 
+@slow
 @given(name=st.sampled_from(sorted({**ARGUMENTS, **OLDER})), data=st.data())
 def test_each_argument_changed_alone_is_named(name, data):
     said = {**ARGUMENTS, **OLDER}
@@ -205,6 +207,7 @@ def test_what_no_argument_says_is_named():
         assert said in unsayable(dataclasses.replace(CONFIG, **change))[0]
 
 
+@slow
 def test_every_field_of_the_configuration_of_megatron_core_is_known():
     # In a process of its own: it warns that Transformer Engine is not installed, and changes settings of torch.
     code = "import megatron.core.transformer as t; print(*t.TransformerConfig.__dataclass_fields__)"

@@ -15,6 +15,7 @@ from fsharding.base.errors import ArgumentError, ConfigError
 from fsharding.mesh import preemption
 from fsharding.optim.clip import carrier_sum
 from fsharding.testing import assert_bitwise_equal
+from tests.helpers import slow
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=32, dim=16, layers=2, heads=2, kv_heads=1, hidden=24))
 TOKENS = torch.arange(4 * 9).view(4, 9) % 32
@@ -192,6 +193,7 @@ def calm() -> list[torch.Tensor]:
     return found
 
 
+@slow
 @pytest.mark.parametrize("when", ["between steps", "in backward", "in the optimizer", "in a compilation"])
 def test_a_signal_in_a_step_shows_after_it_and_changes_no_number(when, calm):
     found, told = losses(when)

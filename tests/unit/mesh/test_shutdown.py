@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsharding.mesh.shutdown import let_others_finish
+from tests.helpers import slow
 
 ENDS = """
 import atexit, threading
@@ -25,6 +26,7 @@ thread.start()
 """
 
 
+@slow
 def test_a_process_waits_for_what_its_threads_do_without_python():
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "done\n"

@@ -21,7 +21,7 @@ from fsharding.base.errors import (
 from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
 from fsharding.models.generate import generate
 from fsharding.models.stacks import stacks_of
-from tests.helpers import refusal
+from tests.helpers import refusal, slow
 
 FAMILIES = ["tiny", "tiny-moe", "tiny_llama3", "tiny_qwen2_5", "tiny_mixtral", "tiny_deepseek_v3"]
 LATENT = Latent(4, q_rank=10, kv_rank=6, plain_dim=6, rotary_dim=4, value_dim=5)
@@ -83,6 +83,7 @@ def test_logits_through_the_cache_are_those_of_all_tokens(name):
     assert want.std() > 0.1
 
 
+@slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_are_those_of_a_loop_without_a_cache(name):
     config, params = CONFIGS[name], params_of(CONFIGS[name])

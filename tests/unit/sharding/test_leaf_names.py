@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding.base.errors import CheckpointError, LayoutError, TreeError
 from fsharding.sharding.leaf_names import objections_to_names
-from tests.helpers import refusal
+from tests.helpers import refusal, slow
 
 MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts, checkpoints and exported files."
 
@@ -59,6 +59,7 @@ KEYS = st.text(st.sampled_from("ab.{}ij_0 é\n\x00\\/"), max_size=4) | st.sample
 TREES = st.recursive(st.just(0), lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3), max_leaves=4)
 
 
+@slow
 @settings(max_examples=max(100, settings.default.max_examples))
 @given(tree=TREES.filter(lambda x: isinstance(x, dict)))
 def test_a_path_is_refused_or_goes_out_to_files_and_comes_back(tree, tmp_path_factory):

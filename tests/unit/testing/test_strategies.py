@@ -24,7 +24,7 @@ from fsharding.testing import (
     whole_tensors,
 )
 from tests.decoders import DecoderCase, decoder_cases
-from tests.helpers import full
+from tests.helpers import full, slow
 
 ONE = AbstractMesh(("dp",), (1,))
 HOME = Home(ONE, fs.zero(0))
@@ -34,6 +34,7 @@ def least(strategy, condition=lambda value: True, examples=60):
     return find(strategy, condition, settings=settings(max_examples=examples, database=None))
 
 
+@slow
 def test_everything_shrinks_to_one_rank_and_a_replicated_leaf():
     assert least(strategies.meshes()) == ONE
     assert least(strategies.meshes(subset_of=3)).size == 1
@@ -139,6 +140,7 @@ def test_without_hypothesis_the_error_names_the_extra():
     assert want in done.stderr
 
 
+@slow
 def test_importing_the_package_does_not_import_hypothesis():
     code = "import sys, fsharding, fsharding.testing\nassert 'hypothesis' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -6,7 +6,7 @@ import torch
 import fsharding as fs
 from fsharding import formats
 from fsharding.formats.precision import Precision
-from tests.helpers import full
+from tests.helpers import full, slow
 
 CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=96)
 MODEL = fs.models.decoder(CONFIG)
@@ -39,6 +39,7 @@ def losses(precision, steps):
     return torch.tensor(result)
 
 
+@slow
 @pytest.mark.parametrize("steps", [40, pytest.param(200, marks=full)])
 def test_losses_are_within_one_percent(steps):
     wide, *narrow = (losses(precision, steps) for precision in (WIDE, MOMENTS, BOTH))

@@ -17,7 +17,7 @@ from fsharding.comm.reduce import sums_at_once
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import axis_group
-from tests.helpers import fake_groups_write, fake_ranks
+from tests.helpers import fake_groups_write, fake_ranks, slow
 
 OURS = str(Path(fs.__file__).parent)
 LEVELS = 7
@@ -99,6 +99,7 @@ CASES = {f"zero{level}": (fs.zero(level), 1) for level in range(4)}
 CASES |= {"hsdp": (fs.hybrid(fs.zero(3)), 2), "hfsdp": (fs.hybrid(fs.zero(3), opt_state=True), 2)}
 
 
+@slow
 @fake_groups_write
 @pytest.mark.parametrize(("strategy", "replicas"), CASES.values(), ids=CASES)
 def test_a_step_of_many_ranks_does_as_much_as_one_of_few(strategy, replicas, monkeypatch):
@@ -147,6 +148,7 @@ def test_groups_of_many_ranks_are_in_the_order_of_their_axes():
             assert [group.order[i] for i in group.by_rank] == [*range(group.size)]
 
 
+@slow
 def test_bench_ranks_measures_every_contender():
     config = RanksConfig(blocks=1, dim=64, seq_len=8, rounds=1)
     rows = measure_ranks(config, 64)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from tests.helpers import refusal
+from tests.helpers import refusal, slow
 
 EOS = 0
 
@@ -292,6 +292,7 @@ def test_a_worker_reads_ahead(tokenizer, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
+@slow
 def test_positions_of_other_data_are_refused():
     options = {"batch_size": 2, "seq_len": 3, "eos": EOS}
     data = fs.data.packed([[1, 2, 3], [4, 5]], **options)

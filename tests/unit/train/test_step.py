@@ -10,7 +10,7 @@ import fsharding as fs
 from fsharding.apps.bench.rounds import allocated
 from fsharding.base.errors import DonatedError, NonFiniteError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.helpers import full, token_batch
+from tests.helpers import full, slow, token_batch
 
 SIZES = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
 MODEL = fs.models.decoder(SIZES)
@@ -31,6 +31,7 @@ def losses(state, step, steps=4):
     return torch.stack(found), state
 
 
+@slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=full)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_compiled_blocks_have_the_losses_of_eager_ones(dtype, backend):
@@ -45,6 +46,7 @@ def test_compiled_blocks_have_the_losses_of_eager_ones(dtype, backend):
     assert counters["aot_autograd"]["ok"] == counters["aot_autograd"]["total"] > 0
 
 
+@slow
 def test_float16_trains_with_scaled_losses():
     """Times the first scale gradients overflow: such a step halves the scale and changes no parameter."""
     state, step = start(fs.FP16)
@@ -60,6 +62,7 @@ def test_float16_trains_with_scaled_losses():
         assert after < loss if taken else after == loss
 
 
+@slow
 def test_a_step_leaves_nothing_behind():
     state, step = start()
     _, state = losses(state, step)

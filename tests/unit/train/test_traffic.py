@@ -13,6 +13,7 @@ from fsharding.base.errors import ArgumentError, BatchError, MeshError
 from fsharding.comm.counters import Sent
 from fsharding.mesh import failures, groups
 from fsharding.testing import run_ranks
+from tests.helpers import slow
 
 L, D, H, E, F, V = 3, 32, 8, 4, 40, 64
 CONFIG = fs.models.DecoderConfig(vocab=V, dim=D, layers=L, heads=H, kv_heads=4, hidden=F)
@@ -48,6 +49,7 @@ def test_tensor_parallel():
     }
 
 
+@slow
 def test_context_parallel():
     # k: keys and values of a rank, q: its queries; besides, the gradients and two numbers of the loss and the stop bit.
     k, q = 2 * 4 * B * (T // 2) * E * 4, H * B * (T // 2) * E * 4
@@ -59,6 +61,7 @@ def test_context_parallel():
     assert rest["ulysses"] == Sent(L * 4 + len(units) + 1, L * 2 * (k + 2 * q) // 2 + P * 4 + loss.bytes)
 
 
+@slow
 def test_data_parallel():
     units = L + 2
     assert sent(fs.zero(0), dp=2) == {("dp",): Sent(units + 1, P * 4 + 24)}
@@ -70,6 +73,7 @@ def test_data_parallel():
     }
 
 
+@slow
 def test_pipelines():
     schedule = fs.pipeline.plan_schedule("1f1b", 3, 4)
     rows = 4 * B
@@ -90,6 +94,7 @@ def test_pipelines():
         assert found == Sent(4 * count + 2, 4 * count * X + 12 * 8 + 24)
 
 
+@slow
 def test_large_sums_are_an_exchange_and_a_gather():
     rows = 80
     x, tokens = rows * T * D, rows * T * 4
@@ -99,12 +104,14 @@ def test_large_sums_are_an_exchange_and_a_gather():
     }
 
 
+@slow
 def test_sums_of_two_ranks_are_one_call():
     rows = 80
     x, tokens = rows * T * D, rows * T * 4
     assert sent(rows=rows, tp=2) == {("tp",): Sent(4 * L + 2 + 3 + 1, (4 * L + 2) * x * 4 + 3 * tokens + 10 * 8)}
 
 
+@slow
 def test_codes_take_half_the_bytes_of_bfloat16():
     """Of leaves that have a format and whose sizes are multiples of 32 times the ranks, each byte of MX counted."""
     sizes, k = fs.models.DecoderConfig(vocab=64, dim=256, layers=1, heads=8, kv_heads=8, hidden=512), 4
@@ -156,6 +163,7 @@ def test_one_unit_under_zero3_on_two_ranks():
     assert of_loss(fs.zero(3), {"dp": 1}, dp=2) == of_loss(fs.zero(3), dp=2)
 
 
+@slow
 @pytest.mark.parametrize("rank", [0, 7, 4_095])
 def test_any_number_of_ranks(rank):
     # Few numbers are added by all ranks: each sends all 36 float32 of its gradients, and 3 float64 as above.
@@ -204,6 +212,7 @@ def in_a_run():
     return float(total), fs.unshard(state.params["w"]).shape, state.params["w"].full_tensor().shape
 
 
+@slow
 def test_inside_a_run():
     assert run_ranks(in_a_run, 2) == [(2.0, (8, 4), (8, 4))] * 2
 

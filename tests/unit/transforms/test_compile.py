@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import fsharding as fs
 from fsharding import policies
 from fsharding.base.errors import MissingKeyError, NotGatheredError, ShapeError, TransformError
-from tests.helpers import full, refusal
+from tests.helpers import full, refusal, slow
 
 OPT = fs.adamw(1e-2)
 NAMES = {
@@ -84,6 +84,7 @@ def breaks():
 
 
 # --------------------------------------------------------------------------------------------------------------- blocks
+@slow
 @pytest.mark.parametrize("level", range(4))
 def test_a_compiled_block_is_one_graph_with_the_bits_of_an_eager_one(graphs, level):
     compiled = torch.compile(block, backend=graphs, fullgraph=True)
@@ -91,6 +92,7 @@ def test_a_compiled_block_is_one_graph_with_the_bits_of_an_eager_one(graphs, lev
     assert (graphs.frame_count, breaks()) == (1, 0)
 
 
+@slow
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_a_compiled_block_under_every_policy(graphs, policy):
     compiled = torch.compile(block, backend=graphs, fullgraph=True)
@@ -104,12 +106,14 @@ def test_a_compiled_block_in_bfloat16(graphs):
     assert graphs.frame_count == 1
 
 
+@slow
 def test_a_second_length_compiles_once_more_for_all_lengths(graphs):
     compiled = torch.compile(block, backend=graphs)
     assert losses(loss_of(compiled), CHANGING) == losses(loss_of(block), CHANGING)
     assert (graphs.frame_count, breaks()) == (2, 0)
 
 
+@slow
 def test_a_compiled_block_that_is_computed_again_in_backward(graphs):
     again = fs.remat(torch.compile(block, backend=graphs, fullgraph=True))
     assert losses(loss_of(again)) == losses(loss_of(block))
@@ -125,6 +129,7 @@ def test_inductor():
 
 
 # --------------------------------------------------------------------------------------------------- whole loss functions
+@slow
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_compiled_loss_function_has_graphs_between_its_gathers(graphs, level):
     compiled = torch.compile(loss_of(block), backend=graphs)
@@ -133,6 +138,7 @@ def test_a_compiled_loss_function_has_graphs_between_its_gathers(graphs, level):
     assert (graphs.frame_count, breaks()) == (2, 3)
 
 
+@slow
 def test_a_compiled_loss_function_of_a_compiled_block(graphs):
     inner = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss_of(torch.compile(block, backend=inner, fullgraph=True)), backend=graphs)
@@ -140,6 +146,7 @@ def test_a_compiled_loss_function_of_a_compiled_block(graphs):
     assert (graphs.frame_count, inner.frame_count) == (2, 1)
 
 
+@slow
 def test_a_compiled_loss_function_of_changing_lengths(graphs):
     compiled = torch.compile(loss_of(block), backend=graphs)
     assert losses(compiled, CHANGING) == losses(loss_of(block), CHANGING)
@@ -155,6 +162,7 @@ def test_a_compiled_loss_function_in_value_and_grad(graphs):
         assert torch.equal(grad.to_local(), other.to_local())
 
 
+@slow
 def test_a_compiled_loss_function_with_remat_and_whole_trees(graphs):
     def loss_fn(params, batch):
         embed, head = fs.gather_unit(params["embed"]), fs.gather_unit(params["head"])
@@ -175,6 +183,7 @@ def test_a_compiled_function_in_shard_map(graphs):
     assert graphs.frame_count == 1
 
 
+@slow
 def test_a_compiled_loss_of_a_model(graphs):
     model = fs.models.decoder(fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12))
     state = fs.init_state(model, OPT, fs.random.key(0), fs.plan_layout(model, fs.make_mesh(device="cpu")))

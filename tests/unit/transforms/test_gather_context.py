@@ -11,8 +11,10 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.sharding.named_sharding import local_of
 from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import loss_and_grads
+from tests.helpers import slow
 
 
+@slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_of_what_backward_did_not_visit(fails):
     """A node that keeps its own result, as exp does, would keep itself alive."""

@@ -15,7 +15,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.streams import OneStream, streams_for
 from fsharding.testing import assert_bitwise_equal
 from fsharding.transforms.unit_plan import large_from
-from tests.helpers import bits, fake_groups_write, fake_ranks, full
+from tests.helpers import bits, fake_groups_write, fake_ranks, full, slow
 from tests.stream_log import Row, recording_streams, unjoined, violations, waits_of, without
 from tests.training import MODEL, ZEROS, optimizer
 
@@ -94,6 +94,7 @@ ODD = {
 }
 
 
+@slow
 @fake_groups_write
 @pytest.mark.parametrize("cases", [SOME, pytest.param(EVERY, marks=full)], ids=["some", "every"])
 @pytest.mark.parametrize("strategy", ZEROS, ids=str)
@@ -103,6 +104,7 @@ def test_nothing_is_read_before_it_is_written_nor_written_while_a_reader_is_due(
         assert violations(rows) == [] and unjoined(rows) == [], case
 
 
+@slow
 @fake_groups_write
 @pytest.mark.parametrize("name", ODD)
 def test_nor_in_odd_steps(name):
@@ -146,6 +148,7 @@ def fails(rows):
     return bool(violations(rows) or unjoined(rows))
 
 
+@slow
 @fake_groups_write
 def test_without_a_wait_the_order_is_refused():
     seen, needed, both = set(), set(), []
@@ -270,6 +273,7 @@ def test_nor_in_a_decoder():
         assert violations(streams.rows) == [] and unjoined(streams.rows) == []
 
 
+@slow
 @fake_groups_write
 @pytest.mark.parametrize("sums", ["native", "ordered"])
 def test_no_queue_waits_for_all_that_others_do_but_at_the_end_of_a_call(sums):
