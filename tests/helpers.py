@@ -74,16 +74,16 @@ FULL = settings.default.max_examples >= 500
 """Whether Hypothesis looks for as many examples as `make test-full` asks for."""
 
 
-QUICK = settings.default.max_examples < 10
+QUICK = settings.default.max_examples < 50
 """Whether Hypothesis looks for as few examples as `make test` asks for."""
 
 
 def examples(few: int, many: int) -> settings:
-    """How many examples a law gets in `make test-laws` and in `make test-full`; `make test` has a tenth of the few.
+    """How many examples a law gets in `make test-laws` and in `make test-full`; `make test` has a fifth of the few.
 
     One on ranks takes tenths of a second, so that such laws get a few hundred at most.
     """
-    return settings(max_examples=many if FULL else max(few // 10, 1) if QUICK else few)
+    return settings(max_examples=many if FULL else max(few // 5, 1) if QUICK else few)
 
 
 def refusal(call: Callable[..., Any], *args: Any, kind: type[Exception] = FshardingError, **kwargs: Any) -> str:

@@ -311,7 +311,6 @@ def test_no_module_of_tests_imports_a_test_module():
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.slow
 def test_imports_make_no_circle():
     circle = find_circle({m.name: [i.target for i in m.imports()] for m in MODULES})
     assert circle is None, " -> ".join(name or "fsharding" for name in circle or [])

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import mesh_of, whole
 
@@ -44,14 +43,13 @@ PRECISIONS = [fs.FP32, fs.BF16]
 def batches(steps, mesh, vocab=CONFIG.vocab):
     """This rank's part of batches that can be learnt; ranks have different numbers of tokens that count."""
     generator = torch.Generator().manual_seed(1)
-    index, count = data_position(mesh)
     for _ in range(steps):
         tokens = torch.randint(0, vocab, (ROWS, 1), generator=generator)
         for _ in range(POSITIONS):
             tokens = torch.cat((tokens, (5 * tokens[:, -1:] + 3) % vocab), 1)
         targets = tokens[:, 1:].clone()
         targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
-        yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
+        yield fs.local_batch({"tokens": tokens[:, :-1], "targets": targets}, mesh)
 
 
 def optimizer(name, clip=0.5):

@@ -53,6 +53,7 @@ _GROUP_TIMEOUT = datetime.timedelta(minutes=10)
 _UNGUARDED = 97
 """The exit status of a rank whose script starts ranks as soon as it is imported."""
 _GRACE = 1.0
+_EXIT_S = 10.0  # On a busy machine, its parent learns seconds later that a process was killed.
 _CROWD = 40
 """Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
 _PRELOAD = (
@@ -161,8 +162,10 @@ class _Worker:
         except (EOFError, OSError):
             reply = None
         if reply is None:
-            self.process.join(_GRACE)
-            status = self.process.exitcode or 0
+            self.process.join(_EXIT_S)
+            status = self.process.exitcode
+            if status is None:
+                return Failure(f"closed its pipe, and had not ended {_EXIT_S:g} s later", died=True)
             end = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
             return Failure(end, died=True, status=status)
         if reply[0]:

@@ -187,7 +187,6 @@ def test_a_node_that_is_visited_first_comes_before_those_behind_it():
     assert (visited(True), visited(False)) == (["weight", "layer"], ["layer", "weight"])
 
 
-@slow
 def test_storage_users_counts_who_holds_it():
     base = torch.empty(8)
     identity = _compat.storage_id(base)

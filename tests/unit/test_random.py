@@ -14,7 +14,6 @@ from fsharding.base import _compat
 from fsharding.base.errors import LayoutError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
 from tests import helpers
-from tests.helpers import slow
 
 
 def words(text):
@@ -186,7 +185,6 @@ def test_a_key_of_a_count_on_a_device_is_that_of_the_number(number):
     assert_bitwise_equal(random.fold_in(key, torch.tensor(number)), random.fold_in(key, number))
 
 
-@slow
 def test_keys_and_draws_of_fake_tensors_have_shapes():
     with FakeTensorMode():
         key = random.fold_in_count(random.key(3), torch.zeros((), dtype=torch.int64))

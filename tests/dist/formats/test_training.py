@@ -13,7 +13,8 @@ from fsharding.testing import run_ranks
 from tests.helpers import full
 
 MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=256, dim=64, layers=4, heads=4, kv_heads=2, hidden=160))
-TEXT = torch.frombuffer(bytearray(Path(fs.tree.__file__).read_bytes()), dtype=torch.uint8).long()
+# A text that no change of the library changes: losses are compared to within 1 %.
+TEXT = torch.frombuffer(bytearray((Path(__file__).parents[3] / "LICENSE").read_bytes()), dtype=torch.uint8).long()
 NVFP4 = Precision(
     params=torch.float32,
     compute=torch.bfloat16,

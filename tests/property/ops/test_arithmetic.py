@@ -18,7 +18,7 @@ from fsharding.comm import reshard_plan
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.testing import Leaf, assert_bitwise_equal, local_part, strategies
-from tests.helpers import examples, slow
+from tests.helpers import examples
 
 
 @st.composite
@@ -145,7 +145,6 @@ def test_a_save_and_a_load_by_torchs_planner(case, dtype):
 
 
 # ------------------------------------------------------------------------------------------------------- routes
-@slow
 @examples(350, 1500)
 @given(moves(), st.sampled_from([16, 64, 1 << 20]))
 def test_a_plan_of_routes_fills_every_target_once(case, budget):

@@ -13,7 +13,7 @@ from fsharding import ops
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.ops.moe import owned_experts
 from fsharding.testing import run_ranks
-from tests.helpers import examples, mesh_of, slow
+from tests.helpers import examples, mesh_of
 
 
 class Case(NamedTuple):
@@ -62,7 +62,6 @@ def there_and_back(case):
     assert ops.expert_counts(routing, mesh=mesh)[start:stop].tolist() == counts.tolist()
 
 
-@slow
 @examples(25, 100)
 @given(cases())
 def test_every_row_arrives_and_every_result_comes_back(case):

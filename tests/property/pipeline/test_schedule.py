@@ -13,7 +13,7 @@ from fsharding.base.errors import ScheduleError
 from fsharding.pipeline.actions import COMPUTES, MESSAGES, Pair, computes_in, flat, needs, partner, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import PAIRED, SCHEDULES
-from tests.helpers import full, slow
+from tests.helpers import full
 
 HOWS = st.sampled_from(["step", "microbatch"])
 TIMES = st.tuples(*[st.integers(0, 7)] * 3).filter(any)
@@ -72,7 +72,6 @@ def test_what_can_be_planned_is_right(schedule):
         )
 
 
-@slow
 @given(schedules(), st.data())
 def test_an_action_that_is_left_out_or_doubled_is_noticed(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))

@@ -50,7 +50,6 @@ def no_space(*args, **kwargs):
 
 
 # ----------------------------------------------------------------------------------------------------------- save_async
-@slow
 def test_the_state_may_change_while_it_is_written(tmp_path, gate):
     state, truth = state_of(planned()), state_of(planned())
     pending = ck.save_async(tmp_path / "a", state, extra=[1])

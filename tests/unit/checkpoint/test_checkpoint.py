@@ -126,7 +126,6 @@ def test_plain_torch_reads_a_leaf(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- manifest
-@slow
 def test_manifest(saved):
     found = ck.metadata(saved)
     assert (found.step, found.extra, found.version, found.torch) == (12, {"seed": 1}, 1, torch.__version__)
@@ -149,7 +148,6 @@ def test_manifest(saved):
     assert manifests.parse(manifests.text_of(found).encode(), "here") == found
 
 
-@slow
 def test_files_hold_no_path_of_this_machine_and_are_reproducible(saved, tmp_path):
     ck.save(tmp_path / "again", state_of(planned()), extra={"seed": 1})
     for name in os.listdir(saved):
@@ -250,7 +248,6 @@ def test_flipped_bit(saved, name, where):
     )
 
 
-@slow
 def test_truncated_missing_swapped_linked(saved, tmp_path):
     data, pickled = saved / "__0_0.distcp", saved / ".metadata"
     size = data.stat().st_size
@@ -535,7 +532,6 @@ def test_leaves_that_cannot_be_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@slow
 def test_nothing_but_a_checkpoint_is_overwritten(tmp_path):
     state = state_of(planned())
     (tmp_path / "mine").mkdir()
@@ -561,7 +557,6 @@ def fail(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@slow
 @pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.rename", "fsharding.checkpoint.directory.sync"])
 def test_a_failed_save_leaves_the_old_checkpoint(saved, monkeypatch, where):
     with monkeypatch.context() as patch:

@@ -130,7 +130,6 @@ def test_pickles_that_never_end_are_refused_at_once(saved, name):
         assert "cannot read " in refusal(fs.foreign.open_weights, saved.parent / "weights")
 
 
-@slow
 def test_a_dict_of_dicts_of_dicts_is_refused_by_what_it_would_become(tmp_path):
     inner: object = {"a": 1}
     for _ in range(60):
@@ -373,7 +372,6 @@ def test_links_that_lead_out_are_refused(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts
-@slow
 def test_ten_thousand_extra_tensors_are_ten_and_a_count(tmp_path):
     tensors = {f"{'x' * 2_000}{i}": torch.zeros(0) for i in range(10_000)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -382,7 +380,6 @@ def test_ten_thousand_extra_tensors_are_ten_and_a_count(tmp_path):
     assert "10001 tensors are not as they should be." in text and "\n  and 9,991 more\n" in text
 
 
-@slow
 def test_a_config_of_very_many_layers_is_refused_at_once(tmp_path):
     model = model_of(tmp_path / "model")
     entries = json.loads((model / "config.json").read_text())
@@ -460,7 +457,6 @@ def test_inspect_refuses_what_load_refuses(damage, saved, capsys):
         assert "  damaged: manifest.json: it says step 13, the files say step 0" in out
 
 
-@slow
 def test_inspect_says_what_a_directory_is_instead(saved, tmp_path, capsys):
     model = model_of(tmp_path / "model")
     with warnings.catch_warnings():
@@ -639,7 +635,6 @@ def test_manifests_that_somebody_sealed_again(saved, path, value, reason):
     assert ck.inspect(saved).damaged
 
 
-@slow
 def test_layouts_of_manifests_that_somebody_sealed_again(saved):
     found = ck.metadata(saved)
     params = found.layout["params"]
@@ -850,7 +845,6 @@ def test_a_manifest_that_no_load_would_read_is_not_written(saved, save):
     assert unchanged(saved.parent) == ["0"] and (saved / "manifest.json").read_bytes() == before
 
 
-@slow
 def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_path):
     partial = directory.Partial(tmp_path / "a")
     try:
@@ -863,7 +857,6 @@ def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_pat
         partial.close()
 
 
-@slow
 def test_metadata_of_holes_are_read_once(saved):
     sparse(saved / ".metadata", 0)
     sparse(saved / ".metadata", 200 << 20)

@@ -341,6 +341,7 @@ MEBI = 1 << 20
 LITTLE = """
 import resource, sys
 import torch
+import fsharding as fs
 from fsharding import checkpoint as ck
 folder, allowed = sys.argv[1], int(sys.argv[2])
 for kind in ("torch", "safetensors"):  # what is imported and compiled once is not counted

@@ -7,7 +7,6 @@ import torch
 
 import fsharding as fs
 from fsharding.apps.cli.main import main
-from tests.helpers import slow
 
 
 def run(capsys, *arguments):
@@ -70,7 +69,6 @@ def test_the_version(capsys):
     assert run(capsys, "--version") == (0, f"fsharding {fs.__version__}\n", "")
 
 
-@slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -105,7 +105,6 @@ def test_the_validation_is_the_loss_of_those_batches(config, tmp_path):
     assert row["val_loss"] == pytest.approx(row["loss"], rel=1e-6)
 
 
-@slow
 def test_the_last_line_names_what_was_written(config, tmp_path, capsys):
     for plot, files in ((False, "metrics and checkpoints"), (True, "metrics, plot and checkpoints")):
         out = tmp_path / str(plot)
@@ -149,7 +148,6 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@slow
 def test_a_new_run_sets_the_files_of_trackers_aside(tracked, config, tmp_path):
     out = tmp_path / "run"
     once = replace(config, out=out, steps=1, log=("json",), trace=1)
@@ -159,7 +157,6 @@ def test_a_new_run_sets_the_files_of_trackers_aside(tracked, config, tmp_path):
     assert len((out / "log.jsonl").read_text().splitlines()) == 1
 
 
-@slow
 def test_progress_has_no_utilization_of_an_unknown_device(config, tmp_path, capsys):
     options = ["--data", config.data, "--steps", "1", "--batch", "2", "--seq", "32", "--no-plot"]
     with pytest.raises(SystemExit, match="0"):

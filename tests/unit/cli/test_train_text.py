@@ -13,7 +13,7 @@ from fsharding.apps.cli.train import train
 from fsharding.apps.data.packed import Packed
 from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from fsharding.pipeline.plots import read_metrics
-from tests.helpers import refusal, slow
+from tests.helpers import refusal
 
 tokenizers = pytest.importorskip("tokenizers")
 datasets = pytest.importorskip("datasets")
@@ -56,7 +56,6 @@ def ran(config):
     return [(row["loss"], row.get("val_loss")) for row in read_metrics(config.metrics)]
 
 
-@slow
 def test_a_run_that_goes_on_has_the_losses_of_one_that_never_stopped(config, folder, tmp_path, monkeypatch):
     config = replace(config, documents=True, val_data=str(folder / "val.jsonl"), val_every=3, val_batches=2)
     want = ran(config)

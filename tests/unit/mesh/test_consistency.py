@@ -9,7 +9,6 @@ import torch
 import fsharding as fs
 from fsharding.base.errors import ConfigError
 from fsharding.mesh.consistency import _differences, digest, facts_of, refuse_differences
-from tests.helpers import slow
 
 
 def settings(**changes):
@@ -31,7 +30,6 @@ def test_an_optimizer_is_told_by_what_it_closes_over():
     assert facts_of("o", fs.sgd(0.1)) != facts_of("o", fs.sgd(0.2)) != facts_of("o", fs.adamw(0.2))
 
 
-@slow
 def test_a_model_is_told_by_its_config():
     def told(**changes):
         return facts_of("model", fs.models.decoder(fs.models.DecoderConfig(**changes), attention="ring"))

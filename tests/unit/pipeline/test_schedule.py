@@ -10,7 +10,7 @@ import torch
 import fsharding as fs
 from fsharding.base.errors import ConfigError, ScheduleError
 from fsharding.pipeline.actions import KINDS, Action, flat, parse_entry
-from tests.helpers import refusal, slow
+from tests.helpers import refusal
 
 SIZES = [(1, 3), (2, 4), (3, 4), (4, 8), (5, 5), (6, 12)]
 TIMES = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (3, 2, 1), (5, 4, 3)]
@@ -171,7 +171,6 @@ def test_the_timeline_as_text():
     ]
 
 
-@slow
 def test_a_picture(tmp_path, monkeypatch):
     schedule = fs.pipeline.plan_schedule("dualpipev", 2, 4)
     fs.pipeline.draw_schedule(schedule, tmp_path / "a.png", send=0.5)

@@ -148,7 +148,6 @@ def test_groups_of_many_ranks_are_in_the_order_of_their_axes():
             assert [group.order[i] for i in group.by_rank] == [*range(group.size)]
 
 
-@slow
 def test_bench_ranks_measures_every_contender():
     config = RanksConfig(blocks=1, dim=64, seq_len=8, rounds=1)
     rows = measure_ranks(config, 64)

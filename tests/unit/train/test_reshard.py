@@ -9,7 +9,6 @@ from fsharding.base.errors import LayoutError
 from fsharding.comm import reshard_plan
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
-from tests.helpers import slow
 
 FOUR = AbstractMesh(("dp",), (4,))
 
@@ -54,7 +53,6 @@ def test_main_copies_are_moved_where_they_are_kept():
     assert rows["main.w"] == ("nothing", 0, 0) and rows["params.w"] == ("gather", 3 * 32, 4 * 3 * 32)
 
 
-@slow
 def test_a_plan_of_thousands_of_ranks():
     mesh = AbstractMesh(("dp", "tp"), (256, 8))
     a = fs.NamedSharding(mesh, fs.P("dp", "tp"))

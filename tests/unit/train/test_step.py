@@ -46,7 +46,6 @@ def test_compiled_blocks_have_the_losses_of_eager_ones(dtype, backend):
     assert counters["aot_autograd"]["ok"] == counters["aot_autograd"]["total"] > 0
 
 
-@slow
 def test_float16_trains_with_scaled_losses():
     """Times the first scale gradients overflow: such a step halves the scale and changes no parameter."""
     state, step = start(fs.FP16)
@@ -62,7 +61,6 @@ def test_float16_trains_with_scaled_losses():
         assert after < loss if taken else after == loss
 
 
-@slow
 def test_a_step_leaves_nothing_behind():
     state, step = start()
     _, state = losses(state, step)

@@ -104,7 +104,6 @@ def test_large_sums_are_an_exchange_and_a_gather():
     }
 
 
-@slow
 def test_sums_of_two_ranks_are_one_call():
     rows = 80
     x, tokens = rows * T * D, rows * T * 4

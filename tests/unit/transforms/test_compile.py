@@ -106,14 +106,12 @@ def test_a_compiled_block_in_bfloat16(graphs):
     assert graphs.frame_count == 1
 
 
-@slow
 def test_a_second_length_compiles_once_more_for_all_lengths(graphs):
     compiled = torch.compile(block, backend=graphs)
     assert losses(loss_of(compiled), CHANGING) == losses(loss_of(block), CHANGING)
     assert (graphs.frame_count, breaks()) == (2, 0)
 
 
-@slow
 def test_a_compiled_block_that_is_computed_again_in_backward(graphs):
     again = fs.remat(torch.compile(block, backend=graphs, fullgraph=True))
     assert losses(loss_of(again)) == losses(loss_of(block))
