@@ -44,7 +44,7 @@ export -f step; export python preset dtype batch length rounds
 
 if wanted tests; then
     echo "== tests/gpu"
-    timeout 540 "$python" -m pytest -q -p no:cacheprovider -m '' tests/gpu 2>&1 | tee "$out/tests.log" | tail -n 15
+    timeout 540 "$python" -m pytest -q -p no:cacheprovider -m '' tests/gpu 2>&1 | tee "$out/tests.log" | tail -n 40
     [[ ${PIPESTATUS[0]} -eq 0 ]] || failed=1
 fi
 

@@ -280,7 +280,10 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
     """A rank whose end of the pipe is closed, and that has not answered."""
     process.join(_EXIT_S)
     code = process.exitcode
-    how = f"exit code {code}" if code is None or code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code is None:
+        how = f"it closed its pipe, and had not ended {_EXIT_S:g} s later"
+    else:
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     return _Failure(False, time.monotonic(), rank, f"lost rank {rank} ({how}).", "")
 
 
