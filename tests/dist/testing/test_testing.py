@@ -1,5 +1,6 @@
 """The rank pool: results in rank order, one pool for many calls, and no call that hangs or spoils the next."""
 
+import multiprocessing
 import os
 import pathlib
 import pickle
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsharding.base.errors import RankError
 from fsharding.testing import RankFailure, RankPool, assert_bitwise_equal, assert_trees_close, run_ranks
+from fsharding.testing.ranks import _Worker
 from tests.helpers import full
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -458,3 +461,11 @@ def test_ranks_end_with_their_caller(tmp_path):
     assert len(pids) == 2
     gone_within(10, pids)
     assert not list(tmp_path.glob("fsharding-ranks-*"))
+
+
+def test_a_rank_whose_end_is_not_known_yet_is_not_said_to_have_exited():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    slow = SimpleNamespace(join=lambda timeout: None, exitcode=None)
+    failure = _Worker(slow, ours).receive()
+    assert failure.died and failure.what == "closed its pipe, and had not ended 10 s later"
