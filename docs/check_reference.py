@@ -1,4 +1,4 @@
-"""Fails the build of the pages if a public name has no docstring, or stands on no page of the reference."""
+"""Fails the build of the pages if a public name has no docstring, leaves out a parameter, or stands on no page."""
 
 from __future__ import annotations
 
@@ -29,10 +29,34 @@ def on_pre_build(config: Any) -> None:
         for path, x in loose.items()
         if path.replace("fs.", "fsharding.", 1) not in shown and not any(x is y for y in inside.values())
     ]
-    wrong += [f"{path} has no docstring" for path, x in (loose | inside).items() if _has_code(x) and not x.__doc__]
+    public = {path: x for path, x in (loose | inside).items() if _has_code(x)}
+    wrong += [f"{path} has no docstring" for path, x in public.items() if not x.__doc__]
+    wrong += [f"{path} documents {listed}" for path, x in public.items() if (listed := _left_out(x))]
     if wrong:
         raise SystemExit("\n  ".join(["The reference is not complete:", *wrong]))
 
 
 def _has_code(x: Any) -> bool:
     return inspect.isclass(x) or inspect.isroutine(x)
+
+
+def _left_out(x: Any) -> str:
+    """Says which parameters the Args of a function, or of a method of a class, leave out; empty if none."""
+    found: list[str] = []
+    methods = (
+        [m for name, m in vars(x).items() if inspect.isfunction(m) and name[0] != "_"] if inspect.isclass(x) else []
+    )
+    for fn in [*([] if inspect.isclass(x) else [x]), *methods]:
+        text = inspect.getdoc(fn) or ""
+        if "Args:\n" in text:
+            names = {
+                name for name in inspect.signature(fn).parameters if name not in ("self", "cls") and name[0] != "_"
+            }
+            lists = re.findall(r"^    \*{0,2}(\w+(?:, \*{0,2}\w+)*):", text, re.MULTILINE)
+            missing = (
+                names
+                - fs.StepOptions.__annotations__.keys()
+                - {name.strip(" *") for line in lists for name in line.split(",")}
+            )
+            found += [f"{fn.__name__} without {', '.join(sorted(missing))}"] if missing else []
+    return "; ".join(found)

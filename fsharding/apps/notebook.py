@@ -356,11 +356,7 @@ class RankFunction(Generic[Result]):
 
 
 class _Processes:
-    """Ranks from their start to their end: processes, the pipes of their text, and keys of objects to release.
-
-    Args:
-        size: number of ranks.
-    """
+    """Ranks from their start to their end: processes, the pipes of their text, and keys of objects to release."""
 
     def __init__(self, size: int) -> None:
         self.pool, self.identity, self.ended = RankPool(size), uuid.uuid4().hex, False

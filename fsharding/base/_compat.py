@@ -212,11 +212,7 @@ def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
 
 
 def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
-    """As `cache_on_mesh`, of a function whose first argument has a `mesh`.
-
-    Args:
-        maxsize: of each cache.
-    """
+    """As `cache_on_mesh`, of a function whose first argument has a `mesh`."""
 
     def decorate(fn: _Function) -> _Function:
         valued = _valued(fn)
@@ -776,12 +772,6 @@ def torch_pipeline_order(
     """torch's own order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch), one or two together.
 
     Its schedules want modules and process groups, but look at numbers only. Two are an F and a B meant to overlap.
-
-    Args:
-        name: a class of `torch.distributed.pipelining.schedules`.
-        ranks: how many.
-        local: stages of each.
-        microbatches: how many.
     """
     from torch.distributed.pipelining import schedules  # lazy: it imports torch._dynamo, a second or two
 

@@ -264,7 +264,6 @@ def refuse(what: str, x: Any, mend: str) -> ArgumentError:
 
     Args:
         what: it takes, such as "a mesh".
-        x: what it was given.
         mend: the edit that makes it work.
     """
     return ArgumentError(message(f"takes {what}, got {kind_of(x)}.", mend=mend))
@@ -356,8 +355,6 @@ def check_path(what: str, path: Any, call: str) -> None:
 
     Args:
         what: it takes, such as "a path, then a Layout".
-        path: what it was given.
-        call: how to write it.
 
     Raises:
         ArgumentError: it is none.
@@ -417,8 +414,6 @@ def check_function(what: str, fn: Callable[..., Any], count: int, *, exactly: bo
 
     Args:
         what: it takes, such as "a loss function (params, batch)".
-        fn: what it was given.
-        count: of positional arguments.
         exactly: it must not ask for more.
 
     Raises:

@@ -19,7 +19,6 @@ def register(kind: str, name: str, place: str) -> None:
 
     Args:
         kind: the set of names that it joins, such as "transport".
-        name: how it is found.
         place: its module, such as "package.module", or an attribute of one, such as "package.module:Class".
     """
     _places.setdefault(kind, {})[name] = place

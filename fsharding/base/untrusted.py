@@ -61,7 +61,6 @@ def read_plain(path: StrPath, most: int) -> bytes:
     """All bytes of a regular file; see `open_plain`.
 
     Args:
-        path: of the file.
         most: how many bytes it may have.
 
     Raises:
@@ -87,9 +86,6 @@ def own_tree(folder: Path) -> Path:
 
     That cache keeps files once, as `models--ORG--NAME/blobs/HASH`, and `models--ORG--NAME/snapshots/REVISION/FILE` is
     a link to one.
-
-    Args:
-        folder: a real path.
     """
     for parent in folder.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
@@ -101,7 +97,6 @@ def beside(folder: Path, name: str) -> Path:
     """The real path of an entry of a directory, which may be a link inside `own_tree(folder)`.
 
     Args:
-        folder: a real path.
         name: of the entry; a plain name.
 
     Raises:
@@ -127,7 +122,6 @@ def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, neg
     """The value of a JSON text in UTF-8, in which no object has a name twice.
 
     Args:
-        data: the text.
         values: how many values it may hold, all of them together.
         finite: refuse NaN, Infinity and numbers that a float64 cannot hold; without it they are floats.
         negative: take numbers with a minus sign, if only in the exponent.

@@ -149,7 +149,6 @@ def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup 
 
     Args:
         timeout: of the group from here on.
-        use: which group.
 
     Raises:
         ArgumentError: the timeout is no timedelta.
@@ -169,12 +168,7 @@ def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup 
 
 
 def watched(path: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """Have work on a file system log once that it takes long, and name the path in its errors.
-
-    Args:
-        path: what is written.
-        work: what this rank does.
-    """
+    """Have work on a file system log once that it takes long, and name the path in its errors."""
     name = public_name()  # the timer has a thread of its own
 
     def run() -> T:

@@ -55,7 +55,6 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
 
     Args:
         box: what to cut; an empty box has no pieces.
-        itemsize: bytes of an element.
         strides: of the memory, in elements; by default that of the box alone, laid out by itself.
     """
     sizes = boxes.shape_of(box)
@@ -75,8 +74,6 @@ def read_range(source: Range, box: Box, out: Tensor) -> None:
     """Copies a box of a tensor in a file into `out`, casting where the dtypes differ.
 
     Args:
-        source: the tensor.
-        box: which part.
         out: of the box's shape, strided in any way, on any device.
 
     Raises:

@@ -96,10 +96,6 @@ def described(entries: Iterable[Entry]) -> dict[str, str] | None:
 def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
     """Read the chunks that a manifest describes, and check them.
 
-    Args:
-        folder: the checkpoint.
-        manifest: one that has `chunks`.
-
     Raises:
         CheckpointError: chunks that do not fill their leaf, or a place that is not in the files.
     """
@@ -146,11 +142,7 @@ def checked(
     """Check the chunks of a leaf, and return it with one row for whatever is wrong.
 
     Args:
-        path: of the leaf.
-        shape: its global shape.
-        dtype: its name.
         places: the box of each chunk, and where it is; None for nowhere.
-        sizes: bytes of each file.
         values: places are of values, not of records.
     """
     rows: list[str] = []

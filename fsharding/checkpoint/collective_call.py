@@ -78,7 +78,6 @@ def agreed(work: Callable[[], tuple[Own, str]], rule: str, row: str, group: dist
         work: returns a value that stays on this rank, and a hash of what has to be the same.
         rule: what is wrong if it isn't, as in `message`.
         row: what a rank has that differs from rank 0.
-        group: as in `together`.
 
     Raises:
         CheckpointError: on every rank, as `together`, or if answers differ.
@@ -101,9 +100,7 @@ def write_together(
     Args:
         target: where it is to be, for errors.
         begin: makes the place beside the target, on rank 0.
-        write: writes this rank's part.
         commit: puts the output in its place when all parts are written, on rank 0.
-        group: as in `together`.
 
     Returns:
         What `write` returned on every rank.

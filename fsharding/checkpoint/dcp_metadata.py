@@ -74,7 +74,6 @@ def inventory(folder: Path, pickled: bytes | bytearray, manifest: Manifest | Non
     """Reads DCP's own metadata, without running anything, and checks them.
 
     Args:
-        folder: the checkpoint.
         pickled: what is in its `.metadata`.
         manifest: with which they have to agree; None for a checkpoint that plain torch wrote, of which leaves that are
             no tensors are left out.

@@ -165,7 +165,6 @@ class Partial(PartialOutput):
         """Adds the manifest and puts the directory in its place.
 
         Args:
-            text: of the manifest.
             files: that the manifest names; all have to be there.
 
         Raises:
@@ -203,7 +202,6 @@ def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
     """The error of ranks that do not see the same directory.
 
     Args:
-        target: of the save.
         rows: what is not seen, and where.
     """
     rule = f"needs a directory that all ranks share, and {target.parent} is none."
@@ -291,9 +289,6 @@ def clear_stale(root: Path) -> None:
 
     A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that was
     set aside goes when a complete one is in its place.
-
-    Args:
-        root: directory of checkpoints.
     """
     for name in os.listdir(root):
         result = _STALE.fullmatch(name)
@@ -605,7 +600,6 @@ def retire(root: Path, keep: int, newest: Path) -> None:
     Each is renamed to a hidden name first: whatever interrupts this, nothing half is left under the name of a whole.
 
     Args:
-        root: directory of checkpoints.
         keep: how many to keep, at least one.
         newest: the one that was just saved, which stays whatever its number is.
     """

@@ -157,7 +157,6 @@ def check_readable(text: str, others: int) -> None:
     """Refuse a manifest that is larger than what is read.
 
     Args:
-        text: of the manifest.
         others: bytes of the other files of the checkpoint, together.
 
     Raises:

@@ -59,10 +59,6 @@ def check_stateful(data: Any) -> None:
 def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
     """This rank's position: (index, count, position) of its data rank; None where another rank speaks for it.
 
-    Args:
-        data: of this rank.
-        layout: of the state.
-
     Raises:
         CheckpointError: a value that cannot be written.
     """
@@ -151,11 +147,6 @@ def _read(value: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- loading
 def select(where: str, manifest: Manifest, layout: Layout) -> Any:
     """The position that this rank goes on from; None where the mesh does not have this rank.
-
-    Args:
-        where: the checkpoint, for errors.
-        manifest: of the checkpoint.
-        layout: where the state goes.
 
     Raises:
         CheckpointError: the checkpoint has no position, those of another number of data ranks, or damaged ones.

@@ -50,7 +50,6 @@ def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True)
     """Checks the files of a checkpoint: one row for each problem.
 
     Args:
-        folder: the checkpoint.
         files: which files, and what the manifest says of them.
         hashed: compare checksums too, of every block; not sizes alone.
     """
@@ -85,9 +84,6 @@ def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
     """Reads a block and hashes it on the way, piece by piece while each is in the cache of the core.
 
     Args:
-        path: of the file.
-        file: its size and blocks.
-        block: which.
         target: takes it; one that is smaller is used for each piece in turn.
 
     Returns:
@@ -174,7 +170,6 @@ class Source:
     """A checkpoint that is read box by box.
 
     Args:
-        folder: the checkpoint.
         inventory: what is in it; see `open_source`.
         files: size and checksums of its files; None if unknown, as for a checkpoint of plain torch.
 
@@ -207,8 +202,6 @@ class Source:
         """Copies a box of a leaf.
 
         Args:
-            path: of the leaf.
-            box: which part of it.
             out: takes the values; of the shape of the box, any strides, dtype or device. Where this raises, what is in
                 it means nothing.
 
@@ -313,7 +306,6 @@ def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = Fal
     The manifest has their places, unless it is older than its `chunks`; then, and without a manifest, `.metadata` has.
 
     Args:
-        folder: the checkpoint.
         manifest: of a checkpoint of ours; None for one that plain torch wrote, which has no checksums.
         as_torch: read `.metadata` in any case.
 

@@ -90,7 +90,6 @@ def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[
     """The parts that this rank shares with others, by all ranks that hold them, in the order of paths and boxes.
 
     Args:
-        leaves: of this rank.
         ranks: those that hold plain tensors: of the mesh.
     """
     result: dict[Holders, list[SharedBox]] = {}

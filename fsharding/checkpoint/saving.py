@@ -146,12 +146,7 @@ def save_async(
 
 
 def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
-    """Runs what is left of a save beside the training, from a copy of what this rank writes.
-
-    Args:
-        job: the save.
-        group: of `own_group`.
-    """
+    """Runs what is left of a save beside the training, from a copy of what this rank writes."""
     copied = job.copied()
 
     @named(_ASYNC)
@@ -222,11 +217,6 @@ class Job:
 def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> Manifest:
     """Puts a checkpoint in its place when all its data are written.
 
-    Args:
-        partial: where they were written.
-        manifest: without files and chunks.
-        written: the files.
-
     Returns:
         The manifest with both.
     """
@@ -255,12 +245,7 @@ def plan_save(
     """Checks on all ranks that a state can be saved, and says what this one writes. Collective.
 
     Args:
-        path: as in `save`.
-        state: as in `save`.
-        extra: as in `save`.
         after: what rank 0 does when the checkpoint is in its place.
-        data: as in `save`.
-        group: as in `Job.run`.
 
     Raises:
         CheckpointError: it cannot; nothing has been touched.

@@ -279,9 +279,7 @@ def rebuild(
     """A tree from plain data.
 
     Args:
-        plain: what `describe` gave.
         leaf: makes the leaf at a path.
-        path: of the root.
         owner: what the tree is, for the error.
 
     Raises:

@@ -53,7 +53,6 @@ class Window(io.RawIOBase):
 
     Args:
         fetch: gives the bytes from a start to a stop.
-        length: how many there are.
         most: how many are given at once.
     """
 
@@ -100,7 +99,6 @@ def parse_record(window: Window, length: int) -> Record:
     """Looks at a record.
 
     Args:
-        window: on the record.
         length: of the record in bytes.
 
     Raises:
@@ -119,7 +117,6 @@ def parse_file(window: Window, length: int) -> Any:
     """Looks at a file of dicts and lists of tensors.
 
     Args:
-        window: on the file.
         length: of the file in bytes.
 
     Returns:
@@ -166,7 +163,6 @@ def parse_plain(window: Window, entries: tuple[str, ...] | None = None) -> dict[
     """Read plain values of a file with a dict, or a list of one, or an `argparse.Namespace`; nothing in it is run.
 
     Args:
-        window: on the file.
         entries: names to return; by default all.
 
     Returns:

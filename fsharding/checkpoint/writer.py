@@ -191,7 +191,6 @@ class Writer:
     """Writes one file of a checkpoint: `with Writer(folder, number) as writer`, then `add` for each box, then `close`.
 
     Args:
-        folder: an existing directory.
         number: of the file, which is new; ranks give their own.
 
     Raises:
@@ -214,9 +213,7 @@ class Writer:
         """Writes one box of a leaf.
 
         Args:
-            path: of the leaf.
             shape: global shape of the leaf.
-            box: which part of it.
             tensor: that part; any strides, any device. It must stay as it is until `settle` or `close`.
         """
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
@@ -270,7 +267,6 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
     """Writes `.metadata` over all files of a checkpoint, with no path of this machine in it.
 
     Args:
-        folder: the checkpoint.
         written: what was written, on all ranks; leaves are listed by path, chunks by box.
     """
     by_path: dict[str, list[Entry]] = {}

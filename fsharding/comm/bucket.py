@@ -271,7 +271,6 @@ def part(bucket: Bucket, least: int) -> Parted:
     """Tells leaves of a bucket apart by whether they have to be put together from rows.
 
     Args:
-        bucket: the plan.
         least: elements of a piece below which a leaf is not worth a message of its own.
     """
     slots = [*enumerate(bucket.slots)]
@@ -367,7 +366,6 @@ def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> l
     Args:
         rows: [members, width], or as many tensors [width].
         flat: [size] of the same dtype.
-        bucket: the plan of both.
     """
     return fill(rows, whole_views(flat, bucket), bucket)
 
@@ -380,7 +378,6 @@ def fill(
     Args:
         rows: [members, width], or as many tensors [width].
         leaves: contiguous, of the same dtype.
-        bucket: the plan of both.
         there: a member whose pieces the leaves have already.
 
     Returns:

@@ -69,15 +69,7 @@ class Pool:
         owner: object | None = None,
         user: object | None = None,
     ) -> Tensor:
-        """A flat buffer of `size` elements with garbage inside; bytes of a buffer with an owner are counted.
-
-        Args:
-            size: elements.
-            dtype: of them.
-            device: of the buffer.
-            owner: whose bytes they are.
-            user: who will call `retire`.
-        """
+        """A flat buffer of `size` elements with garbage inside; bytes of a buffer with an owner are counted."""
         need = max(size, 1) * dtype.itemsize
         fits = [b for b in self._buffers if need <= b.base.numel() <= 2 * need and not b.in_use(self._idle)]
         buffer = min(fits, key=lambda b: b.base.numel(), default=None) or self._make(need, device)

@@ -212,7 +212,6 @@ def plan_cut_sums(
     Args:
         leaves: (shape of a term, dim that is cut) of each leaf, of at least two dims.
         axis_sizes: sizes of the axes that cut it, major first.
-        format: of the terms.
     """
     return _plan(leaves, axis_sizes, format, scatter=True, at_once=False)
 
@@ -223,8 +222,6 @@ def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: B
 
     Args:
         shapes: of a term of each leaf, of at least two dims.
-        members: how many there are.
-        format: of the terms.
     """
     if sums_at_once(sum(map(math.prod, shapes)), members):
         return _plan(tuple((shape, 0) for shape in shapes), (), format, scatter=False, at_once=True)

@@ -106,11 +106,8 @@ def plan_codes(
     """Plans how a leaf of at least two dims is rounded.
 
     Args:
-        mesh: of the leaf.
         sharding: of the leaf, without assignments.
         whole: its sharding once it has been gathered, over all data axes or some; the same where nothing is gathered.
-        shape: of the leaf.
-        format: of its codes.
     """
     assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
     sizes = abstract(mesh)
@@ -144,8 +141,6 @@ def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: t
     """Whether two codes travel in a byte: they have 4 bits, and no cut goes between two that share one.
 
     Args:
-        format: of the codes.
-        shape: of what is cut.
         dim: that is cut, if one is.
         pieces: of each cut in turn.
     """
@@ -175,7 +170,6 @@ def code_bucket(plans: Sequence[CodePlan], dims: Sequence[int], axis_sizes: tupl
     """Lays codes and scales out in rows of bytes.
 
     Args:
-        plans: of the leaves.
         dims: along which each is gathered.
         axis_sizes: of the axes over which they are.
     """
@@ -219,9 +213,6 @@ def encode_shards(
     """Codes and scales of shards.
 
     Args:
-        plans: of the leaves.
-        shards: this rank's.
-        scales: `shared_scales` of them.
         noise: for formats whose rounding is keyed.
 
     Returns:
@@ -242,11 +233,6 @@ def shared_scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mes
     """The scales of the blocks that each shard touches; of all blocks where ranks share them.
 
     Collective over the axes that the plans name, for all shards together.
-
-    Args:
-        plans: of the leaves.
-        shards: this rank's.
-        mesh: with devices.
     """
     amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
     amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
@@ -280,9 +266,7 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
     """Maxima over axes of numbers that are not negative: one sum-like call for each axis and set of axes.
 
     Args:
-        values: float32.
         axes: of the mesh, for each of them.
-        mesh: with devices.
     """
     result = list(values)
     for over in dict.fromkeys(a for a in axes if a):
@@ -327,8 +311,6 @@ def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[C
     """Codes and scales of leaves that have been gathered.
 
     Args:
-        coded: the bucket.
-        flat: what was gathered.
         own: what this rank gave, of which the scales are taken that do not travel.
     """
     packed = packed_from_bytes(coded, flat, own)
@@ -361,7 +343,6 @@ def decoded(plans: Sequence[CodePlan], coded: Sequence[Coded], into: Sequence[Te
     """Writes the numbers that codes stand for, of a stack of matrices some at a time.
 
     Args:
-        plans: of the leaves.
         coded: of leaves that have been gathered, with the scales of the blocks that these touch.
         into: as many such leaves, of any dtype.
     """

@@ -49,7 +49,6 @@ class Handle(Generic[_T_co]):
     """Communication in flight, and what its result is made of once it is done.
 
     Args:
-        work: what is waited for.
         finish: makes the result of what `work.wait` returns.
         communicates: `finish` starts a collective of its own, so the handle is never ready before it is waited for.
     """
@@ -65,9 +64,6 @@ class Handle(Generic[_T_co]):
 
     def wait(self, timeout: timedelta | None = None) -> _T_co:
         """Wait for the result; call it once.
-
-        Args:
-            timeout: by default the group's.
 
         Raises:
             RuntimeError: a member is gone, or the timeout is over.

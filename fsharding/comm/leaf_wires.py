@@ -66,9 +66,7 @@ class LeafWires(Protocol):
         """Return the wire by which a leaf of a unit is gathered.
 
         Args:
-            index: of the leaf.
             ndim: dims that it has in the unit.
-            dtype: of the gathered leaf.
         """
         ...
 
@@ -80,10 +78,8 @@ class LeafWires(Protocol):
         """Draw the numbers by which the shard of a leaf of a unit is rounded.
 
         Args:
-            index: of the leaf.
             sharding: of the leaf in the unit.
             shape: of the full leaf in the unit.
-            device: of the numbers.
         """
         ...
 
@@ -100,11 +96,8 @@ def wires_of(
     """How the leaves of a tree are sent in one call.
 
     Args:
-        precision: of the call.
         leaves: of the tree, in order.
         key: int64[2] for keyed rounding, another one in each step; None without one.
-        mesh: of the parameters.
-        microbatch: its number.
     """
     if not precision.has_formats:
         return _PlainWires()
@@ -214,11 +207,7 @@ def keyed_noise(
     """Draw the numbers in [0, 1) by which some ranges of a leaf are rounded.
 
     Args:
-        key: int64[2].
-        path: of the leaf.
         shape: of the full leaf, with all layers of its stack.
-        ranges: for each dim.
-        device: of the numbers.
 
     Raises:
         ConfigError: there is no key.
@@ -230,10 +219,6 @@ def keyed_noise(
 
 def check_patterns(precision: Precision, params: Tree) -> None:
     """Refuse patterns of a precision with formats that match none of the parameters.
-
-    Args:
-        precision: of a call.
-        params: that it is given.
 
     Raises:
         LayoutError: such a pattern; all are listed.

@@ -76,11 +76,7 @@ class Move:
         )
 
     def has_slots(self, leaf: Tensor) -> bool:
-        """Whether a kernel can write a large leaf to where it is sent from. Collective over its group the first time.
-
-        Args:
-            leaf: or one like it.
-        """
+        """Whether a kernel can write a large leaf to where it is sent from. Collective the first time."""
         if self.native or not self.sums_first or not self.wire.has_slots:
             return False
         first = self.steps[0][0]
@@ -91,8 +87,6 @@ class Move:
         """Make room for the terms of a sum; nothing is sent.
 
         Args:
-            device: of the terms.
-            memory: for what is sent.
             noise: by number of the leaf, for a wire whose rounding is keyed.
         """
         return Filling(self, self.shapes, device, memory, noise)
@@ -142,10 +136,7 @@ def plan_move(
 
     Args:
         sources: of the leaves, at least one; on one mesh.
-        targets: where they go.
-        shapes: global.
         wire: see `Move`, as for the arguments that follow.
-        dtype: of the results.
         native: sums are the backend's own.
         large: leaves are worth being added one by one.
     """
@@ -167,10 +158,6 @@ class Filling:
     """A `Reduction` of the leaves of a move: the first sum, and the steps after it.
 
     Args:
-        move: the plan.
-        shapes: of the local terms.
-        device: of the terms.
-        memory: for what is sent.
         noise: by number of the leaf, for a wire whose rounding is keyed.
 
     Attributes:

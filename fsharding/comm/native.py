@@ -55,12 +55,7 @@ class Offer(NamedTuple):
 
 
 class Native:
-    """A group's own collectives; see `Transport`.
-
-    Args:
-        group: the members.
-        device: where their tensors are.
-    """
+    """A group's own collectives; see `Transport`."""
 
     name = "native"
     worth = 1 << 14
@@ -75,7 +70,6 @@ class Native:
         """Decide whether this transport can serve a group of several members. Collective over it the first time.
 
         Args:
-            group: of gloo.
             asked: the user named this transport.
         """
         return Offer(True, "")
@@ -124,7 +118,6 @@ class Native:
             bucket: with a leaf that can.
             shards: of this rank, of any dtype.
             leaves: contiguous, of one dtype: the results.
-            memory: for the rows.
         """
         group = self.group
         dtype = leaves[0].dtype
@@ -319,9 +312,7 @@ def send_object(value: Any, rank: int, group: Group, device: torch.device) -> No
     """Sends anything that can be pickled, to be got by `receive_object`; its bytes are not counted.
 
     Args:
-        value: what to send.
         rank: global rank that gets it.
-        group: both are in it.
         device: on which the group sends.
     """
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
@@ -334,7 +325,6 @@ def receive_object(rank: int, group: Group, device: torch.device) -> Any:
 
     Args:
         rank: global rank that sends it.
-        group: both are in it.
         device: on which the group sends.
     """
     size = torch.zeros(1, dtype=torch.int64, device=device)

@@ -33,10 +33,6 @@ def native_reduction(
 
     Args:
         terms: the backend adds them in the dtype in which they are sent.
-        group: of several ranks.
-        device: of the leaves.
-        sum_dtype: of the results.
-        memory: for what is sent.
     """
     kind = _ReduceScatter if terms.scatter else _AllReduce
     return kind(terms.bucket, group, terms.dtype, sum_dtype, memory or FreshMemory(device))

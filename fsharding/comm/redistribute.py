@@ -98,8 +98,6 @@ def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 
     Args:
         x: a DTensor whose memory may be used, or anything else.
-        shape: of the result.
-        dtype: of the result.
         device: of memory of its own.
     """
     local = local_of(x) if isinstance(x, DTensor) else None
@@ -142,10 +140,6 @@ def start_redistribute(
 
     Args:
         values: as in `redistribute`, and so are the others; they must not change before `wait`.
-        shardings: of the result.
-        queue: that starts the buckets.
-        dtypes: of the result.
-        into: memory for it.
 
     Raises:
         LayoutError: as `redistribute`.
@@ -262,9 +256,6 @@ def start_reduce_grads(
 
     Args:
         values: as in `reduce_grads`, and so are the others; they must not change before `wait`.
-        sources: where they are.
-        targets: of the result.
-        queue: that starts the buckets.
         native: sums are the backend's own.
 
     Raises:
@@ -300,13 +291,7 @@ def start_reduce_grads(
 
 
 def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
-    """Cuts a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own.
-
-    Args:
-        moves: anything that travels.
-        size: bytes of one.
-        limit: bytes of a bucket.
-    """
+    """Cuts a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own."""
     bucket = list[Item]()
     held = 0
     for move in moves:

@@ -53,7 +53,6 @@ def sum_rows(
         rows: [members, width], or as many tensors [width].
         terms: the order of the rows; as a range where they stand in it.
         dtype: of the sum; partial sums are in float32 at least, and rounded once.
-        out: where the sum goes.
         donate: a buffer of rows may be overwritten.
 
     Returns:
@@ -134,7 +133,6 @@ def sum_pieces(
         bucket: says what is in a row.
         member: whose pieces the rows have.
         terms: the order of the rows.
-        dtype: of the sums.
         into: contiguous, where the sum of each piece may go; those of short rows are copied faster than they are made.
 
     Returns:
@@ -163,10 +161,6 @@ def sums_at_once(n: int, members: int) -> bool:
     """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts.
 
     It spares a round. Two members get no more bytes by it, and touch less memory; many would get all terms of all.
-
-    Args:
-        n: elements.
-        members: of the group.
     """
     return members <= 2 or (n <= _SMALL and n * members <= _SMALL_TERMS)
 
@@ -218,8 +212,6 @@ class SumLayout(Protocol):
 
         Args:
             rows: one from each member; a buffer of them may be overwritten.
-            group: the members.
-            dtype: of the sums.
             into: contiguous tensors that sums may be written to.
         """
         ...
@@ -298,7 +290,6 @@ def plain_terms(
         leaves: (shape of a term, dim along which members have pieces) of each leaf; the dim counts with `scatter` only.
         axis_sizes: sizes of the axes of the sum, major first.
         dtype: of the terms on the wire.
-        scatter: see `SumLayout`.
     """
     members = math.prod(axis_sizes)
     if scatter:
@@ -326,10 +317,6 @@ class OrderedSum:
 
     Args:
         terms: how they are sent and added.
-        transport: that sends the rows.
-        sum_dtype: of the sums.
-        memory: for rows of pieces.
-        noise: see `SumLayout.filling`.
     """
 
     def __init__(

@@ -178,7 +178,6 @@ def plan_routes(leaves: tuple[MovedLeaf, ...], budget: int = BUDGET) -> Plan:
 
     Args:
         leaves: what moves; leaves with larger elements go first.
-        budget: bytes a rank.
     """
     ranks = tuple(sorted({r for leaf in leaves for s in (leaf.source, leaf.target) for r in abstract(s.mesh).members}))
     limit = max(min(budget // 4, _ROUND), 1)

@@ -160,7 +160,6 @@ def exchange(
         plan: from `plan_routes`, the same on every rank.
         sources: this rank's local tensors; None where it holds nothing. Emptied as it goes when donated.
         dtypes: of the targets; what is sent is cast while it is packed.
-        rank: this process's global rank.
         group: with all ranks of the plan, in rank order.
         device: where targets and buffers live.
         donate: sources may be handed on or let go.

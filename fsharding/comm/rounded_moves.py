@@ -258,9 +258,7 @@ def start_rounded(
 
     Args:
         values: tree of DTensors, and so are the others; they must not change before `wait`.
-        shardings: of the result.
         roundings: for each leaf in order; None for one that is only cast. Such a leaf is one that this rank has.
-        queue: that starts the buckets.
         dtypes: of the result, and of a leaf with a rounding the one that codes are decoded to.
         into: memory for the result, also of what is only rounded.
 

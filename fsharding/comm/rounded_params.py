@@ -49,8 +49,6 @@ def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: T
 
     Args:
         leaves: main parameters as the layout has them, None for frozen ones.
-        layout: of both.
-        key: for keyed rounding.
     """
     formats = [None if x is None else layout.rounds(leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
     return [
@@ -66,9 +64,7 @@ def roundings_in_flight(
 
     Args:
         params: of a state in the layout.
-        layout: of the state.
         precision: of the call, as `Layout.in_flight` gives it.
-        key: for keyed rounding.
     """
     given = _mains_in_flight(params, layout, precision)
     return [_rounding(given[i], precision, key) if i in given else None for i in range(len(layout.leaves))]
@@ -104,7 +100,6 @@ def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | No
     Args:
         given: those of one layout. Ranks that share blocks of some of them exchange the magnitudes of all at once.
         precision: which layers of a stack have no format.
-        key: for keyed rounding.
     """
     values = [at.x for at in given]
     homes = [at.home for at in given]

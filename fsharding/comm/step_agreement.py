@@ -46,7 +46,6 @@ class StepAgreement:
     summed together would else differ in a later sum over other axes.
 
     Args:
-        mesh: of the step.
         bit: whether this rank wants to stop, float64, 0-d; read when the term is made if None.
         axes: over which it is summed; by default all of the mesh.
         rows: the hash of the rows that this rank reads, int64, 0-d, which ranks along `SAME_ROWS` share; None where
@@ -144,9 +143,6 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
     """How ranks that have to gather the same units compare hashes at once; None where one rank is alone.
 
     Stages of a pipeline gather other units, so on a mesh with `pp` only data ranks compare.
-
-    Args:
-        mesh: of the call.
     """
     group = everyone(mesh) if abstract(mesh).axis_size("pp") == 1 else axis_group(mesh, data_axes(mesh))
     if group.process_group is None or is_fake_world():
@@ -158,7 +154,6 @@ def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
     """Gather a number of every rank of a mesh, by global rank. Collective; fake ranks have the number of this one.
 
     Args:
-        mesh: with or without devices.
         own: of this rank, within 64 bits.
     """
     group = everyone(mesh)

@@ -130,7 +130,6 @@ def full_lengths(source: NamedSharding, steps: Sequence[Step], shape: tuple[int,
 
     Args:
         source: the sharding before the first step.
-        steps: as planned.
         shape: the global shape of the leaf.
     """
     sizes: list[int] = []

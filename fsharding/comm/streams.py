@@ -89,11 +89,7 @@ _ONE = OneStream()
 
 
 class CudaStreams:
-    """Two streams of CUDA beside the current one, of higher priority: what they do is what others wait for.
-
-    Args:
-        device: of CUDA.
-    """
+    """Two streams of CUDA beside the current one, of higher priority: what they do is what others wait for."""
 
     several = True
 

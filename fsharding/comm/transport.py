@@ -45,7 +45,6 @@ class Transport(Protocol):
         Args:
             bucket: the leaves, the same on every member.
             shards: this rank's, one for each leaf.
-            dtype: of the whole leaves.
             memory: for the result, which other members may read, so it must not be written.
 
         Returns:
@@ -72,10 +71,7 @@ class Transport(Protocol):
 
         Args:
             terms: how they are sent, and added.
-            sum_dtype: of the sums.
             large: leaves are added one by one, as soon as they are there.
-            memory: for what is sent.
-            noise: see `SumLayout.filling`.
         """
         ...
 
@@ -109,7 +105,6 @@ class Transport(Protocol):
 
         Args:
             sends: from this rank, in the order in which the other sides receive them.
-            receives: to this rank.
         """
         ...
 
@@ -148,7 +143,6 @@ def choice_for(group: Group, device: torch.device) -> Choice:
 
     Args:
         group: with the `transport=` of `make_mesh`, or "auto".
-        device: of the tensors.
 
     Raises:
         MeshError: on every member: the transport that was asked for cannot serve this group.
@@ -187,8 +181,6 @@ def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
 
     Args:
         x: the term of this rank, which is sent as it is.
-        group: the members.
-        dtype: of the sum.
     """
     terms = plain_terms(((tuple(x.shape), 0),), (group.size,), x.dtype, scatter=False)
     reduction = transport_for(group, x.device).reduction(terms, dtype)

@@ -73,13 +73,7 @@ _side: ContextVar[tuple[_Turns, int] | None] = ContextVar("fsharding_turn", defa
 
 
 def wait_in_turn(handle: Handle[_T], group: Group, name: str) -> _T:
-    """Waits for a collective that all members of a group start alike; the other call of a `Partner` goes on meanwhile.
-
-    Args:
-        handle: of it.
-        group: the members.
-        name: of it, for events.
-    """
+    """Waits for a collective that all members start alike; the other call of a `Partner` goes on meanwhile."""
     if group.size == 1:
         return handle.wait()
     name = f"{name} over {', '.join(group.axes)}"

@@ -108,7 +108,6 @@ class Wire(Protocol):
         """Lay out leaves with the `bucket_key` of this wire.
 
         Args:
-            leaves: of a bucket.
             axis_sizes: of the axes over which they are gathered; none where they are full already.
         """
         ...
@@ -140,7 +139,6 @@ class Wire(Protocol):
         """Return what the loss function gets.
 
         Args:
-            leaf: as it was gathered.
             node: the tensor that stands for it in autograd's graph.
             columnwise: finds a quantized leaf in blocks along its other dim, in backward; see `Quantized`.
         """
@@ -182,11 +180,7 @@ def start_gather(
     """Start to gather the leaves of a bucket.
 
     Args:
-        payload: of the bucket.
-        shards: this rank's.
-        mesh: with devices.
         axes: over which they are gathered; none where they are full already, and only cast or quantized.
-        memory: for buffers.
         noise: the numbers in [0, 1) for a leaf, by its place in the bucket, if its rounding is keyed.
         agreed: what `agree` returned for these leaves; by default they agree now.
         into: contiguous tensors that become the full leaves; not for leaves that stay quantized.
@@ -203,8 +197,6 @@ def agree(leaves: Sequence[SentLeaf], shards: Sequence[Tensor], mesh: Mesh) -> l
 
     Args:
         leaves: of any number of buckets.
-        shards: this rank's.
-        mesh: with devices.
     """
     plans = [(i, plan) for i, leaf in enumerate(leaves) if (plan := leaf.wire.code_plan(leaf)) is not None]
     scales = codes.shared_scales([plan for _, plan in plans], [shards[i] for i, _ in plans], mesh)
@@ -290,7 +282,6 @@ def plain_payload(dtype: torch.dtype, leaves: CutLeaves, axis_sizes: tuple[int, 
     """Lay out leaves that are sent in a dtype.
 
     Args:
-        dtype: of all of them.
         leaves: (shape once gathered, dim along which it is gathered) of each leaf.
         axis_sizes: of the axes over which they are gathered; none where they are full already.
     """

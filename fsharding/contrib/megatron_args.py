@@ -29,7 +29,6 @@ def contradictions(args: Mapping[str, Any], config: DecoderConfig, *, training: 
 
     Args:
         args: what the checkpoint has. Arguments that it lacks, and sizes that are None, are not compared.
-        config: of the decoder.
         training: compare also what changes a training step only.
     """
     wanted = {**_sizes(config), **_parts(config), **(_DROPOUTS if training else {})}

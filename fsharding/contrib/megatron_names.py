@@ -57,8 +57,6 @@ def dialect_of(names: Collection[str], format: str, rows: int) -> Dialect:
 
     Args:
         names: of the parameters, without prefixes.
-        format: of the two.
-        rows: of the embedding.
     """
     stacked = any(name.startswith("decoder.layers.self_attention.") for name in names)
     first, second = (
@@ -133,9 +131,7 @@ def megatron_pieces(
     """The pieces of every leaf.
 
     Args:
-        config: of the decoder.
         shapes: of its leaves, by path.
-        how: they are written.
     """
     return {path: list(_leaf(config, path.removeprefix("blocks."), shape, how)) for path, shape in shapes.items()}
 

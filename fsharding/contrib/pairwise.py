@@ -61,8 +61,6 @@ def swap_rows(rows: Tensor, group: Group, *, tag: int = 0) -> Works:
 
     Args:
         rows: contiguous [members, width], row i from member i; this member's is there already.
-        group: who takes part.
-        tag: of the messages.
     """
     works: list[dist.Work] = []
     peers: list[tuple[int, ...]] = []

@@ -121,7 +121,6 @@ def decoded(leaves: Mapping[str, LeafType], read: Reader, format: Blocks) -> tup
 
     Args:
         leaves: all tensors by name, as the files have them.
-        read: of them.
         format: whose blocks count; of the elements each tensor says itself which it has.
 
     Returns:

@@ -122,7 +122,6 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
     """`open_weights` for another public function.
 
     Args:
-        path: as `open_weights` takes it.
         prefix: of the names that count; they are without it.
         mend: what to give instead, where it takes less than `open_weights`.
     """

@@ -48,7 +48,6 @@ def plan_fsdp2(
     Args:
         leaves: of the checkpoint, by path.
         names: what the parameters are called there.
-        settings: of the optimizer there.
 
     Returns:
         The tensors; values that are no tensors, by name; and one row for each thing that FSDP2 cannot have.

@@ -101,7 +101,6 @@ class ModuleNames(dict[str, Any]):
         """Names of a module.
 
         Args:
-            names: by our path.
             constants: persistent buffers, by their name in the module.
             aliases: every name of a tied parameter, in the order of the module, by each of them.
             written: the names in `state.buffers` of constants that the forward writes; `constants` has first values.
@@ -194,10 +193,6 @@ def unknown(names: Names, paths: Collection[str]) -> list[str]:
 
 def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
     """The foreign tensors of a leaf.
-
-    Args:
-        name: its foreign name.
-        shape: of our leaf.
 
     Raises:
         ValueError: the name has more indices than the leaf has dims, or skips one, other numbers of rows than the leaf,

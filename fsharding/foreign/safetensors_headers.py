@@ -64,9 +64,6 @@ class Tensor(NamedTuple):
 def header_of(file: BinaryIO) -> dict[str, Tensor]:
     """The tensors of a file, by name.
 
-    Args:
-        file: at its beginning.
-
     Raises:
         EOFError: it ends before its tensors do.
         ValueError: it is no such file, with the reason.

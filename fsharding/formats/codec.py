@@ -92,7 +92,6 @@ def scales_of(amax: Tensor, format: Blocks, outer_amax: Tensor | None = None) ->
 
     Args:
         amax: float32, one for each block.
-        format: of the scales.
         outer_amax: of whole matrices, for a format that has an outer scale.
     """
     finite = amax.isfinite()
@@ -149,7 +148,6 @@ def to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
     """Numbers rounded to bfloat16, up or down with the probability that makes the mean exact.
 
     Args:
-        x: float32.
         noise: for each of them a number in [0, 1), in steps of 2^-16 or finer.
 
     Returns:
@@ -174,7 +172,6 @@ def encode(
     Args:
         x: floating point; computed in float32.
         scales: of the blocks that it touches.
-        format: of the codes.
         block: rows and columns of a block; by default those of a tensor of this shape.
         start: where the piece begins in the last two dims of the whole tensor.
         noise: for keyed rounding, see `Element.round`.
@@ -210,12 +207,7 @@ def decode(
     """The numbers that codes stand for, times their scales: computed in float32 and rounded once.
 
     Args:
-        codes: uint8, one a byte.
         scales: of the blocks that they touch.
-        format: of both.
-        dtype: of the result.
-        block: as in `encode`.
-        start: as in `encode`.
     """
     block = block or format.sizes(tuple(codes.shape))
     return _apply(format.element.decode(codes), factors(scales, format), block, start, divide=False).to(dtype)

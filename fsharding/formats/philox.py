@@ -28,7 +28,6 @@ def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tupl
 
     Args:
         counter: four words below 2^32 as int64, of shapes that fit each other; at least one is a tensor.
-        key: two words.
 
     Returns:
         Four words below 2^32 as int64.
@@ -113,9 +112,6 @@ def uniform_as_numpy(key: Sequence[Tensor], first: int, blocks: int, count: int)
 
     Args:
         key: two 0-d int64 tensors on the device.
-        first: the least i.
-        blocks: how many.
-        count: numbers of each.
 
     Returns:
         float32[blocks, count] in [0, 1), on the device.

@@ -472,7 +472,6 @@ def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
     """A loss times its scale, in the dtype of the loss; the product is rounded once.
 
     Args:
-        loss: 0-d.
         scale: float32, 0-d, which is not read by the host; or a number. None leaves the loss as it is.
     """
     if scale is None or not loss.is_floating_point():

@@ -114,9 +114,6 @@ def unknown_axis(name: str) -> str:
 def parse_axes(text: str) -> dict[str, int]:
     """Sizes by axis from what a user writes: `replica=2,dp=-1`.
 
-    Args:
-        text: axes separated by commas.
-
     Raises:
         ConfigError: something that is no axis with its size, or one axis twice.
     """
@@ -135,7 +132,6 @@ def make_shape(axes: dict[str, int], *, world: int, order: Sequence[str] = AXES)
 
     Args:
         axes: size by axis; one of them may be -1 and takes what is left.
-        world: number of ranks.
         order: all six axes, major first: which ranks are neighbors.
 
     Returns:

@@ -43,7 +43,6 @@ def agree(
         ranks: global ranks of the group, in its own order.
         group: None where there is one rank.
         device: the type of device on which the group sends.
-        ask: as in `compare`.
 
     Raises:
         ConfigError: on every rank: some of the facts differ; each is listed with the ranks that have it.
@@ -62,7 +61,6 @@ def compare(
     """The facts of all ranks by rank, where they differ; nothing where all have the same. Collective.
 
     Args:
-        facts: text by name.
         ranks: global ranks of the group, in its own order.
         group: None where there is one rank.
         device: the type of device on which the group sends.
@@ -89,7 +87,6 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
 
     Args:
         own: of this rank, within 64 bits.
-        size: of the group.
         group: with or without a backend for the CPU.
         device: the type of device on which it sends tensors.
     """
@@ -156,10 +153,6 @@ def facts_of(name: str, value: Any) -> dict[str, str]:
     Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
     length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;
     anything else by its type alone, since a device, a file or a generator may well differ between ranks.
-
-    Args:
-        name: of the value.
-        value: anything.
     """
     result: dict[str, str] = {}
     _tell(result, name, value, ())

@@ -244,11 +244,7 @@ class naming_lost:
 
 @contextmanager
 def entered_as(thread: int) -> Generator[None]:
-    """Has this thread be in the call that another one is in, of which it does a part while the other one waits for it.
-
-    Args:
-        thread: the other one.
-    """
+    """Marks this thread as being in the call of another one, which waits while this one does a part of it."""
     here = threading.get_ident()
     entry = _entered.get(thread)
     if entry is None or here in _entered:
@@ -300,7 +296,6 @@ def _loose_call(frame: FrameType | None, *, waits: bool) -> _Call:
     """The collective that a stack is in without saying so: the caller's call of the library, or of torch.
 
     Args:
-        frame: the innermost one.
         waits: whether it is known to wait in the library; else it can be seen in a collective of torch alone.
     """
     inside: list[FrameType] = []
@@ -535,12 +530,10 @@ def follow(
 
     Args:
         peers: the ranks that this one blames.
-        me: this rank.
         read: the note of a rank, None if there is none. One that has failed: {"peers": ranks that it blames}, with
             "causes", what it has found out, once it has; or {"raised": what}, which of one that ends after it has
             failed stands beside its causes. One that lives: {"waits": ranks}, or neither.
             Both say where it is: "function", "call" and "now".
-        function: where this rank is.
     """
     result = Followed()
     seen = {me}
@@ -741,7 +734,6 @@ def unlike_ranks(
     """The error of ranks that have found together that they differ. Each tells the others what it did.
 
     Args:
-        mesh: which tells coordinates.
         ranks: global ranks, each of which calls this.
         order: what this rank did, with the facts that it shares with others.
     """
@@ -920,7 +912,6 @@ def set_meeting(timeout: timedelta, mesh: DeviceMesh | None = None) -> None:
     """Says how long ranks wait for each other in `meet` from here on, and which mesh was made last.
 
     Args:
-        timeout: of the mesh.
         mesh: whose coordinates errors tell, where a call does not say.
     """
     global _timeout, _latest_mesh

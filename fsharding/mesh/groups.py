@@ -140,7 +140,6 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str 
 
     Args:
         families: global ranks of each group; no rank is in two.
-        timeout: of the groups.
         use: that they are kept apart for, if they are.
     """
     known = _known()
@@ -161,11 +160,6 @@ def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -
     """Wait for all ranks of a group of gloo before its first collective here. Collective over the group.
 
     gloo connects ranks when they first send something, and waits for them as long as it likes, whatever the timeout.
-
-    Args:
-        group: of several ranks.
-        device_type: of the tensors.
-        timeout: how long to wait.
 
     Raises:
         RuntimeError: a rank is not there in time.
@@ -193,7 +187,5 @@ def close_unused(families: Iterable[Sequence[int]], timeout: timedelta, uses: Se
 
     Args:
         families: ranks of the groups that the mesh will ask for.
-        timeout: of the groups.
-        uses: of the groups.
     """
     _known().close({(tuple(sorted(family)), timeout, use) for family in families for use in uses})

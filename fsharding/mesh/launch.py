@@ -50,8 +50,6 @@ def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | 
 
     Args:
         fn: a module-level function; sent by name.
-        ranks: how many processes.
-        *args: what can be pickled.
         grace: forward SIGTERM, SIGUSR1 and SIGINT to the ranks, which start with these signals blocked until
             `preemption.watch` unblocks them, and wait so many seconds for the ranks to end. A second SIGINT ends the
             ranks at once. By default any of these signals does.

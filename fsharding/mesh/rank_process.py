@@ -43,9 +43,7 @@ def run_rank(launcher: int, variables: Mapping[str, str], call: bytes, pipe: Con
 
     Args:
         launcher: process id of the launcher.
-        variables: of the environment.
         call: the pickled function and its arguments.
-        pipe: takes one `Answer`.
     """
     _end_with(launcher)
     os.environ.update(variables)

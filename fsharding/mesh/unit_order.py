@@ -133,7 +133,6 @@ class UnitOrder:
             kind: what is done with the unit.
             unit: its identity, equal on ranks that do the same; its `repr` is hashed.
             name: gives the name of the unit for an error, and refers to no tensor.
-            site: of the user's call.
 
         Raises:
             UnlikeRanks: another rank is at another unit, where notes are compared.
@@ -201,9 +200,7 @@ def differences(
     A sequence that ends where another one goes on is no difference: its rank may only be slower.
 
     Args:
-        reports: of `UnitOrder.report`, by rank.
         coordinates: of each rank, by axis.
-        who: words ranks.
 
     Returns:
         What differs.

@@ -190,7 +190,6 @@ class AttentionPart(Part, Protocol):
 
         Args:
             params: of one block, as `apply` takes them.
-            rows: B.
             length: most tokens of a row.
         """
         ...
@@ -211,7 +210,6 @@ def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: 
         x_BTD: the same on all ranks of `tp`, or cut along `how.sequence`.
         weights: each [F of this rank, D].
         whole: `tp` does not cut them.
-        settings: static choices.
     """
     if whole:
         return [ops.product(x_BTD, w, 1) for w in weights]
@@ -222,10 +220,8 @@ def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, settings: BlockSettin
     """The product with a weight whose rows `tp` cuts, summed over `tp`; or of all ranks alike.
 
     Args:
-        x_BTF: this rank's columns.
         weight_FD: the rows that meet them.
         whole: `tp` does not cut them.
-        settings: static choices.
     """
     return (
         ops.product(x_BTF, weight_FD, 0) if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
@@ -238,12 +234,7 @@ def norm(scale_D: Tensor, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
 
 
 def positions_of(stream: Stream, length: int) -> Tensor:
-    """The positions of this rank's tokens: int64[T] or [B, T].
-
-    Args:
-        stream: may have its own.
-        length: tokens of this rank.
-    """
+    """The positions of this rank's tokens: int64[T] or [B, T]."""
     if stream.positions is not None:
         return stream.positions
     return ops.positions(length * axis_size("cp"), device=stream.x.device)

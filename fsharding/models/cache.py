@@ -25,7 +25,6 @@ def has_earlier(cache: dict[str, Tensor], length: int) -> bool:
 
     Args:
         cache: with the slots that are in use once the new tokens are stored, and no others.
-        length: T.
     """
     return next(iter(cache.values())).shape[1] > length
 
@@ -36,7 +35,6 @@ def store(slots_BSX: Tensor, new_BTX: Tensor, positions_BT: Tensor) -> None:
     Args:
         slots_BSX: a leaf of a cache, [B, S, ...].
         new_BTX: of the new tokens, [B, T, ...].
-        positions_BT: of these tokens.
     """
     if slots_BSX.shape == new_BTX.shape:
         slots_BSX.copy_(new_BTX)
@@ -50,10 +48,7 @@ def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, positions_BT: Tensor,
 
     Args:
         q_BHTE: of the new tokens; query head h sees key head h // (H / K).
-        k_BKSE: of all slots.
         v_BKSE: of all slots, maybe of another head dim.
-        positions_BT: of the new tokens.
-        scale: of the scores.
 
     Returns:
         [B, H, T, E], where E is the head dim of v.

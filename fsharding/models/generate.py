@@ -161,9 +161,7 @@ class _Predictor(Protocol):
         """Stores new tokens in the cache, in place, and predicts the next one of each row: [B, V].
 
         Args:
-            cache: of `begin`.
             tokens_BT: new tokens; those of a shorter row are padded at its end.
-            positions_BT: where they stand.
             last_B: which of the T is the last one of a row.
             used: slots of the longest row.
         """

@@ -86,9 +86,6 @@ def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random
     """The leaves of the mixtures of a stack of layers.
 
     Args:
-        c: sizes.
-        layers: of the stack.
-        dim: D.
         weight: makes the next draw, `weight(*shape, std=...)`.
         narrow: std of what writes to the residual stream.
     """
@@ -141,7 +138,6 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
     Logits are taken in float32 at least, outside of the region over `tp`; all of the rest is inside.
 
     Args:
-        c: sizes.
         params: leaves of one layer of `expert_draws`, as `gather_unit` gives them.
         x_BTD: normalized activations of this rank's tokens.
         sequence_dim: along which `tp` cuts the tokens outside of the region, if it does; see `ops.enter`.

@@ -39,8 +39,6 @@ def zigzag_order(length: int, size: int, device: torch.device | str | None = Non
 
     Args:
         length: T of the whole sequence; a multiple of `2 * size`, or anything on one rank.
-        size: number of ranks.
-        device: of the result.
     """
     whole = torch.arange(length, device=device)
     if size == 1:

@@ -108,7 +108,6 @@ def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None 
 
     Args:
         name: of the argument, for the error.
-        ids: whole numbers [...].
         vocab: how many ids there are.
         ignore_index: one more that is allowed.
 

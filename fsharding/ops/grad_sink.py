@@ -34,7 +34,6 @@ def put_term(node: Node, dtype: torch.dtype, write: Callable[[Tensor], object]) 
 
     Args:
         node: of a weight that `takes_terms`, as `ctx.next_functions` has it.
-        dtype: of the term.
         write: fills a tensor of the weight's shape, whatever is in it.
 
     Returns:

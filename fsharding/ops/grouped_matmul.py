@@ -30,7 +30,6 @@ def even_shares(rows: int, groups: int) -> list[int]:
     """Rows of each group, as even as they can be: they stand for counts that a fake tensor does not have.
 
     Args:
-        rows: of all groups.
         groups: how many; the first ones have the rows that are left.
     """
     return [(rows + groups - 1 - group) // groups for group in range(groups)]

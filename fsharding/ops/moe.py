@@ -117,7 +117,6 @@ def owned_experts(experts: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int]
     """Which experts (start, stop) each rank owns: ceil-chunks, as a dim named "expert" is cut.
 
     Args:
-        experts: how many there are.
         sizes: of the axes that cut them, major first.
     """
     cuts = product(*(range(size) for size in sizes))

@@ -143,7 +143,6 @@ def count_choices(chosen: Tensor, experts: int) -> Tensor:
 
     Args:
         chosen: numbers of experts, of any shape.
-        experts: X.
     """
     if _compat.is_fake(chosen):  # how long the counts are follows from values
         return chosen.new_empty(experts)

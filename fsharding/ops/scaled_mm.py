@@ -117,7 +117,6 @@ def refuse_missing_kernel(precision: Precision, device: str) -> None:
     """Refuse a strict precision on a device without a kernel for its format.
 
     Args:
-        precision: of a call.
         device: the type of device of its parameters.
 
     Raises:
@@ -163,14 +162,7 @@ def _why_not(kernel: ScaledKernel, dtype: torch.dtype) -> str:
 
 
 def takes_shapes(kernel: ScaledKernel, rows: int, summed: int, columns: int) -> str:
-    """Why a kernel does not take matrices of a size; "" if it does.
-
-    Args:
-        kernel: of the product.
-        rows: of the activations.
-        summed: columns of both sides.
-        columns: of the product.
-    """
+    """Why a kernel does not take matrices of a size; "" if it does."""
     if kernel.device == "cpu":
         return ""
     block = {"RowWise": 16, "BlockWise1x16": 32, "BlockWise1x32": 32}.get(kernel.recipe, 128)
@@ -208,7 +200,6 @@ def transposed(weight: Quantized, format: Blocks) -> Codes:
     """The transposed matrix of a weight whose blocks lie along its rows: there they lie along columns, as usual.
 
     Args:
-        weight: [N, K], of codes.
         format: of the result [K, N].
     """
     assert weight.values is not None and weight.scales is not None
@@ -233,11 +224,6 @@ def _numbers(codes: Codes) -> Tensor:
 
 def multiply_codes(x_MK: Tensor, w_NK: Codes, kernel: ScaledKernel) -> Tensor:
     """`x @ w.T` by a kernel, with x rounded to its format of activations.
-
-    Args:
-        x_MK: floating point.
-        w_NK: codes of the weight.
-        kernel: that the device has.
 
     Returns:
         [M, N] in the dtype of x.

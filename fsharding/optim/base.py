@@ -225,7 +225,6 @@ def multiply(values: Tree, factor: float | Tensor, *, donate: bool = False) -> T
     """All leaves times a number, in float32 at least: a mean of float16 sums may be too small for a float16.
 
     Args:
-        values: tree of gradients.
         factor: the number, or a 0-d tensor, which the host does not read.
         donate: those that are wide already are changed in place.
     """
@@ -246,7 +245,6 @@ def next_count(count: Tensor, finite: Tensor | None) -> Tensor:
     """A count after an update: one more, or as it was where the update did not count.
 
     Args:
-        count: int64, 0-d.
         finite: bool, 0-d, on whose device the result is; None counts.
     """
     return count + 1 if finite is None else count.to(finite.device, non_blocking=True) + finite
@@ -347,9 +345,7 @@ def local_grads(grads: Tree, moments: Tree, label: str = "moments") -> list[Tens
     """The local tensors of gradients, in the shardings of the moments.
 
     Args:
-        grads: tree of gradients.
         moments: tree of moments, or of parameters.
-        label: what errors call it.
 
     Raises:
         TreeError: there is no gradient, or the two differ in paths or shapes; all such leaves are listed.
@@ -363,7 +359,6 @@ def local_params(params: Tree, moments: Tree) -> list[Tensor]:
     """The local tensors of those parameters that have moments, in the shardings of the moments.
 
     Args:
-        params: tree of parameters.
         moments: tree of moments or updates.
 
     Raises:
@@ -383,7 +378,6 @@ def require_params(params: Tree, why: str = "to update them") -> Tree:
 
     Args:
         params: the argument of the update.
-        why: the update needs them.
 
     Raises:
         TreeError: there are none.
@@ -399,7 +393,6 @@ def check_state(kind: type, updates: Tree, state: Any) -> None:
 
     Args:
         kind: the type of this optimizer's states.
-        updates: the argument for gradients.
         state: the argument for the state.
 
     Raises:
@@ -451,10 +444,6 @@ def check_update(kind: type, updates: Tree, state: Any, params: Tree, *, decay: 
 
     Args:
         kind: the type of this optimizer's states.
-        updates: the gradients.
-        state: the state.
-        params: the parameters, or None.
-        decay: the weight decay.
 
     Raises:
         TreeError: the state is of another type, the updates are a loss, or parameters are missing.
@@ -500,8 +489,6 @@ def refuse_other_shapes(first: Tree, second: Tree, labels: tuple[str, str]) -> N
     tensor would be whole beside a shard.
 
     Args:
-        first: tree of tensors.
-        second: another tree.
         labels: of the two, for the error.
 
     Raises:
@@ -524,7 +511,6 @@ def refuse_no_gradients(grads: Tree, like: Tree) -> None:
     """Refuse gradients that are all None, as `.grad` of a tensor is without a `.backward()`.
 
     Args:
-        grads: tree of gradients.
         like: the tree that they belong to; it may be empty too.
 
     Raises:

@@ -56,7 +56,6 @@ def step_key(context: UpdateContext, count: Tensor) -> Tensor:
     """The key by which an update rounds, int64[2]: that of the run, if the context has it, and the number of the step.
 
     Args:
-        context: of the update.
         count: of updates so far, where the context has no step; the host does not read it.
     """
     key = torch.zeros(2, dtype=torch.int64) if context.key is None else context.key
@@ -205,9 +204,7 @@ def init_moments(params: Tree, moments: MomentType, context: InitContext, *, roo
     """Zeros for every parameter, cut as it is.
 
     Args:
-        params: tree of parameters.
         moments: the dtype or the format of the optimizer; None takes that of the context, or else float32 at least.
-        context: of the init.
         root: with a format, the root of the moment is kept.
 
     Returns:
@@ -258,7 +255,6 @@ def decoded(moment: Any, leaf: ChunkedLeaf) -> Tensor:
 
     Args:
         moment: as the state has it.
-        leaf: of `leaves_of`.
     """
     if not is_coded(moment):
         return local_of(moment).to(wide(moment.dtype))
@@ -330,7 +326,6 @@ def change_chunks(
     """Changes moments in place, some chunks at a time. Collective where a block is on several ranks.
 
     Args:
-        leaves: where they are.
         moments: the first moments of all leaves, the second ones, ...: local tensors or `CodedMoment`s.
         change: gets a batch of chunks of one kind, and for each of the moments its chunks, which it overwrites: decoded
             to float32, or as they are stored; and whether this is a trial, in which it may overwrite nothing else.
@@ -430,11 +425,7 @@ def write_param(
     """Writes new values over a chunk of a parameter, rounded as the context says.
 
     Args:
-        param: what is overwritten.
         new: its values in float32 at least.
-        context: of the update.
-        leaf: of the chunk.
-        chunk: which it is.
         key: gives the key of the step.
     """
     if context.rounding == "keyed" and param.dtype == torch.bfloat16:

@@ -87,9 +87,7 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
     """The squares of `global_norm`; one sum also adds up the step's agreement over axes that no earlier one covered.
 
     Args:
-        agreement: of a train step.
         values: tree of DTensors and plain tensors.
-        shardings: as in `global_norm`.
     """
     named = tree.named_leaves(values)
     given: dict[str, NamedSharding | None] = dict.fromkeys(named)
@@ -143,7 +141,6 @@ def norm_axes(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
     """The axes over which the squares of a leaf are summed: those that cut it, and those that share the work.
 
     Args:
-        sharding: of the gradient.
         numel: elements of the whole leaf.
     """
     cut = (*sharding.simplified().spec.all_axes, *(a.axis for a in sharding.assigned))

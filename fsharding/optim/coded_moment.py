@@ -102,10 +102,6 @@ def check_moment_type(moments: MomentType) -> MomentType:
 def refuse_format(moments: MomentType, why: str) -> torch.dtype | None:
     """Refuses a format of moments for an optimizer that keeps none in one.
 
-    Args:
-        moments: of the layout's precision.
-        why: it does not.
-
     Returns:
         The dtype of moments.
 

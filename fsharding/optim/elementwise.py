@@ -193,13 +193,9 @@ def driven(
     """Make an optimizer of a rule, as `elementwise` does, or of a kernel.
 
     Args:
-        name: of the public function.
         rule: as in `elementwise`; with `in_place` a `Kernel`.
-        learning_rate: as in `elementwise`.
         state_of: how the state holds moments.
-        weight_decay: as in `elementwise`.
         l2: a weight decay that is added to gradients.
-        moments: as in `elementwise`.
         in_place: the kernel changes parameters themselves, with decay, scale and mask, so there is an `apply`.
     """
     kept = check_moment_type(moments)
@@ -328,13 +324,11 @@ def run_rule(
     in, go through copies of chunks, and are rounded once; so there are no wide moments of all leaves at once.
 
     Args:
-        kernel: what to run.
         step: the numbers of this update.
         values: local parameters, or zeros, which are overwritten; None for a kernel that returns updates.
         grads: local gradients, which are overwritten at most if the context donates them.
         moments: of each tree of moments its `parts_of`, which are overwritten.
         home: the first of these trees, or another one with paths and shardings.
-        context: of the update.
         dtype: of what a kernel returns without values, if not the dtype in which it computes.
 
     Returns:

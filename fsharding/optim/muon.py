@@ -272,7 +272,6 @@ def _by_matrix(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding
 
     Args:
         sharding: of the stack, on an abstract mesh.
-        shape: of the stack.
     """
     lead = range(len(shape) - 2)
     if not lead:

@@ -36,13 +36,7 @@ def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Te
 
 
 def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tree:
-    """Updates in which leaves with loads change by `-rate * sign(load)`, whatever the optimizer made of their zeros.
-
-    Args:
-        updates: of the optimizer.
-        loads: of `split_loads`.
-        rates: by path.
-    """
+    """Updates in which leaves with loads change by `-rate * sign(load)`, whatever the optimizer made of their zeros."""
     if not loads:
         return updates
 

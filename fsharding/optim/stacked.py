@@ -113,10 +113,6 @@ def whole_shape(x: Tensor, sharding: NamedSharding | None) -> tuple[int, ...]:
     """The shape of a whole leaf, also along dims whose parts have owners.
 
     On a rank that does not own a leaf that others have whole, its first size is 0, as in the state.
-
-    Args:
-        x: the leaf.
-        sharding: of `assigned_shardings`.
     """
     if sharding is None or sharding.grid(x.shape) is None:
         return tuple(x.shape)

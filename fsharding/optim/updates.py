@@ -132,7 +132,6 @@ def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: 
 
     Args:
         params: tree of DTensors or plain tensors.
-        updates: the same tree.
         context: with a step, where it rounds by key.
         donate: the parameters may be overwritten.
     """

@@ -73,7 +73,6 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """Refuses a dtype in which nothing can be summed.
 
     Args:
-        name: of the setting.
         dtype: None is for the layout to say.
 
     Returns:

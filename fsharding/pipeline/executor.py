@@ -143,11 +143,8 @@ def pipeline_loss(
     """The loss alone: the forwards of a schedule, without gradients. Collective over the whole mesh.
 
     Args:
-        model: a `Model`.
         schedule: for the size of `pp`; only its forwards are run.
-        layout: planned with `stages=stages_of(model, schedule)`.
         params: at rest in this layout.
-        pieces: as in `pipeline_grads`.
         precision: dtypes of compute and wire, and formats of weights: as in `pipeline_grads`.
         known: as there, and its own: messages of a step are others.
         key: for formats whose rounding is keyed.

@@ -49,7 +49,6 @@ def require_matplotlib(picture: str = "loss.png", *, instead: str = ", or pass -
     """Checks that plots can be drawn.
 
     Args:
-        picture: what it would draw.
         instead: what to do without matplotlib, as the end of a sentence.
 
     Raises:
@@ -101,12 +100,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def plot_loss(metrics: Path, out: Path) -> None:
-    """Draws loss, of training and of validation where there is one, and gradient norm over steps.
-
-    Args:
-        metrics: a `metrics.jsonl`.
-        out: the PNG to write.
-    """
+    """Draws loss, of training and of validation where there is one, and gradient norm over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above
 
@@ -215,10 +209,6 @@ def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, l
     """Draws one bar a row, with its spread, and the least that it can be as a line across it.
 
     Args:
-        rows: from the top.
-        path: the PNG to write.
-        title: above it.
-        unit: of all lengths.
         limit: what the line across a bar is.
 
     Raises:

@@ -145,7 +145,6 @@ def simulate(owner: Owner, table: Table, durations: Durations, pairs: Iterable[t
     Args:
         owner: the rank of each stage.
         table: with messages, or of computes and pairs alone; then each result is sent when it is there.
-        durations: of the actions.
         pairs: of an F and the next compute of its rank, a B, that the table has apart, and that are computed as one if
             the durations have a time for it.
 

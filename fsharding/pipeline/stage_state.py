@@ -51,8 +51,6 @@ class StageState:
     """See the module.
 
     Args:
-        model: a `Model`.
-        schedule: of the step.
         layout: whose stages are those of the schedule.
         params: at rest in this layout.
         options: of the call: its precision, and the key by which parameters are rounded.
@@ -213,7 +211,6 @@ class StageState:
         """With the last SCATTER of a stage, starts to take its sums to where the optimizer wants them.
 
         Args:
-            stage: whose.
             last: what still adds to the sums, if anything does; it is done first, not before the next compute is over.
         """
         self._scatters[stage] -= 1

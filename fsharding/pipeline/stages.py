@@ -95,13 +95,7 @@ def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tup
 
 
 def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int]]:
-    """How many layers of each stack each coordinate of `pp` has: by coordinate, then by stack, on a mesh of any kind.
-
-    Args:
-        model: a `Model`.
-        layout: of it.
-        size: of `pp`.
-    """
+    """How many layers of each stack each coordinate of `pp` has: by coordinate, then by stack."""
     counts: list[list[int]] = [[] for _ in range(size)]
     for path, _ in stacks_of(model):
         leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))

@@ -41,7 +41,6 @@ def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
 
     Args:
         owner: the rank of each stage.
-        microbatches: how many.
         table: for each rank its actions.
     """
     rows = list(_strangers(owner, microbatches, table)) + list(_odd_pairs(table))

@@ -62,9 +62,6 @@ def scales_name(format: Blocks) -> str:
 def coded_part(path: str) -> tuple[str, Blocks | None] | None:
     """The path of a moment, from that of its codes or scales; None for another one.
 
-    Args:
-        path: such as `opt_state.mu.blocks.wq.scales_1x32`.
-
     Returns:
         The path, and for scales some format with their blocks.
     """
@@ -86,7 +83,6 @@ def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -
 
     Args:
         sharding: of the leaf, with its assignments.
-        shape: of the leaf.
         format: of its codes; only the blocks count.
     """
     return _plan(sharding.mesh, sharding, tuple(shape), format)

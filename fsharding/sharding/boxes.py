@@ -84,7 +84,6 @@ def common_step(size: int, pieces: Sequence[int]) -> int:
     """The largest number that divides all places inside of `range(size)` where nested ceil-chunks cut it; 0 for none.
 
     Args:
-        size: indices.
         pieces: of each cut in turn.
     """
     if not pieces or size == 0:
@@ -103,10 +102,8 @@ def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool
     """Whether nested ceil-chunks cut `range(parts)` where they cut `range(size)`, with `factor` indices in a part.
 
     Args:
-        size: indices.
         parts: as many as that takes; the last one may stand for fewer indices.
         pieces: of each cut in turn.
-        factor: indices of a part.
     """
     if -(-size // factor) != parts:
         return False
@@ -167,9 +164,7 @@ def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
 
     Args:
         size: of the dim, the sum of `sizes`.
-        sizes: of the parts.
         pieces: in how many ceil-chunks each part is cut.
-        index: which of them.
     """
     assert sum(sizes) == size, (size, sizes)
     runs: list[tuple[int, int]] = []

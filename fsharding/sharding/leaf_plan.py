@@ -256,10 +256,6 @@ def plan_leaf(
     """Where one leaf lives, of which it is known that it fits: its axes by rule, its owners, its data axes, in turn.
 
     Args:
-        leaf: what it is.
-        trainable: whether it has gradients.
-        mesh: with devices, or abstract.
-        rules: axes by dim name.
         strategy: what is cut over the data axes.
         stages: who owns what along `pp`.
         blocks: on whose borders data axes cut, along another dim if need be; where none does, as without it.
@@ -428,8 +424,6 @@ def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
     """Where a mean over one dim of a leaf is: cut as the leaf along all others, whole along this one.
 
     Args:
-        sharding: of the leaf.
-        ndim: of the leaf.
         dim: of the mean, counted from the end.
     """
     spec = sharding.spec.replace(ndim + dim, ())
@@ -451,7 +445,6 @@ def owner_of(
     Args:
         path: of the leaf, such as `params.blocks.wq`, or `opt_state.states.1.mu.blocks.wq`.
         shape: of a moment, whole, or as the DTensor of a leaf with explicit owners has it.
-        leaves: of the layout.
         local: the shape may also be that of this rank's part, as a plain tensor has it.
 
     Returns:

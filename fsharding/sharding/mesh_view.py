@@ -62,8 +62,6 @@ def view(
     """The mesh at rest of a leaf; the mesh itself where that says enough.
 
     Args:
-        mesh: where the leaf lives.
-        spec: axes by dim.
         assigned: explicit ownership along some axes; the view is of this rank's slice along the others.
         owned: axes of the spec under whose own name the leaf would be taken for one that is gathered over them.
     """
@@ -109,7 +107,6 @@ def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The slice of a mesh with this rank in it; without any axis left, this rank alone.
 
     Args:
-        mesh: the whole.
         names: of the axes that it keeps, in the order of the mesh.
     """
     rank = own_rank()

@@ -47,8 +47,6 @@ def objection(owners: Owners, size: int, layers: int | None) -> str | None:
     """Why owners do not fit a leaf.
 
     Args:
-        owners: from `stage_of`.
-        size: of the axis `pp`.
         layers: length of the leaf's stacked dim, or None if it has none.
     """
     whole = [owner for owner in owners if isinstance(owner, int)]
@@ -65,13 +63,7 @@ def objection(owners: Owners, size: int, layers: int | None) -> str | None:
 
 
 def assignment(owners: Owners, size: int, dim: int | None) -> Assigned:
-    """The ownership along `pp` of one leaf.
-
-    Args:
-        owners: from `stage_of`, without objection.
-        size: of the axis `pp`.
-        dim: the stacked dim.
-    """
+    """The ownership along `pp` of one leaf."""
     whole = [owner for owner in owners if isinstance(owner, int)]
     if len(whole) == len(owners):
         return Assigned.whole("pp", whole, size)

@@ -30,10 +30,6 @@ _ELSEWHERE = {
 
 
 def meant_strategy(name: str) -> str:
-    """A sentence to put after others, about the strategy that an unknown name means; "" where none is near.
-
-    Args:
-        name: the unknown one.
-    """
+    """A sentence to put after others, about the strategy that an unknown name means; "" where none is near."""
     ours = _ELSEWHERE.get("".join(c for c in name.lower() if c.isalnum()))
     return f" Here that is {ours!r}." if ours else did_you_mean(name, STRATEGY_NAMES)

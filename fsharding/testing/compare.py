@@ -81,8 +81,6 @@ def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, 
     """The comparison that both checks run.
 
     Args:
-        a: one tree.
-        b: the other.
         what: name of what is compared.
         tolerance: relative and absolute; None compares bits.
 

@@ -187,7 +187,6 @@ class Host:
         """Starts a command in it, in the directory of this process.
 
         Args:
-            command: program and arguments.
             env: variables besides those of this process, of which a launcher's are left out.
             **kwargs: of `subprocess.Popen`, such as `stdout`.
 

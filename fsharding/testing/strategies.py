@@ -69,7 +69,6 @@ def meshes(
     """Meshes of up to `max_ranks` ranks; shrinks to one rank.
 
     Args:
-        draw: given by Hypothesis.
         max_ranks: most ranks of a mesh.
         axes: which axes it may have.
         orders: whether the axes may stand in any order, and not just in that of `AXES`.
@@ -105,9 +104,7 @@ def specs(draw: Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> Partiti
     """Specs in which every axis of a mesh cuts one dim or none, in any order; shrinks to `P()`.
 
     Args:
-        draw: given by Hypothesis.
         shape: of the tensor, or how many dims it has; any size may be cut by any axes.
-        mesh: whose axes are used.
     """
     ndim = shape if isinstance(shape, int) else len(shape)
     cuts: list[list[str]] = [[] for _ in range(ndim + 1)]
@@ -121,9 +118,6 @@ def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned:
     """Shardings of a tensor on a mesh; shrinks to a replicated one.
 
     Args:
-        draw: given by Hypothesis.
-        shape: of the tensor.
-        mesh: where it lives.
         assigned: whether the coordinates of one axis may own the leaf, or indices of a dim in any order, explicitly.
     """
     explicit = draw(_flag)
@@ -170,9 +164,7 @@ def leaves(
     """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype.
 
     Args:
-        draw: given by Hypothesis.
         dtypes: element types; whole numbers and bools are leaves without gradients.
-        max_dims: most dims.
         layers: size of a first dim that is named "layers"; None for a leaf that is no stack.
         fused: whether a dim may be made of parts that are cut by themselves.
     """
@@ -209,8 +201,6 @@ def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = T
     Shrinks to `{"a": Leaf()}`.
 
     Args:
-        draw: given by Hypothesis.
-        dtypes: element types.
         fused: whether a dim may be made of parts that are cut by themselves.
     """
     plain = _leaves(tuple(dtypes), fused=fused)
@@ -267,10 +257,7 @@ def homes(
     """Homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0).
 
     Args:
-        draw: given by Hypothesis.
-        tree: of `Leaf`s.
         mesh: by default any of up to 8 ranks.
-        precisions: which to choose from.
         stages: whether layers, or whole subtrees, may have explicit owners along `pp`.
     """
     return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
@@ -302,8 +289,6 @@ def layouts(draw: Draw, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
     On a rank, `layout.with_mesh(device_mesh(layout.mesh))` is the same with devices.
 
     Args:
-        draw: given by Hypothesis.
-        tree: of `Leaf`s.
         mesh: by default any of up to 8 ranks.
     """
     where = draw(_meshes()) if mesh is None else mesh
@@ -315,8 +300,6 @@ def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact
     """A tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank.
 
     Args:
-        draw: given by Hypothesis.
-        max_ranks: most ranks.
         subsets: whether the meshes may have some of the ranks only, each others.
         exact: only what `TrainCase` can train: float32, and no explicit owners.
     """
@@ -329,12 +312,7 @@ def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact
 
 @st.composite
 def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
-    """Runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank.
-
-    Args:
-        draw: given by Hypothesis.
-        max_ranks: most ranks.
-    """
+    """Runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank."""
     leaves = draw(_trees((torch.float32, torch.int64), fused=False).filter(_trains))
     return TrainCase(
         leaves,

@@ -67,11 +67,7 @@ class StepGraph(Protocol):
 
 
 class CudaGraph:
-    """A `StepGraph` of CUDA.
-
-    Args:
-        device: of CUDA.
-    """
+    """A `StepGraph` of CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
@@ -142,12 +138,7 @@ class CapturedStep:
 
     @named(_NAME)
     def record(self, step: TrainStep, graph: StepGraph) -> None:
-        """Records a step on the static memory. Collective.
-
-        Args:
-            step: that is captured.
-            graph: that it goes into.
-        """
+        """Records a step on the static memory. Collective."""
         run = functools.partial(_run, step, self._plan, self._state, self._batch, self._stop)
         for _ in range(_WARM_UPS):
             graph.warm_up(run)
@@ -324,8 +315,6 @@ def captured(step: TrainStep, state: TrainState, batch: Tree, graph: StepGraph) 
     Args:
         step: as in `capture`, and so are the next ones.
         state: is left as it is.
-        batch: as all later ones.
-        graph: that it goes into.
     """
     result = _prepared(step, state, batch)
     result.record(step, graph)
@@ -338,7 +327,6 @@ def refuse_host_work(step: TrainStep, state: TrainState, batch: Tree) -> None:
     Args:
         step: as in `capture`, and so are the next ones.
         state: is left as it is.
-        batch: as all later ones.
 
     Raises:
         TransformError: as from `capture`, and so are the others.

@@ -45,7 +45,6 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
     Args:
         state: with a step and a key that can be read.
         settings: of the step, text by name.
-        batch: this rank's part.
         microbatches: how many it is cut into.
 
     Raises:
@@ -88,8 +87,6 @@ class FirstStep:
 
     Args:
         agreement: of the step, whose units are compared from here on, each before it is gathered or reduced.
-        mesh: of the step.
-        batch: this rank's part.
 
     Raises:
         UnlikeRanks: ranks along `pp` or `tp` have other rows.
@@ -205,12 +202,7 @@ def _whole_sequences(batch: Tree, size: int) -> BatchError:
 
 
 def words_of_rows(batch: Tree, hashes: Mapping[str, Tensor]) -> dict[str, Callable[[], str]]:
-    """The leaves of a batch for an error: what each is, and the hash of its values.
-
-    Args:
-        batch: this rank's part.
-        hashes: by path.
-    """
+    """The leaves of a batch for an error: what each is, and the hash of its values."""
     kinds = {path: kind_text(x) for path, x in tree.named_leaves(batch).items() if path in hashes}
 
     def words(path: str) -> str:

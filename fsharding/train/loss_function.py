@@ -91,7 +91,6 @@ class LossFunction(NamedTuple):
 
         Args:
             buffers: that it is given; it gets copies, which it may write.
-            key: that it is given.
         """
 
         def run(values: Tree, microbatch: Tree) -> Any:

@@ -132,8 +132,6 @@ def uncut(
     """The error for leaves that cannot be cut; those that are no tensors alone, where there are some.
 
     Args:
-        rows: what `uneven` gave.
-        whose: the batch, in words.
         parts: what it cannot be cut into.
         mend: the advice, where all leaves are tensors.
     """
@@ -148,7 +146,6 @@ def split_batch(batch: Tree, microbatches: int) -> list[Tree]:
 
     Args:
         batch: tree of tensors `[B, ...]`.
-        microbatches: how many.
 
     Raises:
         BatchError: a leaf is no tensor, or its dim 0 no multiple of `microbatches`.

@@ -104,9 +104,6 @@ _MEND = (
 def check_operations(run: Callable[[], object]) -> Operations:
     """Makes a call twice, and refuses one that no graph can stand for.
 
-    Args:
-        run: the call.
-
     Returns:
         The operations of the call.
 

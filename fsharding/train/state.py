@@ -297,7 +297,6 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
 
     Args:
         draws: tree of `Draw`s, or of whole tensors.
-        layout: where leaves go.
         kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
 
     Raises:
@@ -585,9 +584,7 @@ def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision
     """The key by which weights after so many steps are rounded: the same wherever they are; None if none is wanted.
 
     Args:
-        key: of the state.
         step: its number of updates, on any device; it is not read by the host.
-        layout: of the state.
         precision: of the call, which may round terms of gradients otherwise; by default that of the layout.
     """
     keyed = layout.precision.keyed_weights or (precision or layout.precision).keyed_terms

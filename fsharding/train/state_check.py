@@ -30,9 +30,6 @@ Want = tuple[tuple[int, ...], torch.dtype | None, NamedSharding]
 class StateCheck:
     """Checks the states of one layout, again and again.
 
-    Args:
-        layout: of the states.
-
     Attributes:
         layout: the same. `_seen` has, for each field, the structure of the last state that was right, and a glance at
             each of its leaves; so a field that looks the same is right as well, whatever its values.
@@ -87,9 +84,6 @@ _NUMBERS = "Keep step as a 0-d int64, and key as fs.random.key makes it, on the 
 def check_state(state: Any) -> None:
     """Compares a state with its layout, once.
 
-    Args:
-        state: a `TrainState`.
-
     Raises:
         LayoutError: leaves are not what the layout says; all of them are listed.
         TreeError: parameters, or main parameters, are another tree.
@@ -102,9 +96,7 @@ def check_leaves(values: Tree, layout: Layout, kind: str = "params") -> None:
     """Compares a tree of parameters with a layout.
 
     Args:
-        values: the tree.
         layout: where its leaves should be.
-        kind: "params" or "main".
 
     Raises:
         LayoutError: leaves are not what the layout says; all of them are listed.
@@ -115,9 +107,6 @@ def check_leaves(values: Tree, layout: Layout, kind: str = "params") -> None:
 
 def check_numbers(state: Any) -> None:
     """Refuses a state whose step or key cannot be read.
-
-    Args:
-        state: a `TrainState`.
 
     Raises:
         LayoutError: as said.
@@ -132,7 +121,6 @@ def check_main(main: Tree, params: Tree, layout: Layout) -> None:
     Args:
         main: main parameters; None for frozen leaves.
         params: parameters, of which only the frozen ones count.
-        layout: where they should be.
 
     Raises:
         LayoutError: leaves are not what the layout says; all of them are listed.

@@ -355,8 +355,6 @@ class Verdict(NamedTuple):
         """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients.
 
         Args:
-            number: of the step.
-            mesh: of the step.
             parameters: the paths of those that were not finite before the step, if ranks know them.
         """
         cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.weight, parameters)
@@ -371,9 +369,7 @@ class TrainStep:
 
     Args:
         model: a `Model` or a loss function.
-        opt: the optimizer.
         precision: dtypes of compute and wire; by default the layout's.
-        settings: the options of `make_train_step`.
     """
 
     # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
@@ -453,14 +449,7 @@ class TrainStep:
         return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
 
     def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
-        """What the ranks of a step agree on: stopping, units, key, the last update's rates, and rows along `SAME_ROWS`.
-
-        Args:
-            plan: of `plan_of`.
-            state: in its layout.
-            batch: this rank's part.
-            bit: as in `StepAgreement`.
-        """
+        """What the ranks of a step agree on: stopping, units, key, the last rates, and rows along `SAME_ROWS`."""
         mesh = state.layout.mesh
         key = state.key
         shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
@@ -478,14 +467,7 @@ class TrainStep:
 
     @named("train step")
     def judge(self, plan: StepPlan, state: TrainState, batch: Tree, agreement: StepAgreement) -> Verdict:
-        """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing.
-
-        Args:
-            plan: of `plan_of`.
-            state: in its layout.
-            batch: this rank's part.
-            agreement: of the step.
-        """
+        """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing."""
         layout = state.layout
         scale = _loss_scale(state, plan.precision)
         sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
@@ -508,9 +490,7 @@ class TrainStep:
         """The second half of a step: the state after it. The host reads nothing.
 
         Args:
-            plan: of `plan_of`.
             state: before the step; donated if the step was made so.
-            verdict: of `judge`.
             counts: whether the step counts (bool, 0-d); where it is false the state stays as it was. None counts.
         """
         layout = state.layout
@@ -543,9 +523,6 @@ class TrainStep:
         """Decides for a layout: whether the step computes in this layout, its precision, pipeline or scan, and buffers.
 
         The first call in a layout does this, after all ranks have agreed on layout and settings. It allocates nothing.
-
-        Args:
-            layout: of the states.
 
         Raises:
             ConfigError: a `Model` on a mesh with an axis that it does not compute over, or a strict precision with a
@@ -814,10 +791,6 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
 def refuse_model(model: Any, layout: Layout) -> None:
     """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over.
 
-    Args:
-        model: a `Model`.
-        layout: of the state.
-
     Raises:
         TreeError: other parameters.
         ConfigError: axes that the model does not compute over.
@@ -841,7 +814,6 @@ def planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int
     Args:
         schedule: or the name of one.
         layout: on a mesh with `pp`.
-        microbatches: how many.
 
     Raises:
         ScheduleError: it cannot have so many ranks or microbatches.

@@ -37,7 +37,6 @@ def refuse_bare_casts(
     """Looks for differentiated casts to 8 bits, if the graph of a function has not been looked at before.
 
     Args:
-        outputs: that will be differentiated.
         fn: whose they are; of one that wraps another the latter counts.
         part: of the function, where it is differentiated in parts.
 

@@ -60,7 +60,6 @@ class FirstCall:
         """Wrap a loss function to warn of random numbers without a key, of keys used twice, and of divided means.
 
         Args:
-            fn: the loss function.
             has_aux: whether it returns `(loss, aux)`.
         """
 

@@ -128,8 +128,6 @@ class GatherContext:
 
     Args:
         leaves: of the differentiated tree, in order.
-        options: how the call runs.
-        wires: how leaves are sent.
         pool: of buffers, for contexts that share one; the caller closes it.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
 
@@ -248,7 +246,6 @@ class GatherContext:
         """Gathers a unit, as a node of the autograd graph, and releases the one before it.
 
         Args:
-            leaves: the shards.
             index: of each in the parameter tree.
             dtype: of floating point leaves; None for the compute dtype.
             policy: whether the buffers are kept for backward.
@@ -383,12 +380,7 @@ class GatherContext:
             self._prefetch_before(unit.order)
 
     def columns_of(self, unit: GatheredUnit, leaf: int) -> Any:
-        """A weight in blocks along its other dim, which backward gathers.
-
-        Args:
-            unit: of the weight.
-            leaf: its number in `unit.columns`.
-        """
+        """A weight in blocks along its other dim, which backward gathers."""
         assert unit.columns is not None
         first = self._reach(unit)
         unit.columns.wait_for_full()
@@ -440,9 +432,6 @@ class GatherContext:
         """Where products find what to do with a term of a weight's gradient, as `ops.grad_sink` says; None for nothing.
 
         Args:
-            unit: of the weight.
-            leaf: its number there.
-            shape: of the weight.
             put: what to do where nothing is deferred, if there is anything.
         """
         if not self._defers:

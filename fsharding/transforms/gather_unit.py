@@ -178,11 +178,7 @@ def _indices(context: GatherContext | None, nodes: Sequence[Local]) -> tuple[Lea
 
 
 def prefetch_unit(unit: Tree) -> None:
-    """Starts, inside a differentiated function, the gather of the unit that will be gathered first; at depth 0 nothing.
-
-    Args:
-        unit: tree of `Local` nodes.
-    """
+    """Starts the gather of the unit that a differentiated function will use first; at depth 0 nothing."""
     context = current_context()
     assert context is not None, "there is no context that could keep it until then"
     _prefetch(context, unit)

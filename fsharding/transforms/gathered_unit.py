@@ -59,8 +59,6 @@ class GatheredUnit:
     """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it.
 
     Args:
-        plan: of the unit.
-        leaves: its shards.
         index: of its leaves in the parameter tree.
         pool: of buffers; bytes that the unit has in use are counted there as its own.
         noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.

@@ -85,8 +85,6 @@ class GradReducer:
         leaves: of the differentiated tree, in order; None for a leaf that is no DTensor.
         targets: of their gradients; None for frozen leaves.
         accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
-        memory: for what is sent.
-        device: of the leaves.
         grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
         noise_of: of a unit, for formats of terms whose rounding is keyed: the numbers for a leaf, by its number there.
     """
@@ -140,8 +138,6 @@ class GradReducer:
 
         Args:
             unit: that the leaf belongs to; `reduce` follows, with its other gradients.
-            plan: of the unit.
-            large: the leaf.
             grad: whole, and complete but for the terms that `write` was called with.
         """
         bucket = self._open_bucket(unit, plan, large)
@@ -155,10 +151,6 @@ class GradReducer:
         """Has a kernel write a large gradient, or a term of it, into its bucket.
 
         Args:
-            unit: as in `take`.
-            plan: of the unit.
-            large: the leaf.
-            dtype: of the term.
             kernel: fills a tensor of the leaf's shape, whatever is in it.
 
         Returns:
@@ -191,9 +183,6 @@ class GradReducer:
         """Finishes the reductions under way, and starts those of a unit.
 
         Args:
-            unit: as in `take`.
-            plan: of the unit.
-            index: of its leaves.
             grads: of its leaves, whole; None for those without a gradient, and those that `take` or `write` had all of.
         """
         self.settle()

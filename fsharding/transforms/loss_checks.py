@@ -61,11 +61,7 @@ def explained(
     """Explains an error of a loss function, if it can be told. An error of this library only gets more text.
 
     Args:
-        error: as it was raised.
-        fn: the loss function.
         params: its first argument, with `Local` nodes.
-        args: the others.
-        context: of the call.
     """
     if isinstance(error, NotGatheredError):
         _name(error, params, context)

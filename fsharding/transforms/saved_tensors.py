@@ -90,7 +90,6 @@ class SavedTensors:
         """Recognize views of decoded values.
 
         Args:
-            x: the values.
             decode: makes them of the parts.
             parts: what was gathered; they are not kept where a unit can be gathered again.
         """

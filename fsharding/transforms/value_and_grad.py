@@ -263,12 +263,7 @@ def loss_and_grads(
     """One forward and backward of a loss function.
 
     Args:
-        fn: as in `value_and_grad`.
-        params: tree of parameters.
         args: the other arguments of `fn`.
-        to: where gradients go.
-        options: how it runs.
-        has_aux: as in `value_and_grad`.
         agreement: gives what goes with the sum of loss and weight; by default the agreement of this call alone.
         first: is shown the loss before its backward.
     """
@@ -303,12 +298,8 @@ def global_loss(
     """The loss alone, without gradients: each unit is gathered, used and released, and nothing is kept for backward.
 
     Args:
-        fn: as in `value_and_grad`.
-        params: tree of parameters.
         args: the other arguments of `fn`.
-        has_aux: as in `value_and_grad`.
         precision: dtypes of compute and wire, and formats of weights.
-        key: as in `value_and_grad`.
 
     Returns:
         (sum and count over all data ranks, float32 and 0-d; aux of this rank). A bare tensor counts as the mean of its
@@ -334,9 +325,6 @@ class Tape:
     `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
 
     Args:
-        params: tree of parameters.
-        to: where gradients go.
-        options: how it runs.
         pool: of buffers, where several tapes share one.
         layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
         once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is

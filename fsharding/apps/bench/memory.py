@@ -48,9 +48,6 @@ def bench_memory(config: MemoryConfig) -> None:
 def check_memory(config: MemoryConfig) -> StepConfig:
     """Refuses what cannot be measured.
 
-    Args:
-        config: what was asked for.
-
     Returns:
         The step whose memory is measured.
 
@@ -90,13 +87,7 @@ def measure(step: StepConfig, mesh: Any) -> list[dict[str, Any]]:
 
 
 def least_bytes(task: Task, strategy: Strategy, forward: int) -> int:
-    """State, gradients, two whole units, and what a forward of the whole model keeps.
-
-    Args:
-        task: what is trained.
-        strategy: of the layout.
-        forward: `forward_bytes` of the task.
-    """
+    """State, gradients, two whole units, and what a forward of the whole model keeps."""
     precision = fs.Precision(compute=task.dtype)
     layout = plan_layout(task.draws(), task.mesh, strategy=strategy, names=task.model.names, precision=precision)
     memory = layout.memory()

@@ -66,9 +66,6 @@ def bench_pipeline(config: PipelineConfig) -> None:
 def check_pipeline(config: PipelineConfig) -> None:
     """Refuses what cannot be measured.
 
-    Args:
-        config: what was asked for.
-
     Raises:
         ConfigError: a number below 1, an unknown schedule, or none; all are listed.
     """
@@ -148,12 +145,7 @@ class _Rest(Function):
 
 
 def resting(milliseconds: float, layers: int) -> Model:
-    """A model of so many equal blocks that hardly compute: each rests in its forward and in each half of its backward.
-
-    Args:
-        milliseconds: of each rest.
-        layers: how many blocks.
-    """
+    """A model of equal blocks that hardly compute: each sleeps in its forward and in each half of its backward."""
     dim = 8
     vocab = 256
 

@@ -83,7 +83,6 @@ def measure_ranks(config: RanksConfig, ranks: int) -> list[dict[str, Any]]:
     """One row for each contender. Begins and ends the default process group, so that there must be none.
 
     Args:
-        config: what to measure.
         ranks: how many there seem to be.
     """
     sizes = DecoderConfig(

@@ -80,7 +80,6 @@ def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, w
 
     Args:
         contenders: each does one step and returns its loss, this rank's or everyone's (0-d).
-        rounds: counted steps of each.
         warm_up: steps of each before them.
 
     Returns:
@@ -104,10 +103,6 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 
     In as many rounds as there are names, or twice as many if their number is odd, everyone comes directly after each
     other one equally often, and is first equally often.
-
-    Args:
-        names: who takes part.
-        number: of the round.
     """
     n = len(names)
     zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(n)]
@@ -122,9 +117,7 @@ def counted_rounds(rounds: int, warm_up: int, title: str) -> Generator[int]:
     will take if each takes as long as the last of the warm-up, and then one for each fifth of the rounds.
 
     Args:
-        rounds: that count.
         warm_up: rounds before them, at least 1.
-        title: of what is measured.
     """
     total = warm_up + rounds
     if own_rank():
@@ -158,7 +151,6 @@ def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
     """Asserts that everyone has the losses of the first one, step by step, as far as each of them goes.
 
     Args:
-        losses: of each contender.
         tolerance: by how much two may differ, as a share of the first one's.
     """
     first, expected = next(iter(losses.items()))
@@ -216,10 +208,7 @@ def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Se
     Columns that do not fit into `WIDTH` are in further tables, which repeat the first column.
 
     Args:
-        title: of the table.
         columns: by name, what a row has there.
-        rows: dicts.
-        as_json: which of the two.
     """
     if as_json:
         print(json.dumps({"machine": machine(), "rows": list(rows)}), flush=True)
@@ -240,7 +229,6 @@ def cell(name: str, digits: int, scale: float = 1) -> Callable[[dict[str, Any]],
 
     Args:
         name: of the number in a row.
-        digits: after the decimal point.
         scale: such as 2**20 for bytes in MiB.
     """
     return lambda row: f"{row[name] / scale:.{digits}f}" if row[name] is not None else "-"

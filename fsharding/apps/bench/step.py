@@ -106,10 +106,6 @@ def bench_step(config: StepConfig) -> None:
 def check(config: StepConfig, command: str) -> None:
     """Refuses what cannot be measured.
 
-    Args:
-        config: what was asked for.
-        command: that asks.
-
     Raises:
         ConfigError: a number below 1, an unknown contender, or one whose package is not there; all are listed.
     """
@@ -144,7 +140,6 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
     Where ranks share memory, ours are measured a second time in turn, with every byte sent.
 
     Args:
-        config: what to measure.
         mesh: with the one axis `dp`.
         sizes: of the decoder; by default the preset's.
     """
@@ -247,8 +242,6 @@ def build(task: Task, name: str, *, sends: bool = False) -> Built:
     What it keeps is what building it and its first step left behind; what it needs besides shows in its second.
 
     Args:
-        task: what it trains.
-        name: of the contender.
         sends: one of ours sends every byte, as between machines, also where ranks share memory.
     """
     _ = task.weights  # Drawn before anything is counted.

@@ -70,7 +70,6 @@ def check(config: TrainConfig, world: int) -> None:
     """Refuses whatever could go wrong later, before anything has changed.
 
     Args:
-        config: the configuration.
         world: number of ranks that will run.
 
     Raises:

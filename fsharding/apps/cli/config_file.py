@@ -182,11 +182,7 @@ def _plain(value: Any, kind: Any) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------------- writing
 def config_text(config: Any) -> str:
-    """A configuration as YAML that `--config` reads back.
-
-    Args:
-        config: a dataclass of options.
-    """
+    """A configuration as YAML that `--config` reads back."""
     values = {k: v for k, v in dataclasses.asdict(config).items() if k not in OWN_OPTIONS}
     plain = {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1 << 20)

@@ -286,7 +286,6 @@ def transport(name: str, reason: str) -> tuple[str, str, str]:
 
     Args:
         name: of the transport that two ranks have chosen.
-        reason: why they did.
     """
     value = f"{name}: {reason}"
     if name != Pairwise.name:

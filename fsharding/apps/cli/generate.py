@@ -48,7 +48,6 @@ def check_generate(config: GenerateConfig, world: int) -> None:
     """Refuses whatever could go wrong later.
 
     Args:
-        config: the options.
         world: number of ranks that will run.
 
     Raises:
@@ -91,9 +90,6 @@ def check_generate(config: GenerateConfig, world: int) -> None:
 @named(_FUNCTION)
 def generate(config: GenerateConfig) -> int:
     """Generates on the ranks that are there: this process alone, or those that a launcher started.
-
-    Args:
-        config: already checked.
 
     Returns:
         The exit status.

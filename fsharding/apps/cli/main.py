@@ -86,11 +86,7 @@ _OPTIONS = ("--help", "--version")
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits.
-
-    Args:
-        args: by default the process's.
-    """
+    """Runs the command line and exits."""
     given = list(sys.argv[1:] if args is None else args)
     if given == ["--version"]:
         print(f"fsharding {own_version()}")

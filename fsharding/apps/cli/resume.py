@@ -48,7 +48,6 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
     Args:
         resume: "auto", the newest complete one, or none where there is none; "newest", which has to be there; the
             number of a step, or a path; "" for a new run.
-        checkpoints: of the run.
         skip: complete ones that turned out to be damaged.
 
     Raises:

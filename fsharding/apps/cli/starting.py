@@ -20,11 +20,7 @@ _held = False
 
 
 def hold(args: Sequence[str]) -> None:
-    """Block signals if a command has a use for them, for the rest of this process.
-
-    Args:
-        args: of the command line.
-    """
+    """Block signals if a command has a use for them, for the rest of this process."""
     global _held
     if args and args[0] == "train":
         _held = True

@@ -57,7 +57,6 @@ def flops_per_token(config: DecoderConfig, leaves: Iterable[_Leaf], seq: int) ->
     counted: the utilization is that of the model, not of the hardware.
 
     Args:
-        config: sizes of the decoder.
         leaves: all of its parameters, with their global shapes.
         seq: T, tokens of a sequence.
     """
@@ -85,7 +84,6 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
 
     Args:
         device: its name, as `torch.cuda.get_device_name` has it.
-        dtype: of compute.
     """
     words = {*device.replace("-", " ").split()}
     name = next((name for name in PEAK_TFLOPS if words.issuperset(name.split())), None)
@@ -123,7 +121,6 @@ class Meter:
 
         Args:
             tokens: of a step, of all ranks.
-            seconds: of the step.
         """
         rate = tokens / seconds
         result = {"tokens_per_s_rank": rate / self.ranks, "peak_memory_bytes": peak_memory(self.device_type)}

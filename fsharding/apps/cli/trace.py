@@ -26,9 +26,7 @@ def traced(out: Path, step: int, rank: int) -> Generator[None]:
     """Records the block, and writes its trace when it has ended without an error.
 
     Args:
-        out: directory of the run.
         step: number of the step, from 1.
-        rank: of this process.
     """
     cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True, acc_events=True) as recorded:

@@ -81,7 +81,6 @@ def open_trackers(given: Iterable[str], out: Path, first: int, options: Mapping[
 
     Args:
         given: of each `--log` its text.
-        out: directory of the run.
         first: steps that the run has behind it.
         options: of the run, for trackers that show them.
     """
@@ -93,7 +92,6 @@ def cut_rows(path: Path, last: int) -> None:
 
     Args:
         path: of JSON lines, as `metrics.jsonl`.
-        last: the step.
     """
     part = path.with_name(f".{path.name}.partial")
     with part.open("w") as file:

@@ -74,9 +74,6 @@ Step: TypeAlias = Callable[[TrainState, fs.tree.Tree], tuple[TrainState, Metrics
 def train(config: TrainConfig) -> int:
     """Trains on the ranks that are there: this process alone, or those that a launcher started.
 
-    Args:
-        config: already checked.
-
     Returns:
         The exit status: 0, or `preempt_status` where a signal or the deadline has stopped the run before its end.
 
@@ -193,10 +190,6 @@ def _begin(
     """Make or load the first state of a run.
 
     Args:
-        config: of the run.
-        model: what it trains.
-        opt: the optimizer.
-        swaps: of the whole run.
         held: keeps the directory of the run locked.
 
     Raises:
@@ -613,7 +606,6 @@ def _log(config: TrainConfig, checkpoint: Path | None, first: int, meter: Meter 
     """Opens the log of a run: cut back to the step that it resumes from, or new beside what an earlier run left.
 
     Args:
-        config: of the run.
         checkpoint: that it resumes from, if any.
         first: steps that it has behind it.
         meter: of rank 0; None on the others, whose log writes nothing.

@@ -43,11 +43,6 @@ _READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
 def check_options(command: str, options: type[Any], args: Sequence[str]) -> None:
     """Refuses options that a command does not have; each is answered with the one that is most like it.
 
-    Args:
-        command: such as `fsharding train`.
-        options: its dataclass.
-        args: those after the command.
-
     Raises:
         ConfigError: unknown options.
     """
@@ -74,10 +69,6 @@ def _options(options: type[Any]) -> list[str]:
 
 def check_values(command: str, config: Any) -> None:
     """Refuses names that options do not take, axes and paths that there are not, and numbers of measurements below 1.
-
-    Args:
-        command: such as `fsharding train`.
-        config: its options.
 
     Raises:
         ConfigError: an unknown name, nothing at a path, or a number that is too small.

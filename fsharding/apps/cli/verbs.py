@@ -65,9 +65,6 @@ __all__ = ["run"]
 def run(config: Any) -> int:
     """Acts on a configuration.
 
-    Args:
-        config: of any verb.
-
     Returns:
         The exit status.
     """
@@ -114,7 +111,6 @@ def _on_ranks(measure: Callable[[Any], None], check: Callable[[Any], object] = l
     """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group.
 
     Args:
-        measure: on each rank.
         check: refuses options before ranks start.
     """
 

@@ -67,8 +67,6 @@ class _Documents:
     """Documents as ids, read from any place on.
 
     Args:
-        source: of the documents.
-        encoder: of text.
         column: of documents that are rows.
     """
 

@@ -69,9 +69,6 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
 def files_below(root: Path) -> list[Path]:
     """The files of a directory that are not hidden, in the order of their relative paths.
 
-    Args:
-        root: the directory.
-
     Raises:
         DataError: there are none, or a directory cannot be listed.
     """

@@ -48,9 +48,6 @@ class Encoder:
 def require_text_extra(package: str) -> None:
     """Refuses a call that needs a package of the extra `text` that is not installed.
 
-    Args:
-        package: its name.
-
     Raises:
         ConfigError: it is not installed.
     """

@@ -42,7 +42,6 @@ class Pipes:
     Args:
         size: how many processes, with this one.
         index: this one's place among them.
-        length: integers of a note.
     """
 
     def __init__(self, size: int, index: int, length: int) -> None:
@@ -64,7 +63,6 @@ class Pipes:
         """Opens the pipes of the others; after all have done so, `close_write_ends` closes what was open for them.
 
         Args:
-            pids: process of each member.
             write_ends: what each member has open for this one.
 
         Raises:

@@ -230,10 +230,7 @@ class _Notes:
     """A note from each member to each other one.
 
     Args:
-        note: where something is.
-        kind: what this member sends.
         nbytes: how large it is; kind and size are the same on every member, or they are not in the same call.
-        group: who takes part.
     """
 
     def __init__(self, note: segments.Note, kind: int, nbytes: int, group: Group) -> None:

@@ -53,8 +53,6 @@ class Rule:
         """Whether a piece of a leaf is codes.
 
         Args:
-            path: of the leaf.
-            shape: of the leaf.
             piece: of it; its dims are those of the tensor in the files.
         """
         if any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in _PLAIN):
@@ -77,7 +75,6 @@ class Coding:
         """Begins with zeros.
 
         Args:
-            format: of the codes.
             tensors: the shapes of those that are written as codes, by name, alike on all ranks.
         """
         self.format, self.tensors = format, dict(tensors)

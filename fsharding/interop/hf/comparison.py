@@ -82,7 +82,6 @@ def differences(entries: Mapping[str, Any], config: Any) -> list[str]:
     """The fields in which a `config.json` and the model of a layout compute different things; one row each.
 
     Args:
-        entries: of the `config.json`.
         config: of the layout; of an unknown kind, as None is, nothing is compared.
     """
     if isinstance(config, DecoderConfig):

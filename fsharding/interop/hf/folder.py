@@ -51,8 +51,6 @@ class Folder:
         """Reads a slice of a tensor, a window of 16 MiB at a time.
 
         Args:
-            name: which tensor.
-            box: which part of it.
             out: of the box's shape, strided in any way; elements are cast to its dtype.
 
         Raises:

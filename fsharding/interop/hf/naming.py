@@ -132,13 +132,7 @@ class Piece(NamedTuple):
 
 
 def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[str, Box, Tensor]]:
-    """The part of each tensor in a box of a leaf: its name, the box there, and a view of the values, laid out as there.
-
-    Args:
-        box: of our leaf.
-        x: its values.
-        pieces: of the leaf.
-    """
+    """The part of each tensor in a box of a leaf: its name, the box there, and a view of the values."""
     for piece in pieces:
         shared = boxes.intersect(box, piece.box)
         if shared is not None:
@@ -156,9 +150,7 @@ def pieces_of(name: Name, shape: Sequence[int], fused: Declared = None) -> Itera
     """The pieces of a leaf, one after the other.
 
     Args:
-        name: where it is.
         shape: global shape of our leaf.
-        fused: its parts, for `Joined`.
 
     Raises:
         ValueError: the name does not fit the shape, or the declared parts.

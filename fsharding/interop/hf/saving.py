@@ -410,10 +410,8 @@ def _write_box(
     """Writes a box of a tensor to its places in a file, a window at a time.
 
     Args:
-        handle: of the file.
         start: the byte at which the tensor begins.
         tensor: all of it, and the dtype that it has in the file.
-        box: which part.
         x: its values, strided in any way, on any device.
         values: makes what is written of a window and its values; by default a cast.
     """

@@ -30,7 +30,6 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module and rebind the functions stored on it.
 
     Args:
-        module: left unchanged.
         memo: stand-ins by `id`, as in `copy.deepcopy`.
 
     Raises:

@@ -184,13 +184,11 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
 
         Args:
             params: `Local` nodes, as a loss function gets them, DTensors at rest, or whole plain tensors.
-            *args: of the module's forward.
             random_key: of what the forward draws, such as dropout masks (int64[2]). The same key gives the same masks
                 on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
                 ranks of `tp` between a column and its row, so another mesh gives other ones.
             buffers: values of buffers of the module, by name: those that its forward writes, and any others. They stay
                 as they are. Under `fs.evaluate` the module then runs in eval mode.
-            **kwargs: of the module's forward.
 
         Returns:
             What the forward returns; with `buffers` a pair of that and the new buffers, without history.

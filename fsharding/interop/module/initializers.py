@@ -118,9 +118,6 @@ def lazy_leaves(
 
     Args:
         module: whose tensors are taken; it may have been moved to the meta device since its anatomy was planned.
-        leaves: of its anatomy.
-        key: of what is drawn.
-        reset: as in `fs.functionalize`.
 
     Raises:
         ConfigError: when values are asked for: parameters on the meta device that nothing draws; all are listed.

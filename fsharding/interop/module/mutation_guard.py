@@ -34,9 +34,6 @@ def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
     Attributes by which a block knows its own number, such as `layer_idx`, may differ. Of other objects only the type is
     compared.
 
-    Args:
-        blocks: by path.
-
     Returns:
         One row each; empty where one block computes as any other.
     """
@@ -79,8 +76,6 @@ def _alike(a: Any, b: Any, depth: int = 4) -> bool:
     """Whether two values make two blocks compute alike, as far as can be seen.
 
     Args:
-        a: of a block.
-        b: of another one.
         depth: how many functions inside each other's closures are compared; a function may be in its own.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -64,7 +64,6 @@ def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[st
         module: with real or meta tensors; it is not changed.
         roles: of its layers, by path.
         cut: names of the weights that `tp` cuts.
-        tp: size of the axis.
     """
     paths = {path for path in dict(module.named_modules()) if f"{path}.weight" in cut}
     regions = {path: role for path in paths if (role := roles.get(path)) in ("column", "row")}

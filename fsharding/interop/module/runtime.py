@@ -115,8 +115,6 @@ class Engine:
         """Copies a module.
 
         Args:
-            module: as in `fs.functionalize`.
-            anatomy: of it.
             roles: of its layers, by path.
             buffers: values of those on the meta device.
             idle: paths of blocks that never run, since another one runs for them.
@@ -305,10 +303,6 @@ class Body:
         Args:
             weights: by name in the module.
             buffers: by name in the module; they stay as they are.
-            args: of the forward.
-            kwargs: of the forward.
-            seed: that it draws from.
-            mesh: that it runs on.
 
         Returns:
             What the forward returns, and the new buffers.

@@ -199,8 +199,6 @@ def plan_module(
 
     Args:
         module: with real or meta tensors.
-        units: as in `fs.functionalize`.
-        names: as in `fs.functionalize`.
         general: the names are those of a family, not all of which every module has.
         ragged: blocks of a stack may lack parameters that others have; a leaf then has rows of those that have it. The
             stacks of a family are so: layers of one model are dense or routed.

@@ -226,10 +226,6 @@ def check_axes(
     """Refuses a mesh over which the module does not compute.
 
     Args:
-        anatomy: of the module.
-        roles: of its layers.
-        mesh: with devices, or abstract.
-        rules: axes by dim name.
         heads: numbers that `tp` has to divide, by name, where it cuts heads.
         tried: says for names of weights that `tp` cuts, and its size, why the forward cannot have its roles; it is
             asked last.
