@@ -105,7 +105,7 @@ class _UnsendableError(Exception):
 
 
 def _begin(folder: str, working: str, identity: str) -> None:
-    """Directs the text of rank 0 to the kernel and that of other ranks to nowhere, for as long as the rank lives."""
+    """Directs the text of rank 0 to the kernel and drops other ranks' text, for as long as the rank lives."""
     global _identity
     _identity = identity
     # Where a cell of `%%ranks` defines a class, pickle and dataclasses look for it in the module that it names.

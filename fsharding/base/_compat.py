@@ -172,7 +172,7 @@ def copied(x: Tensor) -> Tensor:
 
 
 def _valued(fn: _Function) -> _Function:
-    """A function of ranks, whose tensors have values also where those of the program have none."""
+    """A function of ranks, whose tensors have values also where the program's have none."""
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
@@ -307,7 +307,7 @@ def foreach_mul_(xs: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def _with_dims(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Views with at least one dim: the dtype of a 0-d tensor would give way to that of a wider 0-d factor."""
+    """Views with at least one dim: the dtype of a 0-d tensor would give way to a wider 0-d factor's."""
     return [x if x.ndim else x.view(1) for x in xs]
 
 
@@ -448,7 +448,7 @@ def is_same_view(x: Tensor, y: Tensor) -> bool:
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers of a module, without those of its children, that its state dict has."""
+    """The buffers of a module, without its children's, that its state dict has."""
     own = module.named_buffers(recurse=False, remove_duplicate=False)
     return {name: buffer for name, buffer in own if name not in module._non_persistent_buffers_set}
 

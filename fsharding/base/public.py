@@ -210,7 +210,7 @@ def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
 
 
 def _is_about_arguments(error: Exception) -> bool:
-    """Whether an error can come of arguments; those of communication have types, texts or marks of their own."""
+    """Whether an error can come of arguments; errors of communication have types, texts or marks of their own."""
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
         return type(error) is RuntimeError and "gloo/" not in str(error) and not hasattr(error, "_fsharding_peers")
     return isinstance(error, TypeError | AttributeError | ValueError | LookupError | NotImplementedError)

@@ -55,7 +55,7 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
 
     Args:
         box: what to cut; an empty box has no pieces.
-        strides: of the memory, in elements; by default that of the box alone, laid out by itself.
+        strides: of the memory, in elements; by default of the box alone, laid out by itself.
     """
     sizes = boxes.shape_of(box)
     steps = boxes.contiguous_strides(sizes) if strides is None else strides

@@ -144,7 +144,7 @@ class _Machine:
 _STOP = ord(".")
 _FREE = 10_000
 _BYTES_EACH = 5
-"""How many lists, tuples and objects a pickle may have: those of torch have one for every 6 to 11 bytes."""
+"""How many lists, tuples and objects a pickle may have: torch's have one for every 6 to 11 bytes."""
 _U8, _U16, _I32, _U32, _U64 = map(struct.Struct, ("<B", "<H", "<i", "<I", "<Q"))
 _F64 = struct.Struct(">d")
 

@@ -245,7 +245,7 @@ def _share(manifest: Manifest) -> dict[str, SavedFile]:
 
 
 def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
-    """The leaves of a state in this layout; of the optimizer state, those of some paths."""
+    """The leaves of a state in this layout; of the optimizer state, some paths."""
     mains = main_wants(layout)
     wanted = {leaf.path_in("params"): mains[leaf.path] for leaf in layout.leaves}
     wanted["step"] = Want((), torch.int64, None, _CPU)

@@ -247,7 +247,7 @@ def parse(text: bytes, where: str, *, newer: bool = False, values: int = _MOST_V
         raise CheckpointError(message(rule, mend=mend))
     seal = data.pop("sha256", None)
     if seal != _seal(data):
-        raise _damaged(where, "its checksum is not that of its content")
+        raise _damaged(where, "its checksum does not match its content")
     try:
         return _from_data(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -311,7 +311,7 @@ def _check_layout(layout: Any) -> None:
 
 
 def is_shape(sizes: Sequence[object]) -> bool:
-    """Whether sizes are those of a tensor that there could be: whole numbers, and not too many elements."""
+    """Whether a tensor could have such sizes: whole numbers, and not too many elements."""
     if len(sizes) > _MOST_DIMS or not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
         return False
     return math.prod(cast(Sequence[int], sizes)) < 1 << 60

@@ -79,7 +79,7 @@ def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
 
 
 def joined(positions: Sequence[tuple[int, int, Any] | None]) -> dict[str, Any]:
-    """What the manifest keeps: the one position that all data ranks have, or that of each.
+    """What the manifest keeps: the one position that all data ranks have, or one for each.
 
     Args:
         positions: of all ranks, as `own_position` gives them.

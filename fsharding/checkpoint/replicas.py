@@ -1,7 +1,7 @@
 """Replicas: whether ranks that hold the same part of a leaf hold the same bytes of it.
 
 In: a `TrainState`, or its leaves as `StateLeaf`. Out: nothing, or one error on every rank that names leaves and ranks.
-A rank sends one checksum for each set of ranks with which it shares parts; those of single parts travel only where two
+A rank sends one checksum for each set of ranks with which it shares parts; for single parts only where two
 such checksums differ. Guarantee: one flipped bit of a part that several ranks hold is found, and the leaf is named.
 """
 

@@ -127,7 +127,7 @@ class Slot:
 
 
 def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
-    """The grids of a dim of so many indices: those of the equal first chunks of the major axis, and of a shorter last.
+    """The grids of a dim of so many indices: of the equal first chunks of the major axis, and of a shorter last.
 
     Each chunk is cut in the same way by the other axes, so that one description serves all equal ones.
     """
@@ -258,7 +258,7 @@ class Parted(NamedTuple):
     Attributes:
         direct: numbers of leaves whose gathered pieces are the leaf.
         others: numbers of those that travel in rows.
-        rest: a bucket of these, whose flat buffer is that of the whole bucket.
+        rest: a bucket of these, which share the flat buffer of the whole bucket.
     """
 
     direct: tuple[int, ...]

@@ -98,7 +98,7 @@ class Pool:
         A buffer of which this is not said is handed out when all queues are.
 
         Args:
-            user: who has let them go; those of others are left alone.
+            user: who has let them go; other users' are left alone.
         """
         if self._streams.several:
             self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])

@@ -56,8 +56,8 @@ class CodePlan(NamedTuple):
         whole: the shape of that.
         shared: axes over which ranks have parts of one block.
         outer: axes over which ranks have parts of one matrix, where the format has a scale for that.
-        scales_travel: scales of blocks are gathered with the codes; else every rank knows those of all blocks.
-        outer_travels: so are those of matrices.
+        scales_travel: scales of blocks are gathered with the codes; else every rank knows all of them.
+        outer_travels: so are the scales of matrices.
         packed: two codes of 4 bits travel in a byte.
     """
 
@@ -199,7 +199,7 @@ def _touched(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tu
 
 
 def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[slice, slice]:
-    """The blocks that a part of a leaf touches, among those of the whole leaf."""
+    """The blocks that a part of a leaf touches, among the blocks of the whole leaf."""
     ends = zip(start, shape[-2:], plan.block, strict=True)
     rows, columns = (slice(*codec.touched(s, n, b)) for s, n, b in ends)
     return rows, columns
@@ -256,7 +256,7 @@ def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
 
 
 def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int, int]) -> Scales:
-    """The scales of the blocks that a part touches, out of those of all blocks where every rank has them."""
+    """The scales of the blocks that a part touches, out of all blocks' scales where every rank has them."""
     if not plan.shared:
         return scales
     return Scales(scales.blocks[(..., *_places(plan, shape, start))], scales.outer)

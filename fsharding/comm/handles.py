@@ -167,7 +167,7 @@ class Reduction(Protocol):
         ...
 
     def start(self) -> Handle[Terms]:
-        """Sends the terms; the sum of each leaf, or of this member's piece of it, is that of `Terms`."""
+        """Sends the terms; the sum of each leaf, or of this member's piece of it, comes from `Terms`."""
         ...
 
 

@@ -52,7 +52,7 @@ class _Native:
         self._terms = memory.empty(bucket.members * bucket.width, wire_dtype)
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """See `Reduction`: the memory of terms is that of the sums, and a kernel writes nothing into it."""
+        """See `Reduction`: terms and sums share memory, and a kernel writes nothing into it."""
         return None
 
     def _sent(self, works: Works, sums: Tensor, member: int) -> Handle[Terms]:

@@ -92,7 +92,7 @@ class Moving(NamedTuple):
 
 
 def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that can take a result: that of a leaf where it fits, else some of its own.
+    """Memory that can take a result: a leaf's where it fits, else some of its own.
 
     Whether it fits may differ between ranks, and so may not decide what they send together.
 

@@ -133,7 +133,7 @@ def sum_pieces(
         bucket: says what is in a row.
         member: whose pieces the rows have.
         terms: the order of the rows.
-        into: contiguous, where the sum of each piece may go; those of short rows are copied faster than they are made.
+        into: contiguous, where the sum of each piece may go; sums of short rows are copied faster than views are made.
 
     Returns:
         The sum of each piece, which is the tensor of `into` if it is there.

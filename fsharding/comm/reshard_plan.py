@@ -147,7 +147,7 @@ def route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) 
     having = {have.grid: have.ranks for have in holders(source, shape)}
     by_dim = [tuple(dict.fromkeys(grid[dim] for grid in having)) for dim in range(len(shape))]
     for goal in holders(target, shape):
-        # Ranges meet dim by dim, so that the cost is that of the ranges, not of all pairs of ranks.
+        # Ranges meet dim by dim, so that the cost grows with the ranges, not with all pairs of ranks.
         met = [_meeting(by_dim[dim], held) for dim, held in enumerate(goal.grid)]
         for several in product(*met):
             grid = tuple(held for held, _ in several)

@@ -98,7 +98,7 @@ def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | No
     """Main parameters at rest as a loss function sees them, in the dtype of compute; cut as they were.
 
     Args:
-        given: those of one layout. Ranks that share blocks of some of them exchange the magnitudes of all at once.
+        given: the shards of one layout. Ranks that share blocks of some of them exchange the magnitudes of all at once.
         precision: which layers of a stack have no format.
     """
     values = [at.x for at in given]
@@ -126,7 +126,7 @@ def _kept_rows(leaf: LeafLayout, home: NamedSharding, precision: Precision) -> t
 
 
 def _noise_at_rest(at: AtRest, key: Tensor | None) -> Callable[[int, int], Tensor] | None:
-    """The numbers by which rows of a main parameter at rest are rounded: those of their place in the whole leaf."""
+    """The numbers by which rows of a main parameter at rest are rounded: by their place in the whole leaf."""
     if not at.format.keyed:
         return None
     node = to_local(at.x)

@@ -192,7 +192,7 @@ def _load(
 
 
 def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
-    """Which tensors hold the main parameter of a leaf: those of the optimizer if there are any."""
+    """Which tensors hold the main parameter of a leaf: the optimizer's if there are any."""
     return MAIN if any(opened.info(MAIN, piece.name) for piece in pieces) else "model"
 
 
@@ -265,7 +265,7 @@ def _flat_state(opened: Opened) -> str:
 
 
 def _adams_in(node: Any) -> list[AdamState]:
-    """Every state of Adam in that of an optimizer."""
+    """Every state of Adam in an optimizer's state."""
     if isinstance(node, AdamState):
         return [node]
     inner: list[Any] = []
@@ -277,7 +277,7 @@ def _adams_in(node: Any) -> list[AdamState]:
 
 
 def _adam_of(opt_state: Any) -> AdamState:
-    """The only state of Adam in that of an optimizer."""
+    """The only state of Adam in an optimizer's state."""
     found = _adams_in(opt_state)
     if len(found) != 1:
         rule = f"needs the moments of one AdamW; the optimizer has {len(found)}."

@@ -303,7 +303,7 @@ def _mesh_of(params: Tree) -> Mesh | None:
 
 
 def _group(mesh: Mesh | None) -> Any:
-    """The ranks over which amaxes are reduced: those of the mesh."""
+    """The ranks over which amaxes are reduced: the mesh's."""
     if mesh is None:
         return None
     group = axis_group(mesh, abstract(mesh).names)

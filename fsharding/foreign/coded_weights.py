@@ -34,7 +34,7 @@ __all__ = [
 
 CONFIG_KEY = "quantization_config"
 SCALES = "_scale_inv"
-"""What follows the name of a tensor in that of its scales."""
+"""The suffix of the name of a tensor's scales."""
 
 Reader = Callable[[str, Box, Tensor], None]
 """Reads a slice of a tensor by name; see `Weights.read`."""

@@ -280,7 +280,7 @@ def _part(file: Path, name: str) -> Weights:
 
 
 def _leads_out(folder: Path, name: object) -> str | None:
-    """Why a name is not that of a plain file of a directory."""
+    """Why a name does not belong to a plain file of a directory."""
     if not is_plain_name(name):
         return "is no plain file name"
     try:

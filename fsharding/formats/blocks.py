@@ -88,12 +88,12 @@ class Blocks:
 
     @property
     def has_outer(self) -> bool:
-        """Whether there is a scale of the whole matrix beside those of blocks."""
+        """Whether there is a scale of the whole matrix beside the blocks' scales."""
         return self.scale == "e4m3"
 
     @property
     def for_moments(self) -> bool:
-        """Whether moments of optimizers can be kept in it: codes of a byte, and no scale but those of blocks."""
+        """Whether moments of optimizers can be kept in it: codes of a byte, and no scale but the blocks'."""
         return self.element.bits == 8 and not self.has_outer
 
     @property
@@ -133,7 +133,7 @@ class Blocks:
         return self.block == "row" or (isinstance(self.block, tuple) and (1 in self.block) and self.block != (1, 1))
 
     def across(self, shape: tuple[int, ...]) -> Blocks:
-        """The same format with blocks along the other one of the last two dims: that of the transposed tensor.
+        """The same format with blocks along the other one of the last two dims: the format of the transposed tensor.
 
         Args:
             shape: of a tensor of at least two dims, whose rows are a block where a block is a row.

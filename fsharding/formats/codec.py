@@ -82,7 +82,7 @@ def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -
 
 
 def of_matrices(amax: Tensor) -> Tensor:
-    """The largest magnitudes of whole matrices, from those of their blocks: [..., rows, columns] to [...]."""
+    """The largest magnitudes of whole matrices, from the blocks' magnitudes: [..., rows, columns] to [...]."""
     flat = amax.flatten(-2)
     return flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
 

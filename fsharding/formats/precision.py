@@ -95,7 +95,7 @@ class Precision:
 
     Attributes:
         params: main parameters, which the optimizer updates.
-        compute: what the loss function sees, and the wire dtype of a gather; by default that of the main parameter. Or
+        compute: what the loss function sees, and the wire dtype of a gather; by default the main parameter's. Or
             a format: the loss function sees weights of blocks as `fs.Quantized`, which products of `ops` take, and
             `activations` is the dtype of all else.
         gather: the format in which weights travel; None, or the dtype of compute itself, for that dtype. Weights are
@@ -109,11 +109,11 @@ class Precision:
         reduce: wire dtype of the gradients; by default that in which they come out of backward. Or a format, for leaves
             that `keep` leaves to it: what a rank has to add is rounded, travels as codes and scales, and is widened
             again before it is summed in order. See below.
-        grads: accumulated gradients; by default that of the main parameter, and float32 at least. Sums over ranks are
+        grads: accumulated gradients; by default the main parameter's, and float32 at least. Sums over ranks are
             in float32 at least also where a narrower one is asked for here, and are rounded once.
         sums: of gradients over ranks: "ordered", in one tree whatever the backend and the layout, so that all laws
             about bits hold; "native", by the backend's own reduce-scatter and all-reduce, in the dtype of `reduce`, or
-            else in that of the sums; "auto" is ordered on the CPU and native elsewhere.
+            else in the dtype of the sums; "auto" is ordered on the CPU and native elsewhere.
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
             are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
             dims and more and of 4096 elements and more are codes and scales between updates.
@@ -204,7 +204,7 @@ class Precision:
         return f"Precision({', '.join(given)})"
 
     def _check_compute(self) -> None:
-        """A format of compute is that of gathers, and goes with a dtype of activations.
+        """A format of compute is also the format of gathers, and goes with a dtype of activations.
 
         Raises:
             ConfigError: it is not, or options that go with it are there without one.
@@ -228,7 +228,7 @@ class Precision:
 
         Args:
             path: dotted, of the leaf.
-            ndim: dims of it in one unit: of a stacked leaf, without that of the layers.
+            ndim: dims of it in one unit: of a stacked leaf, without the layers' dim.
         """
         if not isinstance(self.gather, Blocks) or ndim < 2 or self._keeps(path):
             return None
@@ -332,7 +332,7 @@ class Precision:
 
     @property
     def activation_dtype(self) -> torch.dtype | None:
-        """The dtype in which a loss function computes; None for that of main parameters."""
+        """The dtype in which a loss function computes; None for the dtype of main parameters."""
         return (self.activations or torch.bfloat16) if isinstance(self.compute, Blocks) else self.compute
 
     def of_rounded(self) -> Precision:

@@ -264,7 +264,7 @@ def quantize(
         x: floating point, of at least one dim.
         format: of codes and scales.
         key: int64[2], for a format whose rounding is keyed.
-        dtype: in which it is dequantized; by default that of x.
+        dtype: in which it is dequantized; by default the dtype of x.
         strict: products refuse the result where the device has no kernel for the format.
 
     Returns:
@@ -304,7 +304,7 @@ def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tenso
 
     Args:
         q: the node; a tensor is returned as it is, so that one function serves weights with a format and without.
-        dtype: of the result; by default that of the node.
+        dtype: of the result; by default the node's.
 
     Returns:
         A tensor of the node's shape, computed in float32 and rounded once.

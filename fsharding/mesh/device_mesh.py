@@ -357,7 +357,7 @@ def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
 
 
 def _transport(mesh: Mesh) -> str:
-    """As `make_mesh` was asked for it; that of the whole mesh for a slice or a view."""
+    """As `make_mesh` was asked for it; for a slice or a view the whole mesh's."""
     if not isinstance(mesh, DeviceMesh):
         return "auto"
     whole = kept_by(mesh).get("whole")
@@ -365,7 +365,7 @@ def _transport(mesh: Mesh) -> str:
 
 
 def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """A slice of a mesh, or a view: its groups are those of the whole, which all ranks make, and not their slices'."""
+    """A slice of a mesh, or a view: it uses the groups of the whole mesh, which all ranks make."""
     kept_by(part)["whole"] = mesh
     return part
 
@@ -580,7 +580,7 @@ def _places(axes: Sequence[str], shape: AbstractMesh, strides: dict[str, int]) -
 
 
 def everyone(mesh: Mesh) -> Group:
-    """The group of all ranks of a mesh: that of all processes, where they are all in it."""
+    """The group of all ranks of a mesh: the default group, where all processes are in it."""
     shape = abstract(mesh)
     if not isinstance(mesh, DeviceMesh) or shape.size < world_size() or not dist.is_initialized():
         return axis_group(mesh, shape.names)
@@ -613,7 +613,7 @@ _current: ContextVar[Mesh | None] = ContextVar("fsharding_mesh", default=None)
 
 @_compat.outside_of_graphs
 def axis_index(axis: str, mesh: Mesh | None = None) -> int:
-    """This process's coordinate along an axis of a mesh, by default of that of `set_mesh`; 0 where there is none."""
+    """This process's coordinate along an axis of a mesh, by default the mesh of `set_mesh`; 0 where there is none."""
     here = mesh if mesh is not None else _current.get()
     return 0 if here is None else coordinate(here).get(axis, 0)
 
@@ -675,7 +675,7 @@ def current_mesh() -> Mesh:
 
 @_compat.outside_of_graphs
 def axis_size(axis: str, mesh: Mesh | None = None) -> int:
-    """The size of an axis of a mesh, by default that of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
+    """The size of an axis of a mesh, by default the mesh of `set_mesh`; 1 where the mesh lacks it, or there is no mesh.
 
     Raises:
         MeshError: no such axis can exist.

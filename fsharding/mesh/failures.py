@@ -638,7 +638,7 @@ def _reports(
 
 
 def _in_lines(places: Sequence[Mapping[str, Any]]) -> str:
-    """Where the threads of a rank are, for people: a line for each thing that is known, and those of the stacks."""
+    """Where the threads of a rank are, for people: a line for each thing that is known, then the stacks."""
     result: list[str] = []
     for place in places:
         ranks = place.get("peers") or place.get("waits") or ()
@@ -670,7 +670,7 @@ def _causes(result: Followed, call: _Call) -> dict[int, Cause]:
 
 
 def _host() -> int | None:
-    """The rank whose end is that of the store."""
+    """The rank with which the store ends."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return 0 if is_served_by_rank(default_store()) and not agents else None
 
@@ -898,7 +898,7 @@ def write_stacks(error: RankError, folder: Path) -> None:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether torch raised an error because processes could not talk; those of gloo are known by their text alone."""
+    """Whether torch raised an error because processes could not talk; gloo's are known by their text alone."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/" in str(error))
 
 

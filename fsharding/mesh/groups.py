@@ -74,7 +74,7 @@ class _Groups:
         return kept
 
     def _make(self, ranks: tuple[int, ...], timeout: timedelta, *, apart: bool) -> _Kept:
-        """The default process group serves the meshes of one timeout, that of the first over all ranks."""
+        """The default process group serves the meshes of one timeout: the first mesh's over all ranks."""
         if (
             not apart
             and len(ranks) == world_size()

@@ -3,7 +3,7 @@
 In: a cache, a dict of tensors [B, S, ...] with a slot for each position; new tokens and their positions. Out: the same
 tensors, written to, and attention of the new tokens to all that are there. A slot is the position of its token: what
 stands in the slots after it is never seen, so rows of unlike lengths are padded at their ends, and written over later.
-Guarantee: logits through a cache are those of all tokens at once. Shapes: B rows, T new tokens, S slots, H query heads.
+Guarantee: logits through a cache equal those without one. Shapes: B rows, T new tokens, S slots, H query heads.
 """
 
 from __future__ import annotations

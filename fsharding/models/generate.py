@@ -161,7 +161,7 @@ class _Predictor(Protocol):
         """Stores new tokens in the cache, in place, and predicts the next one of each row: [B, V].
 
         Args:
-            tokens_BT: new tokens; those of a shorter row are padded at its end.
+            tokens_BT: new tokens; a shorter row is padded at its end.
             last_B: which of the T is the last one of a row.
             used: slots of the longest row.
         """
@@ -266,7 +266,7 @@ class _Units(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cached:
-    """A model that decodes; its cache is a list with that of each block."""
+    """A model that decodes; its cache is a list of the blocks' caches."""
 
     decode: Decode
     units: _Units

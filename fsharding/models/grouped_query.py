@@ -71,7 +71,7 @@ class Grouped:
 
     @property
     def value_dim(self) -> int:
-        """Head dim of values: that of queries."""
+        """Head dim of values: the queries' too."""
         return self.head_dim
 
     @property

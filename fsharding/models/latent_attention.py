@@ -36,7 +36,7 @@ class Latent:
     Attributes:
         heads: H.
         q_rank: width of the narrow vector of queries.
-        kv_rank: width of that of keys and values.
+        kv_rank: width of the projection for keys and values.
         plain_dim: part of the head dim of queries and keys that does not turn.
         rotary_dim: part that turns, even; of keys it is one for all heads.
         value_dim: head dim of values.

@@ -151,7 +151,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str,
     if not fits:
         mend = "Give q as [B, H, T, E], k and v as [B, K, T, E], all of one dtype, and documents as [B, T]."
     elif q.shape[1] % k.shape[1]:
-        mend = f"Make the number of query heads, {q.shape[1]}, a multiple of that of key heads, {k.shape[1]}."
+        mend = f"Make the number of query heads, {q.shape[1]}, a multiple of the number of key heads, {k.shape[1]}."
     elif size > 1 and q.shape[2] % 2:
         mend = f"{q.shape[2]} tokens are not an early and a late chunk of one size: take them with ops.cut_sequence."
     elif size > 1 and kind == "ulysses" and q.shape[1] % size:
@@ -234,7 +234,7 @@ class RingStep(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
-    """The steps of one member: its own keys first, then those of the member before it, and so on.
+    """The steps of one member: its own keys first, then the member's before it, and so on.
 
     A causal step costs every member the same: its own block half, since it is on the diagonal, and any other half,
     since either the later chunk of its keys is hidden, or all keys are from the earlier chunk of queries.
@@ -344,7 +344,7 @@ class _Ring(Function):
         q, k, v, documents, out, lse = ctx.saved_tensors
         with torch.no_grad():
             dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.settings)
-        # torch's own `once_differentiable` is silent where `grad` is a constant, as that of a sum is.
+        # torch's own `once_differentiable` is silent where `grad` is a constant, as for a sum.
         if torch.is_grad_enabled():
             dq, dk, dv = cast(Any, _Once.apply(dq, dk, dv, grad, q, k, v))
         return dq, dk, dv, None, None

@@ -404,7 +404,7 @@ def all_to_all_rows(
         mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
-        The rows that came, those of rank 0 first; any of the numbers may be 0.
+        The rows that came, rank 0's first; any of the numbers may be 0.
 
     Raises:
         SpecError: a number for each rank is needed, and they have to sum to M.
@@ -420,7 +420,7 @@ def all_to_all_rows(
     group = _group(axis, mesh)
     if len(send) != group.size or len(receive) != group.size or sum(send) != (x_M.shape[0] if x_M.ndim else -1):
         text = f"cannot send {list(send)} and receive {list(receive)} rows over {axis} of size {group.size}."
-        mend = "Give a number for each rank; those of send sum to dim 0."
+        mend = "Give a number for each rank; the numbers in send sum to dim 0."
         raise SpecError(message(text, [f"x has shape {tuple(x_M.shape)}"], mend))
     return apply_linear(x_M, _AllToAllRows(group, tuple(map(int, send)), tuple(map(int, receive))))
 

@@ -2,7 +2,7 @@
 
 In: token ids, this rank's rows. Out: the vectors of all tokens, on every rank or cut along the sequence.
 A rank looks up the ids that it has, and zeros for the others; the sum over ranks is the lookup.
-Guarantee: what comes out, and the gradient of the table, is that of the whole table on one process.
+Guarantee: what comes out, and the gradient of the table, equals the result with the whole table on one process.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In: activations that all ranks of the axis share, or each rank's part of their sequence; each rank's shard of a weight.
 Out: the shards of the product, or the product again. A region begins with `enter` and ends with `leave`, which are each
-other's transpose (the f and g of Shoeybi et al. 2019; with a sequence dim those of Korthikanti et al. 2022).
-Guarantee: what comes out, and every gradient, is that of the whole weights on one process.
+other's transpose (the f and g of Shoeybi et al. 2019; with a sequence dim as in Korthikanti et al. 2022).
+Guarantee: what comes out, and every gradient, equals the result with the whole weights on one process.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def split_parts(
         Views of x.
 
     Raises:
-        SpecError: the size of `dim` is neither that of this rank's pieces nor that of all parts.
+        SpecError: the size of `dim` is neither this rank's pieces nor all parts.
 
     Example:
         >>> qkv = torch.arange(8.0)  # four of q, two of k, two of v

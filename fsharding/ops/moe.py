@@ -86,7 +86,7 @@ class Plan:
         axis: along which rows travel.
         mesh: on which; None where they do not travel.
         by_expert: from copies of tokens to the order of experts.
-        arrived: from the order of ranks to that of this rank's experts; None where they are one.
+        arrived: from the order of ranks to the order of this rank's experts; None where they are one.
     """
 
     send: tuple[int, ...]
@@ -289,7 +289,7 @@ def experts_swiglu(
         `[N, D]`.
 
     Raises:
-        SpecError: the weights are not those of this rank's experts.
+        SpecError: the weights do not belong to this rank's experts.
 
     Example:
         >>> gate, up, down = (torch.ones(2, 4, 3) for _ in range(3))  # two experts, D = 3, F = 4

@@ -71,7 +71,7 @@ class LlamaScaling:
 class YarnScaling:
     """Frequencies of YaRN (Peng et al. 2023, arXiv:2309.00071, sec. 3.2 and 3.4) as DeepSeek-V3 has them.
 
-    Like those of Llama, but what is between slow and fast is found by the number of a pair: pair
+    Like Llama's, but what is between slow and fast is found by the number of a pair: pair
     `E ln(length / (2 pi n)) / (2 ln base)` turns n times within the original context. Rounded down for `fast` and up
     for `slow`, these are the ends of a ramp that is straight in the number of the pair. Scores grow by the square of
     `0.1 ln(factor) + 1` (eq. 22).
@@ -160,7 +160,7 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
 
     Entry e of the first half of a head and entry e of the second half are a pair, which turns by the angle
     `position * frequency[e]`; see `rotary_frequencies`. Computed in float32. Models whose pairs are neighbors, as
-    those of DeepSeek, are the same but for the order of rows in the weights that make queries and keys.
+    DeepSeek's, are the same but for the order of rows in the weights that make queries and keys.
 
     Args:
         x_BHTE: floating point [B, H, T, E], E even.

@@ -254,7 +254,7 @@ def balance_loss(
 
     f_i is the part of all choices, on all ranks, that fell on expert i, and has no gradient; P_i is the mean score of
     expert i, divided by the sum of the token's scores as in DeepSeek-V3 (2024, eq. 17 to 20). Given f, the loss is a
-    mean over tokens, so it adds up over ranks as token losses do. f is that of one call: of one microbatch.
+    mean over tokens, so it adds up over ranks as token losses do. f is taken over one call: one microbatch.
 
     Args:
         routing: of this rank's tokens.

@@ -256,7 +256,7 @@ def _by_rows(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def _by_squares(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """Scales of tokens are given token by token; those of squares column by column, in fours."""
+    """Scales of tokens are given token by token; scales of squares column by column, in fours."""
     squares = F.pad(b.scales.blocks, (0, -b.scales.blocks.shape[-1] % 4)).contiguous().t()
     tokens = a.scales.blocks.t().contiguous().t()
     recipes = (["BlockWise1x128"], ["BlockWise128x128"])

@@ -4,7 +4,7 @@ In: gradients and parameters in the same shardings. Out: updates to be added, an
 parameters along the dims that they have. A mean is of the whole matrix: ranks add their parts of it in float64.
 Of the two published versions this is the one of 2018: decay `1 - t^-0.8`, updates scaled by the root mean square of the
 parameters and clipped by their own, no momentum. (Zhai et al. 2022 cap the decay and add momentum.)
-Guarantee: `torch.optim.Adafactor` has the same updates; a unit of a stack has those of the unit alone.
+Guarantee: `torch.optim.Adafactor` has the same updates; a unit of a stack is updated as the unit alone.
 """
 
 from __future__ import annotations

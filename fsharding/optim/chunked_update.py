@@ -53,7 +53,7 @@ ROLES = ("mu", "nu", "xi", "pi")
 
 
 def step_key(context: UpdateContext, count: Tensor) -> Tensor:
-    """The key by which an update rounds, int64[2]: that of the run, if the context has it, and the number of the step.
+    """The key by which an update rounds, int64[2]: the run's key, if the context has it, and the number of the step.
 
     Args:
         count: of updates so far, where the context has no step; the host does not read it.
@@ -204,7 +204,7 @@ def init_moments(params: Tree, moments: MomentType, context: InitContext, *, roo
     """Zeros for every parameter, cut as it is.
 
     Args:
-        moments: the dtype or the format of the optimizer; None takes that of the context, or else float32 at least.
+        moments: the dtype or the format of the optimizer; None takes the context's, or else float32 at least.
         root: with a format, the root of the moment is kept.
 
     Returns:

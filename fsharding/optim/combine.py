@@ -240,7 +240,7 @@ def _pruned(values: Tree, updates: Tree) -> Tree:
 
 
 def _contexts(context: UpdateContext, updates: Tree, labeled: Tree, groups: _Groups) -> dict[str, UpdateContext]:
-    """The context of each group: its own shardings, and no norm, since the norm is that of all groups together."""
+    """The context of each group: its own shardings, and no norm, since the norm covers all groups."""
     shardings = _split(_pruned(context.shardings, updates), labeled, groups)
     return {g: replace(context, norm=None, shardings=shardings[g]) for g in groups}
 
@@ -262,7 +262,7 @@ def _check_labels(params: Tree, labeled: Tree, groups: _Groups) -> None:
 
 
 def _check_used(params: Tree, labeled: Tree, groups: _Groups) -> None:
-    """Refuse groups that no leaf is in; frozen leaves have no label here, and may be those of a group."""
+    """Refuse groups that no leaf is in; frozen leaves have no label here, and may belong to a group."""
     if any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None)):
         return
     used = set(tree.leaves(labeled))

@@ -116,7 +116,7 @@ class State(NamedTuple):
         make: from the count and the moments.
         moments: of a state.
         names: of the moments.
-        roots: those of them that are never negative, of which a format of 8 bits keeps the root.
+        roots: moments that are never negative, of which a format of 8 bits keeps the root.
     """
 
     kind: type

@@ -5,7 +5,7 @@ for a parameter, sharded as the parameters, and 0-d tensors for its numbers.
 Each update builds the optimizer anew around this rank's shards. Trial steps tell which optimizers couple elements;
 those are refused.
 It computes with parameters in float32 at least, and its update is rounded where all updates are, in `add_updates`.
-Guarantee: float32 parameters are those of the torch optimizer, and inputs are unchanged unless donated.
+Guarantee: float32 parameters equal those that the torch optimizer gives, and inputs are unchanged unless donated.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def from_torch(
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
         moments: the dtype in which the state that has the shape of parameters is kept between updates; by default that
-            of the layout's `Precision`, or else what torch takes, which is that of the parameter, float32 at least. An
+            of the layout's `Precision`, or else what torch takes, which is the parameter's dtype, float32 at least. An
             update computes in what torch takes.
         **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
             `fused=True` the last bits may depend on where a leaf is cut.

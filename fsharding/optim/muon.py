@@ -210,7 +210,7 @@ def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: i
 
 
 class _Whole(NamedTuple):
-    """A leaf among the ranks that have its matrices: all of the mesh, or those of one stage.
+    """A leaf among the ranks that have its matrices: all of the mesh, or one stage.
 
     Attributes:
         shape: of the leaf that they have together.

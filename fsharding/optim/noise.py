@@ -39,7 +39,7 @@ class NoiseState(NamedTuple):
 
 
 def annealed(eta: float, gamma: float = 0.55) -> Schedule:
-    """Standard deviations `sqrt(eta / (1 + count)^gamma)`, those of the paper.
+    """Standard deviations `sqrt(eta / (1 + count)^gamma)`, as in the paper.
 
     Example:
         >>> std = fs.optim.annealed(0.01)

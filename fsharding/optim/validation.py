@@ -82,6 +82,6 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
         ConfigError: it is none of those that kernels have.
     """
     if dtype is not None and dtype not in FLOATS:
-        mend = f"Use one of {', '.join(map(str, FLOATS))}, or None for that of the layout."
+        mend = f"Use one of {', '.join(map(str, FLOATS))}, or None for the layout's dtype."
         raise ConfigError(message(f"got {name}={dtype!r}.", mend=mend))
     return dtype

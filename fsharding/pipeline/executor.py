@@ -1,6 +1,6 @@
 """Pipelines: walks this rank's row of a schedule; one graph for each stage and microbatch, messages between stages.
 
-In: a `Model`, a `Schedule`, parameters at rest in a layout whose stages are those of the schedule, microbatches.
+In: a `Model`, a `Schedule`, parameters at rest in a layout with the stages of the schedule, microbatches.
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
 Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says, and
 it computes meanwhile. The two of a pair take turns, see `comm.turns`.

@@ -51,7 +51,7 @@ class StageState:
     """See the module.
 
     Args:
-        layout: whose stages are those of the schedule.
+        layout: with the stages of the schedule.
         params: at rest in this layout.
         options: of the call: its precision, and the key by which parameters are rounded.
         trains: whether there are gradients; else no sums are kept.

@@ -60,7 +60,7 @@ def scales_name(format: Blocks) -> str:
 
 
 def coded_part(path: str) -> tuple[str, Blocks | None] | None:
-    """The path of a moment, from that of its codes or scales; None for another one.
+    """The path of a moment, from the path of its codes or scales; None for another one.
 
     Returns:
         The path, and for scales some format with their blocks.

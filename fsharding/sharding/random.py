@@ -442,7 +442,7 @@ def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
 
     Args:
         key: the same on all ranks.
-        mesh: by default the current one, which inside a loss function is that of the parameters.
+        mesh: by default the current one, which inside a loss function is the parameters' mesh.
 
     Example:
         >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(dp=-1, device="cpu")).shape

@@ -1,4 +1,4 @@
-"""The names of strategies, ours and those of other libraries, apart from the values that they stand for.
+"""The names of strategies, ours and other libraries', apart from the values that they stand for.
 
 In: a name. Out: the name of ours that is meant. The command line reads names before torch is imported.
 Guarantee: no torch is imported here.

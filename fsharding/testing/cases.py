@@ -324,7 +324,7 @@ class TrainCase(_Short):
 
 
 def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
-    """The mesh and those of its axes along which ranks see the same rows."""
+    """The mesh, and its axes along which ranks see the same rows."""
     meshes = [node.sharding.mesh for node in nodes if isinstance(node, Local)]
     if not meshes:
         return None

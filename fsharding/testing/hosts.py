@@ -187,7 +187,7 @@ class Host:
         """Starts a command in it, in the directory of this process.
 
         Args:
-            env: variables besides those of this process, of which a launcher's are left out.
+            env: variables besides this process's, of which a launcher's are left out.
             **kwargs: of `subprocess.Popen`, such as `stdout`.
 
         Returns:
@@ -324,7 +324,7 @@ class HostPair:
 
         Args:
             command: program and arguments.
-            env: variables besides those of this process.
+            env: variables besides this process's.
             timeout: seconds; by default it may take any time.
             capture: collects what they write; else it goes where this process writes.
 

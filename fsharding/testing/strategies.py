@@ -55,7 +55,7 @@ _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16,
 _DATA_NAMES = (("embed",), ("expert",), ("embed", "expert"))
 _MODEL_NAMES = ("heads", "mlp", "vocab")
 
-# Hypothesis looks at each new strategy object, which takes longer than to draw from it: those of cases are kept.
+# Hypothesis looks at each new strategy object, which takes longer than to draw from it: strategies of cases are kept.
 _pick = functools.cache(st.sampled_from)
 _shuffled = functools.cache(st.permutations)
 _upto = functools.cache(functools.partial(st.integers, 0))
@@ -71,7 +71,7 @@ def meshes(
     Args:
         max_ranks: most ranks of a mesh.
         axes: which axes it may have.
-        orders: whether the axes may stand in any order, and not just in that of `AXES`.
+        orders: whether the axes may stand in any order, and not just the order of `AXES`.
         subset_of: a number of ranks, any of which the mesh may have; by default it has the first ones.
     """
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)

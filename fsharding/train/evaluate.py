@@ -2,8 +2,8 @@
 
 In: a loss function or a `Model`; parameters in their layout, and this rank's part of a batch. Out: the sum of the
 losses of all data ranks, and how many there are. Units are gathered, used and released one after the other, nothing is
-kept for backward, and no gradient is reduced. Guarantee: the loss is that of a train step on the same parameters and
-batch.
+kept for backward, and no gradient is reduced. Guarantee: a train step on the same parameters and
+batch has the same loss.
 """
 
 from __future__ import annotations

@@ -585,7 +585,7 @@ def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision
 
     Args:
         step: its number of updates, on any device; it is not read by the host.
-        precision: of the call, which may round terms of gradients otherwise; by default that of the layout.
+        precision: of the call, which may round terms of gradients otherwise; by default the layout's.
     """
     keyed = layout.precision.keyed_weights or (precision or layout.precision).keyed_terms
     return random.fold_in_count(key, step) if keyed else None

@@ -394,7 +394,7 @@ class TrainStep:
         self._plans: list[StepPlan] = []
 
     def __repr__(self) -> str:
-        """The settings on which ranks agree, without those of the optimizer."""
+        """The settings on which ranks agree, without the optimizer's."""
         name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
         return f"TrainStep({name}, microbatches={self._settings.microbatches}, donate={self._settings.donate})"
 
@@ -604,7 +604,7 @@ class TrainStep:
         loss_scale: Tensor | None,
         agreement: StepAgreement,
     ) -> Sums:
-        """Adds up the gradients of microbatches; those of the last go where the optimizer wants the sum."""
+        """Adds up the gradients of microbatches; the last microbatch's go where the optimizer wants the sum."""
         layout = state.layout
         loss_fn = self._loss_fn
         key = loss_fn.key(state)
@@ -789,7 +789,7 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
 
 
 def refuse_model(model: Any, layout: Layout) -> None:
-    """Refuses a model with other parameters than those of the layout, or on axes that it does not compute over.
+    """Refuses a model with other parameters than the layout's, or on axes that it does not compute over.
 
     Raises:
         TreeError: other parameters.

@@ -343,7 +343,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     if odd := [i for i in chosen if i not in plain or tuple(given[i].shape) != wanted[i]]:
         rows = [f"{named[i]} is {typeof(nodes[i])}, whole {list(wanted[i])}; got {_kind(given[i])}" for i in odd]
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
-        raise LayoutError(message("got gradients that are not those of whole leaves.", rows, mend))
+        raise LayoutError(message("got gradients that do not have the shapes of whole leaves.", rows, mend))
     plans = tuple(
         UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, Plain(given[i].dtype),
                  GradTarget(nodes[i].sharding, wide(given[i].dtype)))

@@ -180,7 +180,7 @@ class GradReducer:
     def reduce(
         self, unit: Hashable, plan: UnitPlan, index: Sequence[LeafIndex], grads: Sequence[Tensor | None]
     ) -> None:
-        """Finishes the reductions under way, and starts those of a unit.
+        """Finishes the reductions under way, and starts the unit's.
 
         Args:
             grads: of its leaves, whole; None for those without a gradient, and those that `take` or `write` had all of.
@@ -396,7 +396,7 @@ class GradReducer:
         with self._after_compute():
             result = self._fill_with_zeros(i)
             moved = move.run([grad.to(target.dtype)])[0]
-            # Of an unreduced target it is one term: that of the first rank.
+            # Of an unreduced target it is one term: the first rank's.
             if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
                 result.add_(moved)
 
@@ -441,4 +441,4 @@ class GradReducer:
         self._open.clear()
         self._pending.clear()
         self._reduced.clear()
-        self._noise_of = _no_noise  # that of a context holds the context, which holds this
+        self._noise_of = _no_noise  # a context's own holds the context, which holds this

@@ -33,7 +33,7 @@ __all__ = ["hessian", "jacfwd"]
 def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
     """Makes a function that returns the Jacobian of `fn` with respect to its first argument, by forward mode.
 
-    It goes inside `fs.shard_map`, and inside torch.func transforms, as those of torch.func do.
+    It goes inside `fs.shard_map`, and inside torch.func transforms, like torch.func's own.
 
     Args:
         fn: `fn(params, *args)`, where params is a tree of `Local` nodes and plain tensors; the latter are the same on
@@ -101,7 +101,7 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
     It costs a Hessian-vector product for each element of the whole leaves; a rank holds its own rows of the result.
 
     Args:
-        fn: `fn(params, *args)` as in `jacfwd`, which returns a 0-d tensor. The Hessian is that of the sum over ranks;
+        fn: `fn(params, *args)` as in `jacfwd`, which returns a 0-d tensor. The Hessian is taken of the sum over ranks;
             a result that is the same on all of them, since it ends in an `ops.psum`, counts once.
         chunk_size: how many columns are computed at once.
 

@@ -44,7 +44,7 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
 
     Args:
         fn: the function; transforms are inside.
-        mesh: by default that of the DTensors; needed only where there are none.
+        mesh: by default the DTensors' mesh; needed only where there are none.
 
     Returns:
         A function of the same arguments.
@@ -89,7 +89,7 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
 
 
 def _check(leaves: dict[str, Any]) -> None:
-    """Refuses leaves that cannot fly: those of stages, and those of several meshes."""
+    """Refuses leaves of pipeline stages, and leaves on several meshes."""
     at_rest = {path: x for path, x in leaves.items() if isinstance(x, DTensor)}
     if staged := [f"{path} is {typeof(x)}" for path, x in at_rest.items() if hides_owners(x)]:
         mend = "Reshard to a layout without stages first."

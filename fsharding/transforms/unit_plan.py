@@ -1,7 +1,7 @@
 """The static plan of a unit: which leaves are gathered together, and which gradients are reduced together.
 
 In: for each leaf its sharding, global shape and wire, and the target of its gradient. Out: a cached, printable
-`UnitPlan`. The leaves of a gather bucket share a kind of wire and axes; those of a reduction share steps and dtypes.
+`UnitPlan`. The leaves of a gather bucket share a kind of wire and axes; of a reduction, steps and dtypes.
 Guarantee: planning never communicates, and all ranks of a mesh compute the same plan.
 """
 
@@ -98,7 +98,7 @@ class UnitLeaf(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherBucket:
-    """Leaves that are gathered by one collective; those of a bucket without axes are only cast or encoded.
+    """Leaves that are gathered by one collective; without axes they are only cast or encoded.
 
     Attributes:
         leaves: their numbers in the unit.

@@ -65,7 +65,7 @@ def first_dims(names: fs.tree.Tree) -> fs.tree.Tree:
     """Names of dims without rules for data axes, so that these cut the first dim of each leaf, as FSDP2 does.
 
     Args:
-        names: of a model; those of layers stay.
+        names: of a model; the names of layers stay.
     """
     return fs.tree.map(
         lambda of_leaf: tuple(name if name == LAYERS else None for name in of_leaf),

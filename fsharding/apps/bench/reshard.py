@@ -2,7 +2,7 @@
 
 In: a `ReshardBenchConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. The raw all-to-all sends
 what the plan sends, between buffers that are warm; the reshard packs, sends, unpacks and makes its results afresh.
-Guarantee: what arrives is bitwise what was sent, and the bytes that are counted are those of the plan, before a time
+Guarantee: what arrives is bitwise what was sent, and the bytes that are counted equal the plan's, before a time
 counts.
 """
 

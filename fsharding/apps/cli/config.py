@@ -62,7 +62,7 @@ _LONGEST_S = 10_000_000
 """Of a timeout: some months."""
 
 OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
-"""What `--optimizer` takes, and by how much its peak rate is that of AdamW."""
+"""What `--optimizer` takes, and its peak rate as a multiple of AdamW's."""
 
 
 @named("fsharding train")

@@ -53,14 +53,14 @@ class TrainConfig:
         tokenizer: a tokenizer.json, or a directory that has one; left out, text is taken byte by byte.
         text_column: of data with several columns.
         eos: the token that ends a document, by its text or its id; left out, the tokenizer's own.
-        documents: tokens see those of their own document only: a file, a row of a data set, or what the separator of a
+        documents: tokens see their own document only: a file, a row of a data set, or what the separator of a
             `.bin` ends.
         val_data: data of the same kinds, of which the loss is taken forward only; left out, there is no validation.
         val_every: steps between validations; 0 for one after the last step only.
         val_batches: how many batches a validation sees, each time the same ones.
         save_every: steps between checkpoints; 0 for one at the end only.
         keep: how many checkpoints stay, the newest; left out, all.
-        check_replicas_every: steps between comparisons of what several ranks hold; 0 for those of checkpoints alone.
+        check_replicas_every: steps between comparisons of what several ranks hold; 0 for checkpoints alone.
         swap_at: steps at which the state moves to another strategy, mesh or precision:
             `50=zero1,100=zero3:replica=2,dp=2,150=bf16`.
         resume: what to go on from: `auto`, the newest complete checkpoint in `out`, or a new run where there is none;

@@ -140,7 +140,7 @@ def _token(fd: int, out: Path) -> str:
 
 
 def _check_seen(out: Path, token: str) -> None:
-    """Refuses a directory that is not that of rank 0."""
+    """Refuses a directory other than rank 0's."""
     try:
         result = (out / LOCK).read_text(errors="replace")
     except OSError:

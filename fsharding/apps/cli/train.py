@@ -286,7 +286,7 @@ class _Pace:
 
     @contextmanager
     def saving(self) -> Generator[None]:
-        """The time inside is that of a save."""
+        """The time inside counts as a save."""
         began = time.perf_counter()
         yield
         took = time.perf_counter() - began
@@ -373,7 +373,7 @@ def _mesh(config: TrainConfig, text: str) -> Any:
 
 
 def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
-    """The layout that a run begins or goes on with: that of the option, or of the swaps that it has seen."""
+    """The layout that a run begins or goes on with: the option's, or after the swaps that it has seen."""
     strategy = next((swap.strategy for swap in reversed(swaps) if swap.strategy), config.strategy)
     dtype = next((swap.dtype for swap in reversed(swaps) if swap.dtype), config.dtype)
     text = next((swap.mesh for swap in reversed(swaps) if swap.mesh), config.mesh)

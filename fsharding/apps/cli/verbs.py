@@ -126,7 +126,7 @@ def _on_ranks(measure: Callable[[Any], None], check: Callable[[Any], object] = l
 
 
 def _step(config: StepConfig) -> int:
-    """The step on ranks of this machine, or on those of two hosts."""
+    """The step on ranks of this machine, or of two hosts."""
     check_step(config, "fsharding bench step")
     if config.hosts == 1 or under_launcher():
         _on_ranks(bench_step)(config)

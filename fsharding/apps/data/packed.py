@@ -55,7 +55,7 @@ class _Place(NamedTuple):
 
 
 class _Tokenized(NamedTuple):
-    """A document that some batch needs: where it is, and its ids with that of the end."""
+    """A document that some batch needs: where it is, and its ids with the end's."""
 
     epoch: int
     mark: Any
@@ -215,7 +215,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
 
     @named("Packed.batch")
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
-        """The rows of `shard` at `step`; the position is then that of the step after it.
+        """The rows of `shard` at `step`; the position is then the one after that step.
 
         Args:
             step: number of the step, from 0.
@@ -415,7 +415,7 @@ def packed(
         eos: the token that ends a document, by its text or its id. Left out, the tokenizer's own; for documents of ids
             and functions none is added.
         column: of rows; by default "text" with a tokenizer and "input_ids" without.
-        vocab_size: that of the model, which a tokenizer must not exceed; by default the tokenizer's.
+        vocab_size: the model's, which a tokenizer must not exceed; by default the tokenizer's.
         seed: of the order of documents that are asked by number, another one in each epoch; None keeps their order.
         epochs: passes over the documents; None to go on for ever. What is left of the last batch is dropped.
         boundaries: batches say which tokens are of one document, as `documents`: attention of `fs.models`, and

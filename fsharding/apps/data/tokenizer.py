@@ -63,7 +63,7 @@ def open_encoder(tokenizer: Any, eos: int | str | None, vocab_size: int | None) 
         tokenizer: a path, an object, a function from text to ids, or None where documents are ids already.
         eos: the token that ends a document, by its id or its text; None for the tokenizer's own, and without a
             tokenizer for none.
-        vocab_size: of the model; None for that of the tokenizer.
+        vocab_size: of the model; None for the tokenizer's.
 
     Raises:
         DataError: no tokenizer, or one without such a token; a vocabulary that is larger than the model's.

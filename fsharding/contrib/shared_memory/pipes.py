@@ -1,6 +1,6 @@
 """Short notes between the processes of one machine: a pipe from each to each, which is what wakes a reader soonest.
 
-In: some integers for all members, on one of many channels. Out: those of each member, in the order of the channel.
+In: some integers for all members, on one of many channels. Out: each member's, in the order of the channel.
 A lost member is noticed at once: no other process holds the write end of its pipe.
 Guarantee: a note with a number from a member is the one that it sent under that number, in whatever order they are
 read.

@@ -98,7 +98,7 @@ class _Turns:
 
 @dataclass
 class _Channel:
-    """The notes of a process group, apart from those of other groups of the same processes."""
+    """The notes of a process group, apart from other groups of the same processes."""
 
     members: _Members
     number: int

@@ -1,8 +1,8 @@
-"""Which tensors of a directory are written as codes, and the codes: each rank makes those of its own boxes.
+"""Which tensors of a directory are written as codes, and the codes: each rank makes codes for its own boxes.
 
 In: a format, the tensors to be and the boxes of them that this rank has. Out: the largest magnitude of every block over
 all ranks, from which every rank knows every scale; and the codes of any window.
-Guarantee: the codes and scales are those of whole tensors, whatever the layout: a maximum is exact in any order.
+Guarantee: codes and scales are computed as on whole tensors, whatever the layout: a maximum is exact in any order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rule:
         """Whether a piece of a leaf is codes.
 
         Args:
-            piece: of it; its dims are those of the tensor in the files.
+            piece: of it; with the dims of the tensor in the files.
         """
         if any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in _PLAIN):
             return False
@@ -99,7 +99,7 @@ class Coding:
                 there.copy_(torch.maximum(there, found.cpu()))
 
     def exchange(self, device: torch.device) -> None:
-        """Makes the magnitudes those of all ranks. Collective, if there is a process group."""
+        """Takes the maximum of the magnitudes over all ranks. Collective, if there is a process group."""
         if not dist.is_initialized():
             return
         for names in in_buckets(list(self.tensors), lambda name: self._amaxes[name].numel(), _BUCKET):

@@ -243,7 +243,7 @@ def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary entries of files of transformers 4 and 5 as those of 5."""
+    """The rotary entries of files of transformers 4 and 5 in the form of 5."""
     said = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     rope = dict(said) if isinstance(said, Mapping) else {"rope_type": said}
     rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -343,7 +343,7 @@ def decoder_config(config: Any) -> DecoderConfig:
 
 @named("fs.hf.config_json")
 def config_json(config: Any, **entries: Any) -> dict[str, Any]:
-    """The `config.json` of a decoder: that of the family that computes the same.
+    """The `config.json` of a decoder, in the family that computes the same.
 
     A config of `config_of` has the token ids, `max_position_embeddings` and the like of the file that it was read from.
 

@@ -2,7 +2,7 @@
 
 In: a name, the shape of our leaf, and the parts that it declares. Out: pieces, each a box of our leaf and the tensor
 that it lies in. One direction reads a box of ours there, the other writes it there.
-Guarantee: the pieces of a leaf tile it; those of all leaves tile every tensor.
+Guarantee: the pieces of a leaf tile it; all pieces together tile every tensor.
 """
 
 from __future__ import annotations

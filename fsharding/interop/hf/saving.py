@@ -242,7 +242,7 @@ class _Job:
                     yield from in_tensors(box, x, self.pieces[path])
 
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """The scales that this rank writes: those of every so many tensors."""
+        """The scales that this rank writes: one tensor in every so many."""
         if self.coding is not None:
             for name in [*self.coding.tensors][own_rank() :: world_size()]:
                 scales = self.coding.scales(name)

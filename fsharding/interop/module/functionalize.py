@@ -229,7 +229,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         named = {w.name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row] for w in weights}
         constants, missing = written_constants(self.sources, buffers or {})
         if missing:
-            mend = "Give those of the state: net.state_dict(params, state.buffers)."
+            mend = "Give the state's: net.state_dict(params, state.buffers)."
             raise ConfigError(message("needs the buffers that the forward writes.", missing, mend))
         return named | constants
 
@@ -288,7 +288,7 @@ def functionalize(
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
             that are gathered together. A module belongs to the first pattern that fits it. A leaf in no unit is
             gathered first and stays until the end. Units are sent for in the order in which the module defines them.
-            By default those of `fsharding.interop.module.hf_tables`, for models of Hugging Face that stand there.
+            By default the tables of `fsharding.interop.module.hf_tables`, for models of Hugging Face that stand there.
         names: dim names of leaves by pattern of the path, without that of a stack's first dim:
             `{"*.up.weight": ("mlp", "embed"), "*": None}`. By default the family's, or none; a leaf without
             names is cut along its first dim.

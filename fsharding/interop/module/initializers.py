@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 Reset: TypeAlias = Callable[[nn.Module], object]
-"""Gives the tensors that a submodule itself has (not those of its children) their first values, in place."""
+"""Gives the tensors that a submodule itself has (not its children) their first values, in place."""
 
 
 def seed_of(key: Tensor) -> int:

@@ -315,7 +315,7 @@ def _runs(anatomy: Anatomy, blocks: Sequence[ModuleUnit], stack: str) -> tuple[_
 
 
 def _places(anatomy: Anatomy, units: Sequence[ModuleUnit], elsewhere: set[int]) -> _Places:
-    """Paths of the weights of an end; those of leaves that are elsewhere are tied."""
+    """Paths of the weights of an end; a leaf that is elsewhere is tied."""
     weights = [weight for unit in units for weight in unit.weights]
     paths = {w.name: anatomy.leaves[w.leaf].path for w in weights}
     return _Places(

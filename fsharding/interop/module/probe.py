@@ -203,7 +203,7 @@ def _objection(name: str, x: Tensor, cut: _Cut, args: Any, kwargs: Mapping[str, 
 
 
 def _followed(name: str, func: Any, x: Tensor, dim: int, out: Tensor, args: Any) -> int | None:
-    """The dim of an output that is cut as that of an input; None where it cannot be told."""
+    """The dim of an output that is cut like a dim of an input; None where it cannot be told."""
     if name in _VIEWS:
         return _viewed(tuple(x.shape), dim, tuple(out.shape))
     if name == "transpose":

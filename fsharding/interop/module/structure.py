@@ -199,7 +199,7 @@ def plan_module(
 
     Args:
         module: with real or meta tensors.
-        general: the names are those of a family, not all of which every module has.
+        general: the names belong to a family, and a module may lack some.
         ragged: blocks of a stack may lack parameters that others have; a leaf then has rows of those that have it. The
             stacks of a family are so: layers of one model are dense or routed.
         problems: that are known already, to be raised with those that are found.

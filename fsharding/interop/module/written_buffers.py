@@ -45,7 +45,7 @@ def places_of(module: nn.Module) -> dict[str, Place]:
 
 
 def written_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names of buffers that a forward writes: those of torch's own norms in train mode, and what patterns match."""
+    """The names of buffers that a forward writes: torch's own norms in train mode, and what patterns match."""
     return tuple(
         name
         for name, place in places_of(module).items()
@@ -145,7 +145,7 @@ class _Mixed:
 
 
 class _Synchronized:
-    """The forward of a batch norm whose statistics are those of all data ranks."""
+    """The forward of a batch norm with statistics over all data ranks."""
 
     def __init__(self, layer: nn.SyncBatchNorm, whole: Callable[[Tensor], Tensor]) -> None:
         self._layer: Any = layer

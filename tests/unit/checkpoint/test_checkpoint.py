@@ -284,7 +284,7 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(saved):
         (lambda text: b"", "it is not JSON: "),
         (lambda text: b"\xff\xfe" + text, "it is not JSON: "),
         (lambda text: b"[" * 100_000, "it is not JSON: "),
-        (lambda text: text.replace(b'"step": 12', b'"step": 13'), "its checksum is not that of its content"),
+        (lambda text: text.replace(b'"step": 12', b'"step": 13'), "its checksum does not match its content"),
         (lambda text: text.replace(b'"version": 1', b'"version": "1"'), "its version is '1'"),
     ],
 )

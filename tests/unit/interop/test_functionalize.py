@@ -512,7 +512,7 @@ PureModule.state_dict needs the buffers that the forward writes.
   2.0.running_mean is written by the forward, and not given
   2.0.running_var is written by the forward, and not given
   2.0.num_batches_tracked is written by the forward, and not given
-Give those of the state: net.state_dict(params, state.buffers)."""),
+Give the state's: net.state_dict(params, state.buffers)."""),
     "in place": (lambda: call(Count(), (), values(4)), TransformError, """
 fs.functionalize needs a forward that changes no tensors of the module.
   calls is float32[]

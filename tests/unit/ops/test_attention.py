@@ -195,7 +195,7 @@ def test_tensors_that_do_not_fit():
     for bad in ((q[0], k[0], k[0]), (q, k, k[:, :1]), (q, k.double(), k), (q[:1], k, k), (q[..., :4], k, k)):
         assert "Give q as [B, H, T, E]" in refusal(ops.attention, *bad, kind=SpecError)
     assert refusal(ops.attention, q, q[:, :3], q[:, :3], kind=SpecError).endswith(
-        "\nMake the number of query heads, 4, a multiple of that of key heads, 3."
+        "\nMake the number of query heads, 4, a multiple of the number of key heads, 3."
     )
     odd = [x[:, :, :5] for x in (q, k, k)]
     assert refusal(ops.attention, *odd, mesh=TWO, kind=SpecError).endswith(

@@ -228,7 +228,7 @@ def test_dtypes_that_kernels_lack_are_refused():
             make(moments=torch.int8)
         assert str(caught.value) == (
             f"{function} got moments=torch.int8.\nUse one of torch.float16, torch.bfloat16, torch.float32, torch.float64,"
-            " or None for that of the layout."
+            " or None for the layout's dtype."
         )
 
 
