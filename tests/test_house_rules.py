@@ -399,24 +399,16 @@ def test_guards_do_not_wear_thin(what: str):
 
 
 # ------------------------------------------------------------------------------------------ a page that names its tests
-def row_offences(page: str, root: Path = ROOT) -> list[str]:
-    """Rows of tables that name no test, and tests that are not there."""
-    found: list[str] = []
-    for number, line in enumerate(page.splitlines(), start=1):
-        if not line.startswith("|") or line.startswith(("|---", "| event ")):
-            continue
-        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", line)
-        found += [] if named else [f"line {number} names no test"]
-        for file, test in named:
-            text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
-            found += [] if f"def {test}(" in text else [f"line {number}: there is no {file}::{test}"]
-    return found
+def rows_without_test(page: str) -> list[str]:
+    """Rows of tables that name no test; that named ones exist is a test of all pages."""
+    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith(("|---", "| event "))]
+    return [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+`", row)]
 
 
 def test_what_the_page_on_reliability_says_is_tested():
     page = (ROOT / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
     assert page.count("\n| ") > 20
-    assert not (found := row_offences(page)), "\n" + "\n".join(found)
+    assert not rows_without_test(page)
 
 
 # ---------------------------------------------------------------------------------------- the rules catch what they say
@@ -508,16 +500,9 @@ def test_the_readme_rule_catches(tmp_path: Path):
     assert "line 7, in" in (readme_offence(page, tmp_path) or "")
 
 
-def test_the_rule_of_named_tests_catches(tmp_path: Path):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_a.py").write_text("def test_b(x): ...\n")
-    rows = ["`tests/test_a.py::test_b`", "`tests/test_a.py::test_c`", "`tests/test_d.py::test_b`", "nothing"]
-    page = "| event | test |\n|---|---|\n" + "".join(f"| an event | {row} |\n" for row in rows)
-    assert row_offences(page, tmp_path) == [
-        "line 4: there is no tests/test_a.py::test_c",
-        "line 5: there is no tests/test_d.py::test_b",
-        "line 6 names no test",
-    ]
+def test_the_rule_of_named_tests_catches():
+    page = "| event | test |\n|---|---|\n| one | `tests/test_a.py::test_b` |\n| another | nothing |\n"
+    assert rows_without_test(page) == ["| another | nothing |"]
 
 
 def test_the_text_rules_catch():
