@@ -219,7 +219,8 @@ class NamedSharding:
             ArgumentError: `shape` isn't a sequence of whole numbers.
             SpecError: the local shape is another, or the spec is of more dims than the leaf has.
         """
-        if not isinstance(shape, list | tuple) or not all(hasattr(size, "__index__") for size in shape):
+        numbers = isinstance(shape, list | tuple) and all(hasattr(size, "__index__") for size in shape)
+        if not numbers or any(isinstance(size, Tensor) for size in shape):
             raise refuse("a global shape", shape, "Give whole numbers, such as (4, 2).")
         want = self.local_shape(shape)
         if tuple(local.shape) != want:

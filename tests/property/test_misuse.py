@@ -343,6 +343,7 @@ def alike(a: list[Any], b: list[Any]) -> bool:
 @given(misuse=misuses())
 @example(misuse=Misuse("to_dtensor", "odd", 1, "'dp'"))  # a string is no sequence of ints
 @example(misuse=Misuse("to_dtensor", "odd", 1, "a list of None"))
+@example(misuse=Misuse("to_dtensor", "leaf", 1, "0 longer"))  # a size is a tensor
 @example(misuse=Misuse("psum", "odd", 2, "''"))  # Mesh is a union
 def test_misuse_is_refused_or_right(misuse):
     with tempfile.TemporaryDirectory() as folder:
