@@ -404,7 +404,7 @@ class Ranks:
     begun different collectives, so they are ended, and the next call starts new ones.
 
     Attributes:
-        size: number of ranks.
+        size: how many ranks to start, 1 or more.
         timeout: seconds that a call may take; None for no limit, in a test of pytest for 60. It may be assigned.
 
     Raises:
@@ -625,7 +625,7 @@ def ranks(size: int, timeout: float | None = None) -> Ranks:
     The ranks of an earlier `ranks` are ended first, so that a cell may be run again.
 
     Args:
-        size: number of ranks.
+        size: how many ranks to start, 1 or more.
         timeout: seconds that a call may take; by default no limit, in a test of pytest 60.
 
     Returns:

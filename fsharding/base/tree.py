@@ -258,7 +258,7 @@ def register_node(
     """Makes a class a node of our trees.
 
     Args:
-        cls: the class.
+        cls: the class of the new node.
         flatten_node: from a node to (children, static data, names of the children).
         unflatten_node: from (static data, children) to a node.
         fields: the names are attributes.

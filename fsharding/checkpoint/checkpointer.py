@@ -98,7 +98,7 @@ class Checkpointer:
         """Saves to `directory/<number>`, and then removes what is too old; see `save_async`.
 
         Args:
-            state: the state.
+            state: the `TrainState` to save.
             extra: as in `save`.
             number: by default the step of the state.
 

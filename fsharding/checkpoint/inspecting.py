@@ -120,7 +120,7 @@ def inspect(path: StrPath) -> Inspection:
     """Looks at a checkpoint, and reads all of its files once to compare checksums. On one process.
 
     Args:
-        path: the directory.
+        path: the directory of a checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint; the text says what is there instead. One that is damaged, or that

@@ -62,7 +62,7 @@ def load(
     that the layout's precision does not want is dropped; one that it wants and the checkpoint lacks starts afresh.
 
     Args:
-        path: the directory.
+        path: the directory of a checkpoint.
         layout: where everything goes. Its mesh may have another number of ranks than the one that saved.
         opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must
             not look at values. Without it the state is what the checkpoint has, if it is of fsharding's own optimizers.
@@ -115,7 +115,7 @@ def load_leaves(
     """Reads some leaves of a checkpoint, and of its files no more than they need.
 
     Args:
-        path: the directory.
+        path: the directory of a checkpoint.
         paths: dotted paths as in the manifest, or beginnings of them: `params.blocks` is every leaf under it.
         layout: where the leaves go: parameters and what belongs to them become DTensors, as in `load`; collective.
             Without it every leaf is a whole tensor on the CPU, of the dtype that was saved, in this process alone.

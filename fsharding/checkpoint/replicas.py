@@ -46,7 +46,7 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
     is about to write. Each rank reads what it shares once; one small message tells the others.
 
     Args:
-        state: the state.
+        state: the `TrainState` whose copies are compared.
         model: a functionalized module, or a `Model`, whose constants (buffers and other tensors that are no parameters)
             are compared as well.
 

@@ -70,7 +70,7 @@ def save(
 
     Args:
         path: the directory to be; its parents are made.
-        state: the state.
+        state: the `TrainState`; it is read and stays as it is.
         extra: anything that JSON has, such as the configuration or the position in the data, of at most 16 MiB; that of
             rank 0 is kept, and comes back as JSON gives it (tuples as lists).
         data: whose position is saved as well: anything with `state_dict` and `load_state_dict`, such as

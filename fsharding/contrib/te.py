@@ -458,7 +458,7 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
         x: [..., in], on a GPU; in and the rows of x are what the package's kernels take.
         weight: [out, in], in the dtype of x.
         format: `TENSORWISE`, `E4M3_1x128` or `E4M3_128x128` (one recipe), or `MXFP8` of `fs.formats`.
-        bias: [out], or None.
+        bias: floating point [out], or None for no bias.
 
     Returns:
         [..., out] in the dtype of x.

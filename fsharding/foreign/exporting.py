@@ -107,7 +107,7 @@ def export(
     Args:
         source: a checkpoint that `save` has written.
         target: what to make; nothing may be there yet.
-        format: which of the three.
+        format: "safetensors", "torch" or "dcp".
         names: what our leaves are called there; as in `load_weights`, so that one table serves both. Those of a
             functionalized module (`net.sources`) bring its persistent buffers along, as the checkpoint has them where
             the forward writes them.

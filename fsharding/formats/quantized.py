@@ -262,7 +262,7 @@ def quantize(
 
     Args:
         x: floating point, of at least one dim.
-        format: of codes and scales.
+        format: the format of codes and scales, such as `fs.formats.MXFP8`.
         key: int64[2], for a format whose rounding is keyed.
         dtype: in which it is dequantized; by default the dtype of x.
         strict: products refuse the result where the device has no kernel for the format.

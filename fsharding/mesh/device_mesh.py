@@ -439,7 +439,7 @@ def data_position(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
     """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order.
 
     Args:
-        mesh: with devices.
+        mesh: a mesh with devices, from `make_mesh`.
         cp: count the ranks along `cp` as well, each of which has a part of the same rows.
 
     Example:

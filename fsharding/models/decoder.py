@@ -177,7 +177,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     own, int64[B, T]. A `Stream` goes from unit to unit; blocks and head take activations [B, T, D] alone, too.
 
     Args:
-        config: sizes.
+        config: sizes and options of the decoder.
         sequence: cut activations along the sequence over `tp` outside of attention, MLP and head (Korthikanti et al.
             2022). It needs rules that put `tp` on heads, mlp and vocab.
         attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank

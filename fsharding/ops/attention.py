@@ -240,8 +240,8 @@ def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
     since either the later chunk of its keys is hidden, or all keys are from the earlier chunk of queries.
 
     Args:
-        size: members of the ring.
-        index: which of them.
+        size: how many members the ring has.
+        index: the member whose steps are planned.
         causal: tokens see only themselves and what is before them.
 
     Example:

@@ -282,7 +282,7 @@ def gather(
     """Joins the shards of all ranks along an axis. Transpose of `scatter`.
 
     Args:
-        x: this rank's ceil-chunk.
+        x: this rank's ceil-chunk along `dim`, any dtype.
         axis: one axis or several, major first.
         dim: the tensor dim that is cut.
         size: its global size; by default all shards are as long as this one.
@@ -308,7 +308,7 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
     """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
 
     Args:
-        x: this rank's term, whole.
+        x: this rank's term of the sum, of the whole shape.
         axis: one axis or several, major first.
         dim: the tensor dim to cut.
         mesh: by default the mesh of `fs.set_mesh`.

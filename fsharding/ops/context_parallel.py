@@ -56,7 +56,7 @@ def positions(
         length: T of the whole sequence.
         axis: the mesh axis that cuts it.
         mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, the sequence is whole.
-        device: of the result.
+        device: where the result is; by default where torch makes tensors.
 
     Returns:
         int64[T_local], ascending.

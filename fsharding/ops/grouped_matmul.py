@@ -165,7 +165,7 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantized, counts_X: Tensor) ->
     """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
 
     Args:
-        x_MD: rows sorted by group.
+        x_MD: floating point [M, D], rows sorted by group.
         w_XDF: a matrix for each group; a transposed view, as `w_XFD.mT`, is as good. A `Quantized` is dequantized.
         counts_X: rows of each group (whole numbers from 0, which sum to M); any of them may be 0.
 

@@ -52,7 +52,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
     """Out of the region: the terms of all ranks are summed, and with `sequence_dim` cut along it. Transpose of `enter`.
 
     Args:
-        x: this rank's term, whole.
+        x: this rank's term of the sum, of the whole shape.
         axis: as in `enter`.
         sequence_dim: as in `enter`.
         mesh: by default the mesh of `fs.set_mesh`.
@@ -90,7 +90,7 @@ def column_linear(
         x_D: [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
         *weights_FD: this rank's rows of each weight: [F of this rank, D], as a tensor or a `Quantized`. All of them
             share one `enter`.
-        axis: that cuts F.
+        axis: the mesh axis that shards F.
         sequence_dim: as in `enter`.
         mesh: by default the mesh of `fs.set_mesh`.
 
@@ -117,7 +117,7 @@ def split_parts(
         x: a weight at work, or its product: this rank's piece of each part, one after the other, along `dim`; or all of
             every part, where nothing cuts them.
         sizes: of the whole parts, as the `Fused` name says them.
-        dim: of x.
+        dim: the dim of x that holds the parts.
         axis: that cuts each part by itself, as evenly as it can.
         mesh: by default the mesh of `fs.set_mesh`.
 
@@ -155,7 +155,7 @@ def row_linear(
     Args:
         x_F: [..., F of this rank], as `column_linear` makes it.
         weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantized`.
-        axis: that cuts F.
+        axis: the mesh axis that shards F.
         sequence_dim: as in `enter`.
         mesh: by default the mesh of `fs.set_mesh`.
 

@@ -43,7 +43,7 @@ def product(x: Tensor, weight: Tensor | Quantized, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 
     Args:
-        x: [..., D].
+        x: floating point [..., D], the rows to multiply.
         weight: [F, D] for dim 1, [D, F] for dim 0; a `Quantized` too.
         dim: 1 for `x @ weight.T`, 0 for `x @ weight`.
 

@@ -136,7 +136,7 @@ def dispatch(
 
     Args:
         x_ND: this rank's tokens; N may be 0, and another one on every rank.
-        routing: of these tokens.
+        routing: what `ops.route` returned for these tokens.
         experts: X, how many there are on all ranks.
         axis: along which experts are owned; where the mesh lacks it, or there is no mesh, nothing is sent.
         mesh: by default the mesh of `fs.set_mesh`.
@@ -232,7 +232,7 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
 
     Args:
         y_MD: results for the rows of the `dispatch`, in their order.
-        plan: of that `dispatch`.
+        plan: what that call of `dispatch` returned.
 
     Returns:
         `[N, D]`, of the dtype of `y_MD`.
@@ -276,7 +276,7 @@ def experts_swiglu(
     result is.
 
     Args:
-        x_ND: this rank's tokens.
+        x_ND: floating point [N, D], this rank's tokens.
         gate_EFD: of the experts of this rank.
         up_EFD: the same.
         down_EFD: the same, applied transposed.

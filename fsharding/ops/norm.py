@@ -24,9 +24,9 @@ def rms_norm(
     """`x / sqrt(mean(x**2) + eps) * scale` along the last dim (Zhang and Sennrich 2019).
 
     Args:
-        x_D: [..., D].
-        scale_D: [D].
-        eps: under the root.
+        x_D: floating point [..., D]; D is normalized.
+        scale_D: floating point [D], the factor of each feature.
+        eps: added to the mean square under the root.
         over: model axes along which ranks have different tokens; data axes are taken care of by `gather_unit`.
         mesh: by default the mesh of `fs.set_mesh`.
 

@@ -140,10 +140,10 @@ def rotary_frequencies(
     """By which angle each pair of a head turns from one position to the next: float32[E/2], in radians.
 
     Args:
-        size: E, even.
+        size: E, the even number of dims that are turned.
         base: of the frequencies: pair e has `base**(-2e / E)`.
         scaling: changes them for a longer context.
-        device: of the result.
+        device: where the result is; by default where torch makes tensors.
 
     Example:
         >>> fs.ops.rotary_frequencies(8)
@@ -166,7 +166,7 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
         x_BHTE: floating point [B, H, T, E], E even.
         positions_T: integer [T], or [B, T] where rows differ, as where documents are packed and each begins at 0.
             Under context parallelism the global ones: `ops.positions`, `ops.document_positions`.
-        base: of the frequencies.
+        base: the base of the frequencies, `base**(-2e / E)`.
         scaling: of the frequencies, for a longer context.
 
     Returns:

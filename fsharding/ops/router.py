@@ -75,7 +75,7 @@ def route(
 
     Args:
         logits_NX: of the router.
-        top_k: k.
+        top_k: how many experts each token goes to.
         score: "softmax" over experts, or "sigmoid" of each.
         bias: added to the scores when experts are chosen ([X]); it gets no gradient.
         normalize: divide the weights of a token by their sum.
@@ -160,7 +160,7 @@ def expert_counts(
     """How many tokens of all ranks go to each expert: int64[X], the same on all of them.
 
     Args:
-        routing: of this rank's tokens.
+        routing: what `route` returned for this rank's tokens.
         counted_N: bool; tokens that count. By default all of them.
         axes: along which ranks have different tokens; by default the data axes.
         mesh: by default the mesh of `fs.set_mesh`; without one, this rank's tokens are all.
@@ -224,7 +224,7 @@ def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
     without collectives of its own. `Model.balanced` names the leaf, and a step then moves it as `next_bias` does.
 
     Args:
-        routing: of this rank's tokens.
+        routing: what `route` returned for this rank's tokens.
         bias_X: a leaf as `gather_unit` gives it, that `route` was called with.
 
     Raises:
@@ -257,7 +257,7 @@ def balance_loss(
     mean over tokens, so it adds up over ranks as token losses do. f is taken over one call: one microbatch.
 
     Args:
-        routing: of this rank's tokens.
+        routing: what `route` returned for this rank's tokens.
         counted_N: bool; tokens that count. By default all of them.
         axes: along which ranks have different tokens; by default the data axes.
         mesh: by default the mesh of `fs.set_mesh`.

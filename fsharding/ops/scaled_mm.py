@@ -39,7 +39,7 @@ class ScaledKernel:
     """Which kernel multiplies activations with a weight in a format.
 
     Attributes:
-        format: of the weight.
+        format: the format in which the weight is quantized.
         activations: format of the other side.
         device: a type of devices, such as "cuda".
         recipe: torch's name for how both sides are scaled; "" where there is no kernel.
@@ -102,7 +102,7 @@ def scaled_kernel(format: Blocks, device: str = "cpu", dtype: torch.dtype = torc
     It is tried out once in a process. On the CPU products do not use it unless they are strict: it dequantizes, too.
 
     Args:
-        format: of the weight.
+        format: the format in which the weight is quantized.
         device: a type of devices: "cpu" or "cuda".
         dtype: of activations and of the product.
 

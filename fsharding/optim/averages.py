@@ -117,7 +117,7 @@ def ema_of(opt_state: Tree) -> Tree:
     `fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)` are parameters to evaluate with.
 
     Args:
-        opt_state: of any optimizer.
+        opt_state: the state of any optimizer that `ema` is part of.
 
     Raises:
         TreeError: there is no `EmaState` in it, or several.
@@ -146,8 +146,8 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     """Lookahead (Zhang et al. 2019): after some updates, back to a point between their first and last parameters.
 
     Args:
-        inner: makes the fast updates.
-        every: how many of them.
+        inner: the transformation that makes the fast updates.
+        every: how many fast updates come between two slow ones.
         share: how far from the slow parameters to the fast ones the next slow parameters are.
 
     Raises:

@@ -147,7 +147,7 @@ def multi_transform(
     with a group of `chain()`, which does nothing. A member sees None for the leaves of other groups.
 
     Args:
-        groups: transformation by label.
+        groups: a dict from label to transformation.
         labels: tree of labels like the parameters, or a function of (path, leaf).
 
     Raises:

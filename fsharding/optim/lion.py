@@ -49,7 +49,7 @@ def lion(
     Args:
         learning_rate: a number, or a function of the number of updates so far.
         b1: share of the momentum in the direction of the update.
-        b2: decay of the momentum.
+        b2: decay of the momentum, at least 0 and below 1.
         weight_decay: decoupled decay, times the learning rate.
         moments: the dtype in which the momentum is kept; by default `Precision.moments` of the layout, or else float32
             at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8

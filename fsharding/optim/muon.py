@@ -88,13 +88,13 @@ def muon(
 
     Args:
         learning_rate: a number, or a function of the number of updates so far.
-        momentum: decay of the momentum.
-        nesterov: look ahead.
+        momentum: decay of the momentum, 0 or more.
+        nesterov: the update looks one step ahead, as Nesterov's does.
         weight_decay: decoupled decay, times the learning rate.
         adjust: the ratio: "original", `sqrt(max(1, M / N))`; or "match_rms_adamw", `0.2 * sqrt(max(M, N))`, which takes
             the learning rates of AdamW (Liu et al. 2025).
         coefficients: of x, x x^T x and (x x^T)^2 x in the iteration.
-        steps: iterations.
+        steps: Newton-Schulz iterations of each update.
         eps: smallest norm that a matrix is divided by.
         dtype: in which the iteration runs, and its matrices travel.
         moments: the dtype in which the momentum is kept; by default `Precision.moments` of the layout, or else float32

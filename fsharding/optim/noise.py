@@ -55,7 +55,7 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
 
     Args:
         std: standard deviation: a number, or a function of the number of updates so far, such as `annealed(0.3)`.
-        key: random key.
+        key: int64[2], a random key; the noise of each update is folded from it.
 
     Raises:
         ConfigError: a deviation below 0.

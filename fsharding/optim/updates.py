@@ -53,9 +53,9 @@ def apply_gradients(
     """One optimizer step: `update` and `apply_updates`, or the optimizer's own way to do both at once.
 
     Args:
-        opt: the optimizer.
+        opt: the optimizer, such as `fs.adamw(1e-3)`.
         grads: mean gradients; None at a leaf leaves the parameter as it is.
-        state: of the optimizer.
+        state: the optimizer's state, as `opt.init` makes it.
         params: tree of DTensors or plain tensors.
         context: facts about this step. With `donate`, gradients, state and parameters may be overwritten; `norm` is
             that of the scaled gradients; where `finite` is false, parameters and state come out as they went in, bit

@@ -77,7 +77,7 @@ def pipeline_grads(
     """Runs one step of a schedule. Collective over the whole mesh.
 
     Args:
-        model: a `Model`.
+        model: a `Model`, whose blocks the stages share.
         schedule: for the size of `pp`.
         layout: planned with `stages=stages_of(model, schedule)`.
         params: at rest in this layout.

@@ -154,7 +154,7 @@ def draw_schedule(
     stand at the end of each row.
 
     Args:
-        schedule: what to draw.
+        schedule: a `Schedule`, one row for each rank.
         path: the PNG to write, or the SVG if it ends with `.svg`.
         forward: as in `Schedule.simulate`, and so for the others.
         backward_input: of I.

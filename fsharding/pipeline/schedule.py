@@ -230,7 +230,7 @@ def plan_schedule(
     All but gpipe and 1f1b are torch's own orders. In each a stage's gradients come in the order of microbatches.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: the schedule, one of `SCHEDULES`, such as "1f1b".
         ranks: size of the axis `pp`, p.
         microbatches: m. dualpipev needs 2p of them; the interleaved ones a multiple of max(1, m // p).
         stages_per_rank: v; by default the least that the schedule can have.
@@ -421,7 +421,7 @@ def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None =
 
     Args:
         schedule: whose stages.
-        layers: of the whole model.
+        layers: how many layers the whole model has.
         counts: how many each stage has, in order of stages, 0 included; by default as even as possible, where stages
             in the middle have those that are left over, since the first has the embedding and the last the head.
 
@@ -453,7 +453,7 @@ def stages_for(schedule: Schedule, layers: int, *, counts: Sequence[int] | None 
 
     Args:
         schedule: whose stages.
-        layers: of the whole model.
+        layers: how many layers the whole model has.
         counts: as in `layers_of`.
 
     Returns:

@@ -34,8 +34,8 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
     Several stacks are cut as one: a stage may have the last blocks of one and the first of the next.
 
     Args:
-        model: a `Model`.
-        schedule: the schedule.
+        model: a `Model` with stacks of equal blocks.
+        schedule: a `Schedule`, whose stages get the layers.
         counts: layers of each stage, of all stacks together; by default as even as possible.
 
     Raises:

@@ -94,9 +94,9 @@ class Layout:
 
     Attributes:
         mesh: with devices, or abstract.
-        rules: axes by dim name.
+        rules: which mesh axes shard a dim, by its name.
         strategy: what is cut over the data axes.
-        precision: dtypes at rest.
+        precision: dtypes of leaves at rest, in compute and on the wire.
         leaves: one `LeafLayout` for each parameter.
         structure: of the parameter tree.
         stages: explicit ownership along `pp`, as `stages.normal` gives it.
@@ -364,9 +364,9 @@ def plan_layout(
     Args:
         model: a `Model` (its `init` and `names` are used), or a tree of anything with `shape` and `dtype`.
         mesh: with devices, or abstract.
-        rules: axes by dim name.
+        rules: which mesh axes shard a dim, by its name.
         strategy: what is cut over the data axes, or the name of a strategy, such as "zero3".
-        precision: dtypes at rest.
+        precision: dtypes of leaves at rest, in compute and on the wire.
         names: tree of tuples of dim names; by default the model's. Leaves without names are cut along their first dim.
             A dim that is made of parts has a `Fused` name, and each part is cut by itself.
         frozen: dotted paths, or beginnings of them, of leaves without gradients and moments, besides the model's own.

@@ -88,7 +88,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """Make a key from a key and a number, such as a step or a layer: int64[2].
 
     Args:
-        key: int64[2].
+        key: int64[2], a random key.
         data: an integer with 0 <= data < 2**63, or a 0-d tensor of an integer dtype. The value of a tensor on a device
             or inside a transform is not read, so its range is not checked; its 63 low bits count.
 

@@ -110,7 +110,7 @@ def whole_tensors(leaves: Tree, seed: int = 0, *, numbers: bool = False) -> Tree
     """The whole tensors of a tree of `Leaf`s: the same on every rank, other values for every path.
 
     Args:
-        leaves: the tree.
+        leaves: a tree of `Leaf`, as strategies draw it.
         seed: other values for another seed.
         numbers: small whole numbers instead of random bits.
 
@@ -134,7 +134,7 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
 
     Args:
         whole: the whole tensor.
-        sharding: where it lives.
+        sharding: the sharding of the leaf on its mesh.
         coord: the rank's coordinate by axis; by default this process's.
 
     Example:
@@ -199,7 +199,7 @@ class Home(_Short):
         """The layout of a tree of `Leaf`s.
 
         Args:
-            leaves: the tree.
+            leaves: a tree of `Leaf`, as strategies draw it.
             mesh: by default the abstract one; on a rank, `device_mesh(home.mesh)`.
         """
         named = tree.named_leaves(leaves)

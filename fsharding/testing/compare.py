@@ -29,8 +29,8 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
     local tensors are compared; leaves that are no tensors, arrays or floats need the same type and to be `==`.
 
     Args:
-        a: one tree.
-        b: the other.
+        a: a tree of tensors and plain values.
+        b: a tree of the same structure.
         what: name of what is compared, for the message.
 
     Raises:
@@ -56,8 +56,8 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
     `assert_bitwise_equal`.
 
     Args:
-        a: what was computed.
-        b: the reference.
+        a: the tree that was computed.
+        b: the tree to compare with.
         rtol: relative tolerance.
         atol: absolute tolerance.
         what: name of what is compared, for the message.

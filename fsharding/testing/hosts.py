@@ -296,7 +296,7 @@ class HostPair:
 
         Args:
             arguments: the program with its own: `["train.py", "--steps", "3"]`, `["-m", "fsharding", "train"]`.
-            ranks: of each host.
+            ranks: how many each host starts.
             options: of torchrun, such as `["--max-restarts", "1"]`.
 
         Example:

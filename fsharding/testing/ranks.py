@@ -437,7 +437,7 @@ def run_ranks(
 
     Args:
         fn: a function at the top level of a module that the ranks can import.
-        n: number of ranks.
+        n: how many ranks run it, 1 or more.
         *args: arguments, the same for every rank.
         timeout: seconds until the call is given up; by default 60 in a test of pytest, and elsewhere no limit, which
             `math.inf` asks for everywhere.

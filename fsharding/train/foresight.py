@@ -52,7 +52,7 @@ def expected_traffic(
 
     Args:
         model: a `Model` or a loss function, as in `make_train_step`. Collectives in it use the current mesh.
-        opt: the optimizer.
+        opt: the optimizer, such as `fs.adamw(1e-3)`.
         layout: of the state, on an abstract mesh or one with devices.
         batch: the batch of this rank, a tree of tensors `[B, ...]`. Only shapes and dtypes count: they may be on the
             meta device.

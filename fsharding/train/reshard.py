@@ -161,7 +161,7 @@ def shard(values: Tree, layout: Any) -> Tree:
     """Cuts whole tensors, the same on every rank, into DTensors; nothing is sent.
 
     Args:
-        values: tree of plain tensors.
+        values: a tree of plain tensors, the same on every rank.
         layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all leaves.
 
     Returns:

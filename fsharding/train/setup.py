@@ -58,14 +58,14 @@ def setup(
         init_or_model: a function `key -> tree` of draws or tensors; a `Model`, or what `functionalize` returns; or a
             tree of tensors to start from, the same on every rank.
         loss_fn: `(params, batch) -> (sum, count)`; None for the loss of a `Model`.
-        opt: the optimizer.
+        opt: the optimizer, such as `fs.adamw(1e-3)`.
         key: random key, the same on every rank.
         strategy: what is cut over the data axes, or its name.
         mesh: by default all ranks there are, along `dp`.
         rules: as in `plan_layout`, and so are the next ones.
-        names: of dims.
+        names: dim names of each leaf; a `Model` has its own.
         precision: dtypes at rest, of compute and on the wire.
-        frozen: leaves without gradients.
+        frozen: dotted paths, or beginnings of them, of leaves that are not trained.
         stages: who owns what along `pp`; by default, for a `Model`, as the schedule says.
         buffers: as in `init_state`.
         **options: how the step computes: see `StepOptions`.

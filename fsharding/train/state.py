@@ -343,8 +343,8 @@ def init_state(
 
     Args:
         model: a `Model`, or a function `key -> tree of Draws or tensors`.
-        opt: the optimizer.
-        key: random key.
+        opt: the optimizer, such as `fs.adamw(1e-3)`.
+        key: int64[2], a random key, from which init and steps draw.
         layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
         buffers: first values of `state.buffers`, the same on every rank: tensors by name. By default those that the
             forward of a functionalized module writes, as the module has them.
@@ -482,9 +482,9 @@ def state_from(
     Args:
         params: tree of DTensors, which the state takes over: main parameters in `layout.main` and their dtype, frozen
             ones in `layout.params`.
-        opt: the optimizer.
+        opt: the optimizer, such as `fs.adamw(1e-3)`.
         key: random key; the steps of the run draw what those of `init_state` with this key would draw.
-        layout: where everything goes.
+        layout: from `plan_layout`; says where each leaf goes.
         buffers: first values of `state.buffers`, the same on every rank, such as `net.init_buffers()`; by default none.
 
     Raises:

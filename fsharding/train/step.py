@@ -169,7 +169,7 @@ def model_loss(
     """The loss function of a `Model`: embed, scan over blocks, head, each unit gathered while the one before computes.
 
     Args:
-        model: a `Model`.
+        model: a `Model`, such as `fs.models.decoder(config)`.
         policy: what the blocks keep for backward.
 
     Returns:
@@ -214,7 +214,7 @@ def make_train_step(
             every rank; `fs.random.fold_in(key, fs.data_position(mesh)[0])` is this rank's own. One with a parameter
             `buffers` gets `state.buffers`, and returns `((sum, weight), buffers)`: microbatches hand them on in order,
             and the next state has those of the first rank of the mesh, as with torch's DDP; see `fs.sync_buffers`.
-        opt: the optimizer.
+        opt: the optimizer, such as `fs.adamw(1e-3)`.
         precision: dtypes of compute and wire; by default the layout's.
         **options: how the step computes: see `StepOptions`.
 

@@ -26,7 +26,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     """Updates optimizer state, main parameters and parameters, and counts the step.
 
     Args:
-        state: it is unchanged.
+        state: the state to update, which stays as it is.
         grads: mean gradients, as `fs.value_and_grad` gives them; None at frozen leaves. Made with
             `grads=state.layout.main` they are where the optimizer wants them; others are resharded.
         opt: the optimizer that the state was made with.

@@ -36,8 +36,8 @@ def scan(
     """`carry, y = fn(carry, x)` along the first dim of every leaf of `xs`; a plain loop, as `lax.scan` means it.
 
     Args:
-        fn: the body.
-        carry: any tree.
+        fn: the body of the loop, called once for each unit.
+        carry: any tree; the body returns one of the same structure.
         xs: tree of tensors `[length, ...]`, or None.
         length: needed when `xs` has no leaf.
 
@@ -82,7 +82,7 @@ def scan_units(
     Args:
         block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are whole plain tensors.
         units: a stack (every leaf `[layers, ...]`), or a list or tuple of units that may differ.
-        carry: any tree.
+        carry: any tree; the body returns one of the same structure.
         xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
         has_aux: the block returns `(carry, aux)`; the auxes come back stacked.
         policy: what is kept for backward.
