@@ -20,7 +20,7 @@ WIRED := $(addprefix tests/,dist/laws/test_one_process.py dist/laws/test_bitwise
 # Tests that start few ranks or none: as many at once as there are cores.
 RANKLESS := tests/unit tests/test_examples.py tests/test_house_rules.py
 # `make test`: each module by itself, and every law with few examples on few meshes.
-QUICK := tests/unit tests/test_house_rules.py tests/property tests/dist/laws
+QUICK := $(RANKLESS) tests/property tests/dist/laws
 # The stamp is written last, so that an interrupted install is done again.
 STAMP := .venv/.installed
 # True inside a whole venv only: a half-made one can lead to the system's Python, where nothing may be installed.

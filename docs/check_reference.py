@@ -41,22 +41,18 @@ def _has_code(x: Any) -> bool:
 
 
 def _left_out(x: Any) -> str:
-    """Says which parameters the Args of a function, or of a method of a class, leave out; empty if none."""
-    found: list[str] = []
-    methods = (
-        [m for name, m in vars(x).items() if inspect.isfunction(m) and name[0] != "_"] if inspect.isclass(x) else []
-    )
-    for fn in [*([] if inspect.isclass(x) else [x]), *methods]:
-        text = inspect.getdoc(fn) or ""
-        if "Args:\n" in text:
-            names = {
-                name for name in inspect.signature(fn).parameters if name not in ("self", "cls") and name[0] != "_"
-            }
-            lists = re.findall(r"^    \*{0,2}(\w+(?:, \*{0,2}\w+)*):", text, re.MULTILINE)
-            missing = (
-                names
-                - fs.StepOptions.__annotations__.keys()
-                - {name.strip(" *") for line in lists for name in line.split(",")}
-            )
-            found += [f"{fn.__name__} without {', '.join(sorted(missing))}"] if missing else []
-    return "; ".join(found)
+    """Say which parameters the Args of a function, or of the methods of a class, leave out; empty if none."""
+    functions = [m for m in vars(x).values() if inspect.isfunction(m)] if inspect.isclass(x) else [x]
+    missing = {fn.__name__: _undocumented(fn) for fn in functions if fn.__name__[0] != "_"}
+    return "; ".join(f"{name} without {', '.join(sorted(names))}" for name, names in missing.items() if names)
+
+
+def _undocumented(fn: Any) -> set[str]:
+    """Return the parameters that the Args leave out; the options of a step are documented by `StepOptions`."""
+    text = inspect.getdoc(fn) or ""
+    if "Args:\n" not in text:
+        return set()
+    names = {name for name in inspect.signature(fn).parameters if name not in ("self", "cls") and name[0] != "_"}
+    entries = re.findall(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", text, re.MULTILINE)
+    documented = {name.strip(" *") for entry in entries for name in entry.split(",")}
+    return names - documented - fs.StepOptions.__annotations__.keys()

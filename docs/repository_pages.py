@@ -91,13 +91,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def sources() -> list[Path]:
-    """All examples and notebooks, in the order of their names."""
+    """List examples and notebooks in the order of their names."""
     return sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "notebooks").glob("*.ipynb")])
 
 
 def gallery(found: dict[str, Path]) -> str:
-    """The page of all examples by task: title, and what the example does."""
-    lines = ["# Examples", "", "Each runs as it is, on the CPU, with `python examples/NAME.py`."]
+    """Write the page of all examples by task: title, and what the example does."""
+    lines = ["# Examples", "", "All run on the CPU; each page says how."]
     for task, titles in GALLERY.items():
         lines += ["", f"## {task}", "", "| example | what it does |", "|---|---|"]
         lines += [f"| [{title}]({name}.md) | {summary(found[name])} |" for name, title in titles.items()]
@@ -105,23 +105,27 @@ def gallery(found: dict[str, Path]) -> str:
 
 
 def summary(path: Path) -> str:
-    """The first paragraph of an example's docstring, or of a notebook's text."""
+    """Return the first paragraph of an example's docstring, or of a notebook's text."""
     if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        text = docstring_of(path.read_text(encoding="utf-8"))
     else:
         text = nbformat.read(path, as_version=4).cells[0].source.partition("\n\n")[2]
     return text.partition("\n\n")[0].replace("\n", " ")
 
 
 def page_of(path: Path, title: str) -> str:
-    """The docstring of an example as text, and all of the file as code."""
+    """Write the docstring of an example as text, and all of the file as code."""
     source = path.read_text(encoding="utf-8")
-    text = ast.get_docstring(ast.parse(source)) or ""
-    return f'# {title}\n\n{text}\n\n```python title="examples/{path.name}"\n{source}```\n'
+    return f'# {title}\n\n{docstring_of(source)}\n\n```python title="examples/{path.name}"\n{source}```\n'
+
+
+def docstring_of(source: str) -> str:
+    """Return the docstring of a module."""
+    return ast.get_docstring(ast.parse(source)) or ""
 
 
 def page_of_notebook(path: Path) -> str:
-    """The cells of a notebook below its title, each with what it shows when it is run now."""
+    """Write the cells of a notebook below its title, each with what it shows when it is run now."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         kernel = KernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
@@ -138,7 +142,7 @@ def page_of_notebook(path: Path) -> str:
 
 
 def shown(output: Any) -> str:
-    """An output of a cell: a picture, or text as a block."""
+    """Write an output of a cell: a picture, or text as a block."""
     data = output.get("data", {})
     if "image/png" in data:
         return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"

@@ -6,11 +6,13 @@ import functools
 import itertools
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import fsharding as fs
+from fsharding.base.errors import NonFiniteError
 from fsharding.testing import assert_bitwise_equal, run_ranks
-from tests.helpers import mesh_of, whole
+from tests.helpers import bits, mesh_of, whole
 
 CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
 MODEL = fs.models.decoder(CONFIG)
@@ -50,6 +52,18 @@ def batches(steps, mesh, vocab=CONFIG.vocab):
         targets = tokens[:, 1:].clone()
         targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
         yield fs.local_batch({"tokens": tokens[:, :-1], "targets": targets}, mesh)
+
+
+def refusal_of_step(step, refused, good):
+    """The text by which a step refuses (state, batch) as not finite; the state stays, and a good pair trains after it."""
+    state, batch = refused
+    before = bits(state)
+    with pytest.raises(NonFiniteError) as caught:
+        step(state, batch)
+    assert_bitwise_equal(bits(state), before, "the state before the refused step")
+    after, metrics = step(*good)
+    assert metrics.loss.isfinite() and int(after.step) == 1
+    return str(caught.value)
 
 
 def optimizer(name, clip=0.5):

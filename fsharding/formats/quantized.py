@@ -3,7 +3,7 @@
 In: a tensor and a `Blocks`. Out: a node of plain tensors, no tensor itself; and the numbers again.
 Codes are whole numbers, through which no gradient goes. So where something is differentiated, a node has one child
 more: a tensor without memory, in the shape and dtype of the numbers, which takes their place in autograd's graph.
-Guarantee: gradients are straight-through: that of the numbers is that of the tensor, and is rounded nowhere.
+Guarantee: gradients are straight-through: the tensor gets the gradient of the numbers, which is rounded nowhere.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Parameters are gathered over the data axes once, unit by unit, and stay whole un
 computes with its cuts. A model keeps keys and values: the prompts go through it at once, then each new token alone. A
 function is called with all tokens so far. Nothing else is sent over the data axes, so that ranks of `dp` may have
 prompts of their own; experts over `ep` are the exception.
-Guarantee: tokens follow from prompts, parameters and key alone, on every mesh, and those of a row do not depend on
-others. Shapes: B prompts, T tokens of the longest, N new ones, V vocabulary.
+Guarantee: tokens follow from prompts, parameters and key alone, on every mesh, and a row's do not depend on other
+rows. Shapes: B prompts, T tokens of the longest, N new ones, V vocabulary.
 """
 
 from __future__ import annotations

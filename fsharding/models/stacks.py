@@ -1,7 +1,7 @@
 """The stacks of a model: one at `blocks`, or several of unlike blocks under their names, in order.
 
 In: a `Model` and its tree `blocks`, of parameters or of anything else. Out: paths and functions of stacks, a scan over
-all of them. Guarantee: the units are the same, and in the same order, as those of one list of unlike blocks.
+all of them. Guarantee: units and their order are the same as in one list of unlike blocks.
 """
 
 from __future__ import annotations

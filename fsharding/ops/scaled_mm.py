@@ -3,7 +3,7 @@
 In: a format and a device; or activations and codes of a weight. Out: a printable `ScaledKernel`; or the product.
 Activations are rounded as the weight is, in blocks along the dim that is summed, each token by itself: numbers of a
 token do not depend on which others a rank has. A kernel counts as there once it has multiplied two matrices and come
-to what their dequantized product is. Guarantee: a product is that of what the codes of both sides stand for, up to the
+to what their dequantized product is. Guarantee: a product is the product of the dequantized sides, up to the
 order of float32 sums and one rounding.
 """
 

@@ -4,7 +4,7 @@ In: the sharding and the shape of a leaf, a `Blocks`. Out: the sharding of its s
 parts of one block.
 Scales are cut as the leaf is along each dim whose cuts are on borders of blocks; along another dim they are whole, so
 that each rank knows the scale of every block that it has a part of.
-Guarantee: the boxes of the scales tile the grid of blocks, and those of a rank cover all blocks that it touches.
+Guarantee: the boxes of the scales tile the grid of blocks, and a rank's boxes cover all blocks that it touches.
 """
 
 from __future__ import annotations

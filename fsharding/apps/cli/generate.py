@@ -2,8 +2,8 @@
 
 In: a checkpoint of `fsharding train`, one whose run says its model, or a directory of Hugging Face. Out: on rank 0 the
 prompt and what follows, or with `--json` one JSON object. By default ranks cut the model over `tp`.
-Guarantee: whatever can be wrong with the options, the checkpoint and the prompt is found before a rank starts; the text
-is that of the same options on any number of ranks.
+Guarantee: whatever can be wrong with the options, the checkpoint and the prompt is found before a rank starts; equal
+options give the same text on any number of ranks.
 """
 
 from __future__ import annotations

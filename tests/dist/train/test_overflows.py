@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.base.errors import NonFiniteError
 from fsharding.formats.precision import LossScale, Precision
 from fsharding.models import Experts
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import bits, full, mesh_of
 from tests.models import batches
+from tests.training import refusal_of_step
 
 DENSE = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
 ROUTED = replace(DENSE, layers=2, experts=Experts(4, 2, 12, score="sigmoid", z=1e-2, bias_rate=1e-2))
@@ -83,13 +83,7 @@ def refused(axes, config, how, rank):
     wrong = state.replace(params=fs.tree.map(lambda x: x.clone(), state.params))
     if torch.distributed.get_rank() == rank:
         local_of(wrong.params["blocks"]["wo"]).view(-1)[0] = torch.nan
-    before = bits(wrong)
-    with pytest.raises(NonFiniteError) as caught:
-        step(wrong, batch)
-    assert_bitwise_equal(bits(wrong), before, "after a refused step")
-    after, metrics = step(state, batch)
-    assert metrics.loss.isfinite() and int(after.step) == 1
-    return str(caught.value)
+    return refusal_of_step(step, (wrong, batch), (state, batch))
 
 
 @AXIS
