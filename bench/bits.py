@@ -25,7 +25,7 @@ from fsharding.testing import device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.decoders import DecoderCase
 
-CONFIG = fs.models.DecoderConfig(vocab=34, dim=32, layers=2, heads=2, kv_heads=2, hidden=48)
+CONFIG = fs.models.DecoderConfig(vocab_size=34, dim=32, layers=2, heads=2, kv_heads=2, intermediate_size=48)
 MESHES = {
     "dp1": {"dp": 1}, "dp2": {"dp": 2}, "dp3": {"dp": 3}, "replica2-dp2": {"replica": 2, "dp": 2},
     "dp2-tp2": {"dp": 2, "tp": 2}, "dp2-cp2": {"dp": 2, "cp": 2}, "pp2-dp2": {"pp": 2, "dp": 2},
@@ -101,7 +101,7 @@ def _hashes(training: Training) -> tuple[str, str]:
         model, opt, microbatches=training.microbatches, schedule=case.planned() or case.schedule, donate=True
     )
     for number in range(case.steps):
-        with fs.counting_bytes() as traffic:
+        with fs.debug.count_bytes() as traffic:
             state, metrics = step(state, case.batch(number, mesh))
         numbers.update(repr((metrics.loss.item(), metrics.grad_norm.item())).encode())
         sent.update(repr(sorted(traffic.by_axes.items())).encode())

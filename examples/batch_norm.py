@@ -48,7 +48,7 @@ def train(strategy):
     for number in range(STEPS):
         state, metrics = step(state, fs.local_batch(pictures(number), mesh))
         losses.append(float(metrics.loss))
-    fs.check_replicas(state)
+    fs.debug.check_replicas(state)
     held_out = fs.evaluate(loss_fn)(state, fs.local_batch(pictures(STEPS), mesh))
     return losses, float(held_out.mean), net.state_dict(fs.unshard(state.params), state.buffers)
 

@@ -86,7 +86,7 @@ def train():
         losses.append(float(metrics.loss))
         if number % 100 == 99:
             fs.print0(f"step {number + 1}: loss {sum(losses[-100:]) / 100:.4f}", flush=True)
-    average = fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
+    average = fs.params_from_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
     return losses, sample(average, fs.random.key(2), 512).norm(dim=1)
 
 

@@ -63,7 +63,7 @@ def train(strategy):
     mesh = fs.make_mesh(dp=-1)
     layout = fs.plan_layout(init(fs.random.key(0)), mesh, RULES, strategy, names=NAMES)
     params = fs.init_state(init, fs.sgd(RATE), fs.random.key(0), layout).params
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     x, y = points(fs.random.key(1))
     norms = torch.zeros(0)
     for step in range(STEPS):
@@ -76,7 +76,7 @@ def train(strategy):
     whole = fs.gather_unit(params)
     hidden = torch.tanh(F.linear(x, whole["first"]["w"], whole["first"]["b"]))
     found = F.linear(hidden, whole["last"]["w"], whole["last"]["b"]).argmax(1)
-    return float((found == y).float().mean()), norms, fs.state_bytes(params)
+    return float((found == y).float().mean()), norms, fs.debug.state_bytes(params)
 
 
 def check_norms():

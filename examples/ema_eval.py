@@ -57,7 +57,7 @@ def train():
         state, _ = step(state, batch_of(number, mesh, NOISE))
         if (number + 1) % 20 == 0:
             # Main parameters become parameters as after a step: cast, and gathered where they are less cut.
-            averaged = fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, layout)
+            averaged = fs.params_from_main(fs.optim.ema_of(state.opt_state), state.params, layout)
             errors.append((number + 1, error(state.params), error(averaged)))
     leaf = fs.optim.ema_of(state.opt_state)["w1"]
     return errors, f"the average of w1 is {fs.typeof(leaf)}, here {list(leaf.to_local().shape)}"

@@ -61,7 +61,7 @@ def train(strategy):
     opt = fs.adamw(5e-3)
     state = fs.init_state(init, opt, fs.random.key(0), layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     x = fs.random.uniform(fs.random.key(1), (POINTS, 1), low=-2, high=2).tensor().chunk(count)[index]
     losses = []
     for _ in range(STEPS):

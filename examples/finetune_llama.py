@@ -29,7 +29,7 @@ def batch_of(step):
 
 def mine(batch, mesh):
     """This rank's rows, and its part of the sequence where the mesh has cp."""
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     return fs.ops.cut_sequence({name: x.chunk(count)[index] for name, x in batch.items()}, mesh=mesh)
 
 
@@ -46,7 +46,7 @@ def finetune(source, target, axes):
 
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(fs.optim.schedules.warmup_cosine(1e-2, 2, STEPS)))
     params = fs.hf.load(source, layout)  # reads this rank's slices
-    state = fs.state_from(params, opt, fs.random.key(0), layout)
+    state = fs.state_from_params(params, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=MICROBATCHES, schedule=schedule or "1f1b")
 
     losses = []

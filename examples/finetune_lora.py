@@ -85,7 +85,7 @@ def finetune(source, target):
             fs.print0(f"step {number + 1}: loss {metrics.loss:.4f}", flush=True)
     losses.append(float(evaluate(state, batch_of(1000, mesh)).mean))
     fs.hf.save(target, merged(state.params), config)
-    return losses, fs.state_bytes(state.params), fs.state_bytes(state.opt_state)
+    return losses, fs.debug.state_bytes(state.params), fs.debug.state_bytes(state.opt_state)
 
 
 def loss_in_transformers(path):

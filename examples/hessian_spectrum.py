@@ -66,7 +66,7 @@ def spectrum(strategy):
     layout = fs.plan_layout(init(fs.random.key(0)), mesh, RULES, strategy, names=NAMES)
     opt = fs.adamw(1e-2)
     state = fs.init_state(init, opt, fs.random.key(0), layout)
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     points = fs.random.uniform(fs.random.key(1), (POINTS, 2), low=-2, high=2).tensor()
     batch = {"x": points.chunk(count)[index], "y": (points[:, 0].sin() * points[:, 1].cos()).chunk(count)[index]}
     step = fs.make_train_step(loss_fn, opt, donate=True)

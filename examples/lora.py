@@ -8,7 +8,7 @@ import torch
 import fsharding as fs
 
 RANKS, PRETRAINING, STEPS, BATCH, LENGTH, RANK = 2, 20, 20, 8, 32, 4
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=160)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, intermediate_size=160)
 BASE = fs.models.decoder(CONFIG)
 ADAPTED = ("wq", "wv")  # [layers, out, in]
 
@@ -46,7 +46,7 @@ def batch_of(step, mesh, stride):
     """This rank's rows of a batch in which tokens count upwards by a stride, modulo 64."""
     starts = fs.random.uniform(fs.random.fold_in(fs.random.key(1), step), (BATCH, 1), high=64).tensor().long()
     rows = (starts + stride * torch.arange(LENGTH + 1)) % 64
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     mine = rows.chunk(count)[index]
     return {"tokens": mine[:, :-1], "targets": mine[:, 1:]}
 
@@ -78,8 +78,8 @@ def train():
     state, after = run(MODEL, opt, state, STEPS, mesh, stride=3)
     unchanged = all(torch.equal(fs.tree.at(state.params, path).to_local(), x) for path, x in frozen.items())
     sizes = {
-        "all": (fs.state_bytes(base.params), fs.state_bytes(base.opt_state)),
-        "adapters": (fs.state_bytes(state.params), fs.state_bytes(state.opt_state)),
+        "all": (fs.debug.state_bytes(base.params), fs.debug.state_bytes(base.opt_state)),
+        "adapters": (fs.debug.state_bytes(state.params), fs.debug.state_bytes(state.opt_state)),
     }
     return before, after, sizes, unchanged
 

@@ -79,7 +79,7 @@ def train(strategy):
     meta_grad = fs.shard_map(grad_and_value(meta_loss))
     losses = []
     for step in range(STEPS):
-        grads, loss = meta_grad(params, tasks_of(step, *fs.data_position(mesh)))
+        grads, loss = meta_grad(params, tasks_of(step, *fs.data_rank_and_size(mesh)))
         updates, opt_state = opt.update(grads, opt_state, params)
         params = fs.optim.apply_updates(params, updates)
         losses.append(float(loss))

@@ -53,14 +53,14 @@ def train(strategy):
     state = fs.init_state(init, opt, fs.random.key(0), layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
 
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     losses = []
     for number in range(STEPS):
         points = fs.random.uniform(fs.random.fold_in(fs.random.key(1), number), (BATCH, 2), low=-3, high=3).tensor()
         x = points.chunk(count)[index]
         state, metrics = step(state, {"x": x, "y": x[:, 0].sin() * x[:, 1].cos()})
         losses.append(float(metrics.loss))
-    return losses, fs.state_bytes(state)
+    return losses, fs.debug.state_bytes(state)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import fsharding as fs
 
 RANKS, STEPS, BATCH, LENGTH, RATE = 2, 40, 8, 33, 1e-2
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=48, layers=3, heads=4, kv_heads=2, hidden=96)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=48, layers=3, heads=4, kv_heads=2, intermediate_size=96)
 
 
 def optimizers():
@@ -29,7 +29,7 @@ def batch_of(step, mesh):
     starts = fs.random.uniform(first, (BATCH, 1), high=64).tensor().long()
     strides = fs.random.uniform(second, (BATCH, 1), low=1, high=9).tensor().long()
     rows = (starts + strides * torch.arange(LENGTH)) % 64
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     mine = rows.chunk(count)[index]
     return {"tokens": mine[:, :-1], "targets": mine[:, 1:]}
 
@@ -45,7 +45,7 @@ def train(name):
         losses.append(float(metrics.loss))
     named = fs.tree.named_leaves(state.opt_state)
     path = next(path for path in named if path.endswith("mu.blocks.wq"))
-    return losses, fs.state_bytes(state.opt_state), f"{path} is {fs.typeof(named[path])}"
+    return losses, fs.debug.state_bytes(state.opt_state), f"{path} is {fs.typeof(named[path])}"
 
 
 def draw(curves, path):

@@ -52,10 +52,10 @@ def block(params, x):
 
 def apply(params, tokens, key=None):
     """The logits of each next token: [B, T, V]."""
-    embed = fs.gather_unit(params["embed"], prefetch=params["blocks"][0])
+    embed = fs.gather_unit(params["embed"], next_unit=params["blocks"][0])
     x = F.embedding(tokens, embed["tokens"]) + embed["positions"][: tokens.shape[1]]
     x = fs.random.dropout(x, DROPOUT, key)
-    x = fs.scan_units(block, params["blocks"], x, prefetch=params["head"])
+    x = fs.scan_units(block, params["blocks"], x, next_unit=params["head"])
     head = fs.gather_unit(params["head"])
     return F.linear(normed(head["norm"], x), head["unembed"])
 
@@ -80,7 +80,7 @@ def train():
 
     prompts = [[*b"import "], [*b"    def "]]
     options = {"key": fs.random.key(1), "temperature": 0.8, "top_k": 40, "context": CONTEXT}
-    with fs.counting_bytes() as sent:
+    with fs.debug.count_bytes() as sent:
         tokens = fs.models.generate(apply, state, prompts, 60, **options)
     rows = zip(prompts, tokens.tolist(), strict=True)
     texts = [bytes([*prompt, *row]).decode(errors="replace") for prompt, row in rows]

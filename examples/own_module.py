@@ -65,13 +65,13 @@ def train(strategy):
     opt = fs.adamw(fs.optim.schedules.warmup_cosine(2e-2, 5, STEPS))
     state = fs.init_state(net, opt, KEY, layout)
     step = fs.make_train_step(loss_fn, opt, donate=True)
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     losses = []
     for number in range(STEPS):
         keys = fs.random.fold_in(KEY, number)[None]  # one for each microbatch
         state, metrics = step(state, {"digits": rows(number).chunk(count)[index], "keys": keys})
         losses.append(float(metrics.loss))
-    return str(net.anatomy), losses, fs.state_bytes(state), net.state_dict(fs.unshard(state.params))
+    return str(net.anatomy), losses, fs.debug.state_bytes(state), net.state_dict(fs.unshard(state.params))
 
 
 if __name__ == "__main__":

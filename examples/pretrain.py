@@ -36,12 +36,12 @@ class Recipe:
 
 RECIPES = {
     "small": Recipe(
-        fs.models.DecoderConfig(vocab=256, dim=48, layers=4, heads=4, kv_heads=4, hidden=128, tied=True),
+        fs.models.DecoderConfig(vocab_size=256, dim=48, kv_heads=4, intermediate_size=128, tied=True),
         rows=16, length=64, microbatches=2, steps=24, warmup=4, peak=3e-3, precision=fs.FP32,
     ),
     # As many parameters as GPT-2 in each block, in the form of Llama: gated, with rotary positions, without biases.
     "gpt2": Recipe(
-        fs.models.DecoderConfig(vocab=50304, dim=768, layers=12, heads=12, kv_heads=12, hidden=2048, tied=True),
+        fs.models.DecoderConfig(50304, dim=768, layers=12, heads=12, kv_heads=12, intermediate_size=2048, tied=True),
         rows=480, length=1024, microbatches=5, steps=600_000, warmup=2000, peak=6e-4, precision=fs.BF16,
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import fsharding as fs
 
 RANKS, STEPS, BATCH, LENGTH = 2, 5, 8, 32
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=4, kv_heads=2, hidden=160)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=4, heads=4, kv_heads=2, intermediate_size=160)
 
 
 def batch_of(step, index, count):
@@ -36,8 +36,8 @@ def train(strategy):
     def loss_fn(params, batch):
         """The sum of this rank's token losses, and the number of its tokens. Gathers one unit at a time."""
         blocks = params["blocks"]
-        x = model.embed(fs.gather_unit(params["embed"], prefetch=fs.select_unit(blocks, 0)), batch)
-        x = fs.scan_units(model.block, blocks, x, policy=fs.policies.save_except_gathered, prefetch=params["head"])
+        x = model.embed(fs.gather_unit(params["embed"], next_unit=fs.select_unit(blocks, 0)), batch)
+        x = fs.scan_units(model.block, blocks, x, policy=fs.policies.save_except_gathered, next_unit=params["head"])
         return model.head(fs.gather_unit(params["head"]), x, batch)
 
     # Gradients come back reduced, cut as the optimizer's moments are.
@@ -45,14 +45,14 @@ def train(strategy):
 
     lines, losses = [], []
     for step in range(STEPS):
-        batch = batch_of(step, *fs.data_position(mesh))
-        with fs.recording() as calls:
+        batch = batch_of(step, *fs.data_rank_and_size(mesh))
+        with fs.debug.record_collectives() as calls:
             (loss, tokens), grads = loss_and_grad(params, batch)
         norm = fs.global_norm(grads)
         updates, opt_state = opt.update(grads, opt_state, params)
         params = fs.optim.apply_updates(params, updates)
 
-        counts, size = calls[0], fs.state_bytes((params, opt_state))
+        counts, size = calls[0], fs.debug.state_bytes((params, opt_state))
         losses.append(float(loss))
         lines.append(
             f"step {step}  loss {float(loss):.6f}  norm {float(norm):.4f}  tokens {int(tokens)}  bytes {size}"

@@ -56,8 +56,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("tree_map", "map"), "Call fs.tree.map."),
     **dict.fromkeys(("PRNGKey", "key", "manual_seed"), "Make a key: fs.random.key(0)."),
     "psum": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
-    "all_gather": _COLLECTIVE.format("fs.ops.gather(x, axis, dim=0)"),
-    "reduce_scatter": _COLLECTIVE.format("fs.ops.scatter(x, axis, dim=0)"),
+    "all_gather": _COLLECTIVE.format("fs.ops.all_gather(x, axis, dim=0)"),
+    "reduce_scatter": _COLLECTIVE.format("fs.ops.reduce_scatter(x, axis, dim=0)"),
     "all_reduce": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
 }
 

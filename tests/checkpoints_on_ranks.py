@@ -19,7 +19,7 @@ from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.testing import assert_bitwise_equal
-from fsharding.train.state import main_of, spread_main
+from fsharding.train.state import main_of, params_from_main
 
 LAYOUTS = {
     "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
@@ -29,8 +29,8 @@ LAYOUTS = {
     "zero3_bf16": ({"dp": -1}, fs.zero(3), fs.BF16),
     "tp": ({"tp": 2, "dp": -1}, fs.zero(3), fs.FP32),
     "pp_fp16": ({"pp": 2, "dp": -1}, fs.zero(2), fs.FP16),
-    "hsdp": ({"replica": 2, "dp": -1}, fs.HSDP, fs.FP32),
-    "hfsdp_bf16": ({"replica": 2, "dp": -1}, fs.HFSDP, fs.BF16),
+    "hsdp": ({"replica": 2, "dp": -1}, fs.hybrid(), fs.FP32),
+    "hfsdp_bf16": ({"replica": 2, "dp": -1}, fs.hybrid(opt_state=True), fs.BF16),
     "all_cut": ({"replica": 2, "dp": -1}, fs.hybrid(params=True, grads=True, opt_state=True), fs.FP32),
 }
 NAMES = {
@@ -93,7 +93,7 @@ def some_state(layout):
     filled({"fixed": [state.params["counts"], state.params["frozen"]]})
     filled({"opt_state": state.opt_state})
     scale = ScaleState(torch.tensor(256.0), torch.tensor(31)) if state.loss_scale is not None else None
-    params = spread_main(main, state.params, layout)
+    params = params_from_main(main, state.params, layout)
     changes = {"step": torch.tensor(41), "key": torch.tensor([5, 6]), "loss_scale": scale}
     return state.replace(params=params, main=state.main, **changes)
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fsharding import optim
 from fsharding.base.errors import ScheduleError
-from fsharding.comm.counters import Traffic, counting_bytes
+from fsharding.comm.counters import Traffic, count_bytes
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.mesh.device_mesh import Mesh, data_position, own_rank
+from fsharding.mesh.device_mesh import Mesh, data_rank_and_size, own_rank
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
-from fsharding.models.latent_attention import Latent
+from fsharding.models.latent_attention import MLA
 from fsharding.models.model import Model
 from fsharding.models.moe import Experts
 from fsharding.ops.attention import Kind
@@ -82,7 +82,7 @@ class DecoderCase:
 
     Example:
         >>> from tests.decoders import DecoderCase
-        >>> config = fs.models.DecoderConfig(vocab=7, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=7, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> case = DecoderCase(config, fs.AbstractMesh(("dp",), (2,)), fs.zero(3), rows=4, length=3, steps=2)
         >>> case.ranks, case.alone().train().shape
         (2, torch.Size([2, 2]))
@@ -153,12 +153,12 @@ class DecoderCase:
     def batch(self, step: int, mesh: Mesh) -> dict[str, Tensor]:
         """The tokens and targets of this rank at a step; some targets do not count, other ones on each row."""
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(self.config.vocab, (self.rows, self.length + 1), generator=generator)
+        tokens = torch.randint(self.config.vocab_size, (self.rows, self.length + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         ignored = torch.rand(targets.shape, generator=generator) < _IGNORED
         ignored[0, 0] = False
         targets[ignored] = -100
-        index, count = data_position(mesh)
+        index, count = data_rank_and_size(mesh)
         own = {"tokens": tokens[:, :-1].chunk(count)[index], "targets": targets.chunk(count)[index]}
         return cut_sequence(own, mesh=mesh)
 
@@ -206,7 +206,7 @@ class DecoderCase:
         checks = foresee and zlib.crc32(repr(self).encode()) % self.ranks == own_rank()
         expected = self.traffic(state.layout) if checks else None
         for number in range(self.steps):
-            with counting_bytes() as traffic:
+            with count_bytes() as traffic:
                 state, metrics = step(state, self.batch(number, mesh))
             assert expected is None or self._seen(traffic) == self._seen(expected), (traffic, expected)
             result.append(torch.stack((metrics.loss, metrics.grad_norm)))
@@ -252,8 +252,8 @@ def _decoder_kinds(layers: int, heads: int, tp: int) -> tuple[DecoderConfig, ...
     fitting = [replace(plain, kv_heads=heads // n) for n in groups if each % n == 0 or n % each == 0]
     biased = [replace(c, bias=True, qk_norm=True, head_size=6) for c in fitting]
     fused = [replace(c, bias=True, fused=True) for c in fitting if c.kv_heads % tp == 0]
-    latent = Latent(heads, q_rank=3, kv_rank=2, plain_dim=2, rotary_dim=2, value_dim=3)
-    unlike = (Stack("first", 1, latent), Stack("second", layers - 1, hidden=4))
+    latent = MLA(heads, q_rank=3, kv_rank=2, plain_dim=2, rotary_dim=2, value_dim=3)
+    unlike = (Stack("first", 1, latent), Stack("second", layers - 1, intermediate_size=4))
     others = [replace(plain, attention=latent)] + ([replace(plain, stacks=unlike)] if layers > 1 else [])
     return (*fitting, *fitting, *biased, *fused, *others)
 
@@ -289,9 +289,9 @@ def decoder_cases(draw, max_ranks: int = 8, steps: int = 3) -> DecoderCase:
     heads = tp * (cp if attention == "ulysses" else 1) * (draw(_upto(1)) + 1)
     config = replace(
         draw(_pick(_decoder_kinds(layers, heads, tp))),
-        vocab=draw(_pick((2, 7, 50))),
+        vocab_size=draw(_pick((2, 7, 50))),
         dim=heads * draw(_pick((4, 6, 8))),  # of 2, a norm that meets a vector near 0 blows rounding up
-        hidden=draw(_pick((2, 5, 12))),
+        intermediate_size=draw(_pick((2, 5, 12))),
         tied=draw(_flag),
         experts=draw(_pick(_expert_sizes(ep, tp))),
     )

@@ -26,7 +26,7 @@ from fsharding.base import _compat
 from fsharding.base.errors import FshardingError
 from fsharding.contrib import pairwise
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import local_of
 
 # torch says at length that `full_tensor` gathers axis by axis.
@@ -168,7 +168,7 @@ def token_batch(
     """Random tokens and the next ones as targets: all rows, or those of this rank's place on the mesh's data axes."""
     tokens = torch.randint(vocab, (rows, positions + 1), generator=torch.Generator().manual_seed(seed))
     if mesh is not None:
-        index, count = data_position(mesh)
+        index, count = data_rank_and_size(mesh)
         tokens = tokens.chunk(count)[index]
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-SIZES = {"vocab": 128, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 12}
+SIZES = {"vocab_size": 128, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 12}
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ARGS = {
     "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2,
@@ -83,12 +83,16 @@ def model_of(experts=0, dtype=torch.bfloat16, gpt=None, **fields):
     from megatron.core.transformer import TransformerConfig
 
     if experts:
-        fields = {"num_moe_experts": experts, "moe_ffn_hidden_size": SIZES["hidden"], "moe_router_topk": 2} | fields
+        fields = {
+            "num_moe_experts": experts,
+            "moe_ffn_hidden_size": SIZES["intermediate_size"],
+            "moe_router_topk": 2,
+        } | fields
     if fields.get("activation_func"):
         fields["activation_func"] = getattr(F, fields["activation_func"])
     config = TransformerConfig(**{
         "num_layers": SIZES["layers"], "hidden_size": SIZES["dim"], "num_attention_heads": SIZES["heads"],
-        "num_query_groups": SIZES["kv_heads"], "ffn_hidden_size": SIZES["hidden"], "gated_linear_unit": True,
+        "num_query_groups": SIZES["kv_heads"], "ffn_hidden_size": SIZES["intermediate_size"], "gated_linear_unit": True,
         "activation_func": F.silu, "normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "use_cpu_initialization": True, "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype, "pipeline_dtype": dtype, "attention_softmax_in_fp32": True, "init_method_std": 0.3, **fields,
@@ -98,7 +102,7 @@ def model_of(experts=0, dtype=torch.bfloat16, gpt=None, **fields):
         qk_l2_norm=config.qk_l2_norm,
     )  # fmt: skip
     options = {"share_embeddings_and_output_weights": False, "position_embedding_type": "rope", **(gpt or {})}
-    return GPTModel(config, spec, SIZES["vocab"], 16, **options).to(dtype)
+    return GPTModel(config, spec, SIZES["vocab_size"], 16, **options).to(dtype)
 
 
 def run_of(model, tokens, steps):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-SIZES = {"vocab": 40, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 12}
+SIZES = {"vocab_size": 40, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 12}
 HEAD_DIM = 4
 
 
@@ -59,7 +59,7 @@ class Pieces(torch.Tensor):
 def layers_of(seed, experts=0):
     """A plain model: what every layer has in the layout of `nn.Linear`, and its ends."""
     generator = torch.Generator().manual_seed(seed)
-    d, f, kv = SIZES["dim"], SIZES["hidden"], SIZES["kv_heads"] * HEAD_DIM
+    d, f, kv = SIZES["dim"], SIZES["intermediate_size"], SIZES["kv_heads"] * HEAD_DIM
 
     def draw(*shape):
         return 0.3 * torch.randn(shape, generator=generator)
@@ -84,7 +84,7 @@ def layers_of(seed, experts=0):
             more = {"gate": draw(f, d), "up": draw(f, d), "down": draw(d, f)}
         return own | more
 
-    ends = {"embed": draw(SIZES["vocab"], d), "norm": 1 + draw(d), "head": draw(SIZES["vocab"], d)}
+    ends = {"embed": draw(SIZES["vocab_size"], d), "norm": 1 + draw(d), "head": draw(SIZES["vocab_size"], d)}
     return {"layers": [layer() for _ in range(SIZES["layers"])], **ends}
 
 

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsharding as fs
 from fsharding import ops
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.models import Experts
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import mesh_of
 
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=8, kv_heads=2, hidden=36)
-DEEP = fs.models.DecoderConfig(vocab=50, dim=16, layers=8, heads=4, kv_heads=2, hidden=20)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=32, layers=2, heads=8, kv_heads=2, intermediate_size=36)
+DEEP = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=8, heads=4, kv_heads=2, intermediate_size=20)
 # Biases move by as much as scores differ, so that they change who gets which token at every step.
 EXPERTS = Experts(4, 2, 12, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=2, z=1e-2, bias_rate=1e-2)
 MODELS: dict[str, fs.models.DecoderConfig] = {"dense": DEEP, "experts": replace(DEEP, experts=EXPERTS)}
@@ -64,7 +64,7 @@ RATE, EPS = 3e-3, 1e-3
 
 def batches(mesh: DeviceMesh, vocab: int, packed: bool = False) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's part of STEPS batches, in which some targets do not count; `packed` adds documents."""
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         tokens = torch.randint(vocab, (ROWS, POSITIONS + 1), generator=generator)
@@ -108,7 +108,7 @@ def train(
     opt = optimizer()
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step, rows = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []
-    for batch in batches(mesh, config.vocab, packed):
+    for batch in batches(mesh, config.vocab_size, packed):
         state, metrics = step(state, batch)
         rows.append((metrics.loss, metrics.grad_norm))
     return torch.tensor(rows)

@@ -76,7 +76,7 @@ class Shared(nn.Module):
 
 
 def net_parts():
-    """The parts of a `Net` without `heat`, for `fs.model_from`."""
+    """The parts of a `Net` without `heat`, for `fs.model_from_module`."""
 
     def loss(module, x, batch):
         logits = module.head(module.norm(x))

@@ -21,12 +21,12 @@ from fsharding.mesh.device_mesh import axis_group, own_rank
 from tests.helpers import mesh_of, token_batch, until
 from tests.training import train
 
-CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+CONFIG = fs.models.DecoderConfig(vocab_size=32, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
 MODEL, OPT = fs.models.decoder(CONFIG), fs.adamw(1e-2)
 LAWS = {
     "zero3": (fs.zero(3), {"dp": 4}),
     "zero1": (fs.zero(1), {"dp": 4}),
-    "hsdp": (fs.HSDP, {"replica": 2, "dp": 2}),
+    "hsdp": (fs.hybrid(), {"replica": 2, "dp": 2}),
     "tp": (fs.zero(3), {"dp": 2, "tp": 2}),
 }
 """Strategies and meshes of four ranks: the two ranks of a host are neighbors on the last axis."""

@@ -7,8 +7,9 @@ from typing import Any, get_origin
 import fsharding as fs
 
 NAMESPACES = [
-    "checkpoint", "data", "foreign", "hf", "hf.families", "megatron", "models", "models.presets", "notebook", "ops", "optim", "optim.schedules",
-    "pipeline", "policies", "preemption", "random", "te", "testing", "tree",
+    "checkpoint", "data", "debug", "foreign", "formats", "hf", "hf.families", "megatron", "models", "models.presets",
+    "notebook", "ops", "optim", "optim.schedules", "pipeline", "policies", "preemption", "random", "te", "testing",
+    "tree",
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ README_SECONDS = 110
 # A module imports its own room and rooms that stand before it. A room is a folder, or a module that is in none.
 ROOMS = [
     "base", "formats", "mesh", "sharding", "comm", "ops", "transforms", "optim", "models", "pipeline", "train",
-    "checkpoint", "foreign", "interop", "testing", "api", "contrib", "apps", "__main__",
+    "checkpoint", "foreign", "interop", "testing", "debug", "api", "contrib", "apps", "__main__",
 ]  # fmt: skip
 ABOVE_THE_LIBRARY = {"apps", "__main__"}  # `import fsharding as fs` is for these
 FORBIDDEN_NAMES = {"utils", "core", "common"}

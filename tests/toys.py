@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from tests.training import ROWS
 
 
@@ -89,7 +89,7 @@ def repeated(params, batch):
 
 
 def stacked(params, batch):
-    x = fs.scan_units(layer, params["blocks"], batch["x"], prefetch=params["out"])
+    x = fs.scan_units(layer, params["blocks"], batch["x"], next_unit=params["out"])
     return squares(layer(fs.gather_unit(params["out"]), x), batch)
 
 
@@ -171,7 +171,7 @@ TOYS = {
 
 def toy_batches(toy, mesh, steps):
     generator = torch.Generator().manual_seed(5)
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     for _ in range(steps):
         x = torch.randn(ROWS, toy.inputs, generator=generator)
         y = torch.randn(ROWS, toy.outputs, generator=generator)

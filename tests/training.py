@@ -14,7 +14,7 @@ from fsharding.base.errors import NonFiniteError
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import bits, mesh_of, whole
 
-CONFIG = fs.models.DecoderConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, hidden=48)
+CONFIG = fs.models.DecoderConfig(vocab_size=32, dim=32, layers=2, heads=2, kv_heads=1, intermediate_size=48)
 MODEL = fs.models.decoder(CONFIG)
 ROWS, POSITIONS = 12, 8
 DP, OUTER, ALONE = {"dp": -1}, {"replica": 2, "dp": -1}, {"dp": 1}
@@ -23,7 +23,7 @@ HYBRIDS = [
     fs.hybrid(params=a, grads=b, opt_state=c) for a, b, c in itertools.product((False, True), repeat=3)
 ]  # fmt: skip
 PLACES = {name: (zero, DP) for name, zero in zip(("zero0", "zero1", "zero2", "zero3"), ZEROS, strict=True)}
-PLACES |= {"hsdp": (fs.HSDP, OUTER), "hfsdp": (fs.HFSDP, OUTER)}
+PLACES |= {"hsdp": (fs.hybrid(), OUTER), "hfsdp": (fs.hybrid(opt_state=True), OUTER)}
 
 
 def placed(strategy):
@@ -42,7 +42,7 @@ def name_of(value):
 PRECISIONS = [fs.FP32, fs.BF16]
 
 
-def batches(steps, mesh, vocab=CONFIG.vocab):
+def batches(steps, mesh, vocab=CONFIG.vocab_size):
     """This rank's part of batches that can be learnt; ranks have different numbers of tokens that count."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):

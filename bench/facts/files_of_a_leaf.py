@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=52)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=52)
 SIZES = {2 * 32 * 52, 32 * 52, 16 * 52, 2 * 16 * 52}
 ROOT = Path(fs.__file__).parent
 

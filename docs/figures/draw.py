@@ -75,8 +75,8 @@ def strategies() -> Figure:
         "zero(1)": planned(fs.zero(1), dp=4),
         "zero(2)": planned(fs.zero(2), dp=4),
         "zero(3)": planned(fs.zero(3), dp=4),
-        "HSDP": planned(fs.HSDP, replica=2, dp=2),
-        "HFSDP": planned(fs.HFSDP, replica=2, dp=2),
+        "HSDP": planned(fs.hybrid(), replica=2, dp=2),
+        "HFSDP": planned(fs.hybrid(opt_state=True), replica=2, dp=2),
     }
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     columns = ["parameters", "gradients between microbatches", "optimizer state"]

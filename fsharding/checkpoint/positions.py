@@ -19,7 +19,7 @@ import torch
 from fsharding.base.errors import ArgumentError, CheckpointError, message
 from fsharding.base.public import kind_of
 from fsharding.checkpoint.manifest import Manifest
-from fsharding.mesh.device_mesh import abstract, coordinate, data_position, is_member
+from fsharding.mesh.device_mesh import abstract, coordinate, data_rank_and_size, is_member
 from fsharding.sharding.layout import Layout
 
 __all__ = ["Stateful", "check_stateful", "joined", "own_position", "restore", "select"]
@@ -75,7 +75,7 @@ def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
         rule = f"cannot write {len(rows)} values of the position of {kind_of(data)}."
         mend = "Give it numbers, texts, None, lists, tuples, dicts, bytes, tensors and arrays only."
         raise CheckpointError(message(rule, rows, mend))
-    return *data_position(mesh), written
+    return *data_rank_and_size(mesh), written
 
 
 def joined(positions: Sequence[tuple[int, int, Any] | None]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def select(where: str, manifest: Manifest, layout: Layout) -> Any:
         raise CheckpointError(message(rule, mend=mend))
     if not is_member(layout.mesh):
         return None
-    index, count = data_position(layout.mesh)
+    index, count = data_rank_and_size(layout.mesh)
     try:
         if "all" in saved:
             return _read(saved["all"])

@@ -36,7 +36,7 @@ SharedBox: TypeAlias = tuple[str, Box, Tensor]
 
 
 @called_by_all
-@public("fs.check_replicas")
+@public("fs.debug.check_replicas")
 def check_replicas(state: TrainState, model: Any = None) -> None:
     """Compares what several ranks hold of a state, bit by bit. Collective.
 
@@ -59,10 +59,10 @@ def check_replicas(state: TrainState, model: Any = None) -> None:
         >>> draws = {"w": fs.random.zeros((4,))}
         >>> layout = fs.plan_layout(draws, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(lambda key: draws, fs.sgd(0.1), fs.random.key(0), layout)
-        >>> fs.check_replicas(state)
+        >>> fs.debug.check_replicas(state)
     """
     if not isinstance(state, TrainState):
-        raise refuse("a TrainState", state, "Give the whole state: fs.check_replicas(state).")
+        raise refuse("a TrainState", state, "Give the whole state: fs.debug.check_replicas(state).")
 
     def look() -> tuple[dict[Holders, list[SharedBox]], dict[Holders, int]]:
         check_state(state)

@@ -1,7 +1,7 @@
 """Count the gathers, reductions and peak memory of a step, and the bytes that a rank sends.
 
-In: events of the runtime and the transports. Out: one `Counts` per `value_and_grad` call inside a `recording` block,
-and the `Traffic` of a `counting_bytes` block, by mesh axes.
+In: events of the runtime and the transports. Out: one `Counts` for each `value_and_grad` call in a
+`record_collectives` block, and the `Traffic` of a `count_bytes` block, by mesh axes.
 Guarantee: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fsharding.base.scoped import scoped
 
-__all__ = ["Counts", "Sent", "Traffic", "counting_bytes", "record", "record_sent", "recording", "uncounted"]
+__all__ = ["Counts", "Sent", "Traffic", "count_bytes", "record", "record_sent", "record_collectives", "uncounted"]
 
 
 def _names() -> list[str]:
@@ -43,13 +43,13 @@ _recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorde
 
 
 @contextmanager
-def recording() -> Generator[list[Counts]]:
+def record_collectives() -> Generator[list[Counts]]:
     """Collects the counts of every `value_and_grad` call inside the `with` block, one entry a call.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> with fs.recording() as calls:
+        >>> with fs.debug.record_collectives() as calls:
         ...     _ = fs.value_and_grad(lambda p: fs.gather_unit(p)["w"].sum())(params)
         >>> len(calls), calls[0].gathers == (["w"] if layout.mesh.size() > 1 else [])  # one rank has nothing to gather
         (1, True)
@@ -60,7 +60,7 @@ def recording() -> Generator[list[Counts]]:
 
 
 def record(counts: Counts) -> None:
-    """Hands the counts of a finished call to every `recording` around it."""
+    """Hands the counts of a finished call to every `record_collectives` around it."""
     for seen in _recorders.get():
         seen.append(counts)
 
@@ -90,7 +90,7 @@ class Traffic:
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
-        >>> with fs.counting_bytes() as traffic:
+        >>> with fs.debug.count_bytes() as traffic:
         ...     total = fs.ops.psum(torch.ones(4), "dp", mesh=mesh)
         >>> (traffic.bytes > 0) == (mesh.size() > 1)  # one rank alone sends nothing
         True
@@ -118,12 +118,12 @@ _meters: ContextVar[tuple[Traffic, ...]] = ContextVar("fsharding_meters", defaul
 
 
 @contextmanager
-def counting_bytes() -> Generator[Traffic]:
+def count_bytes() -> Generator[Traffic]:
     """Counts what this rank sends to other ranks inside the `with` block, by whatever function of the library.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
-        >>> with fs.counting_bytes() as traffic:
+        >>> with fs.debug.count_bytes() as traffic:
         ...     total = fs.ops.psum(torch.ones(4), "dp", mesh=mesh)
         >>> (traffic.bytes > 0) == (mesh.size() > 1)  # one rank alone sends nothing
         True
@@ -139,6 +139,6 @@ def uncounted() -> AbstractContextManager[None]:
 
 
 def record_sent(size: int, axes: tuple[str, ...] = ()) -> None:
-    """Adds a call that sends so many bytes along some axes to every `counting_bytes` around it."""
+    """Adds a call that sends so many bytes along some axes to every `count_bytes` around it."""
     for traffic in _meters.get():
         traffic.add(axes, size)

@@ -24,7 +24,7 @@ from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
 from fsharding.formats.quantized import Note, noting_numbers
-from fsharding.mesh.device_mesh import Mesh, data_position
+from fsharding.mesh.device_mesh import Mesh, data_rank_and_size
 from fsharding.sharding import random
 from fsharding.sharding.boxes import Runs
 from fsharding.sharding.named_sharding import NamedSharding
@@ -196,7 +196,7 @@ def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Ten
     """The key by which terms of gradients are rounded: the same on ranks that have the same term."""
     if key is None or mesh is None:
         return key
-    for number in (data_position(mesh, cp=True)[0], microbatch):
+    for number in (data_rank_and_size(mesh, cp=True)[0], microbatch):
         key = random.fold_in_count(key, torch.full((), number, dtype=torch.int64, device=key.device))
     return key
 

@@ -57,7 +57,7 @@ from fsharding.optim.base import GradientTransformation
 from fsharding.optim.coded_moment import is_coded, moment_leaves
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import local_of
-from fsharding.train.state import TrainState, state_from
+from fsharding.train.state import TrainState, state_from_params
 
 __all__ = ["Saved", "load", "load_state", "save"]
 
@@ -93,7 +93,7 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
             if main parameters are missing or flat.
 
     Returns:
-        A tree as `fs.state_from` takes it.
+        A tree as `fs.state_from_params` takes it.
 
     Raises:
         CheckpointError: on every rank, and before anything is read: a directory that cannot be read, tensors that are
@@ -103,7 +103,7 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
         LayoutError: the layout is on an abstract mesh.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
         >>> model = fs.models.decoder(config)
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
@@ -135,7 +135,7 @@ def load_state(
             without Adam's moments, or a directory that does not give its iteration.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
         >>> model, opt = fs.models.decoder(config), fs.adamw(1e-3)
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
@@ -148,7 +148,7 @@ def load_state(
     if (updates := iteration_of(opened) if step is None else step) is None:
         mend = "Give it: step=100."
         raise CheckpointError(message(f"finds no iteration in {opened.weights.path}.", mend=mend))
-    state = state_from(params, opt, key, layout)
+    state = state_from_params(params, opt, key, layout)
     adam = _adam_of(state.opt_state)
 
     def fill() -> None:
@@ -213,8 +213,8 @@ def _compare(
     embedding = opened.weights.leaves[model[EMBEDDING]]
     args = opened.facts.get("args")
     rows = contradictions(args, config, training=bool(moments)) if isinstance(args, dict) else []
-    if len(embedding.shape) != 2 or embedding.shape[0] < config.vocab:
-        rows.append(f"{EMBEDDING} is {embedding}; the config says at least {config.vocab} rows")
+    if len(embedding.shape) != 2 or embedding.shape[0] < config.vocab_size:
+        rows.append(f"{EMBEDDING} is {embedding}; the config says at least {config.vocab_size} rows")
     dialect = dialect_of(model, opened.format, max(embedding.shape[:1], default=0))
     pieces = megatron_pieces(config, {leaf.path: leaf.shape for leaf in layout.leaves}, dialect)
     for leaf in layout.leaves:
@@ -361,7 +361,7 @@ def save(
         ConfigError: a decoder that Megatron has no names or arguments for.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+        >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
         >>> model = fs.models.decoder(config)
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
@@ -462,10 +462,10 @@ def _plan(
         for tree_name, kind in _MOMENTS.items():
             pattern = f"optimizer.state.{kind}.{{}}" if core else f"optimizer.state.module.module.module.{{}}.{kind}"
             kinds.append(_Kind(pattern.format, held(getattr(adam, tree_name)), None))
-    padded = choice.padded(config.vocab)
+    padded = choice.padded(config.vocab_size)
     dialect = Dialect(choice.format, core, written_norms(config, choice.format, choice.transformer_impl), padded)
     pieces = megatron_pieces(config, {path: leaf.shape for path, leaf in homes.items()}, dialect)
-    rows += _untiled(pieces, padded - config.vocab)
+    rows += _untiled(pieces, padded - config.vocab_size)
     if rows:
         mend = "Give the state of models.decoder(config)."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))
@@ -511,7 +511,7 @@ def _write(
                             writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
                             writer.settle()
                 if own_rank() == 0 and path in ("embed.table", "head.unembed"):
-                    _pad(writer, stored, pieces[path][0], config.vocab, dtype or leaf.local.dtype)
+                    _pad(writer, stored, pieces[path][0], config.vocab_size, dtype or leaf.local.dtype)
         if own_rank() == 0 and format == "fsdp_dtensor":
             for stored in sorted({kinds[1].stored(name) for name in shapes}) if len(kinds) > 1 else ():
                 count = torch.tensor(float(common["iteration"]))
@@ -539,7 +539,7 @@ def _common_state(config: DecoderConfig, step: int, choice: _Choice, *, has_mome
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "transformer_impl": choice.transformer_impl,
-        "padded_vocab_size": choice.padded(config.vocab),
+        "padded_vocab_size": choice.padded(config.vocab_size),
         "consumed_train_samples": choice.samples or 0,
         "no_save_rng": True,
         "no_save_optim": not has_moments or choice.settings is None,

@@ -93,8 +93,8 @@ def _sizes(c: DecoderConfig) -> dict[str, tuple[Any, ...]]:
         "norm_epsilon": (c.eps,),
     }
     if c.experts is None:
-        return result | {"ffn_hidden_size": (c.hidden,)}
-    return result | {"moe_ffn_hidden_size": (c.experts.hidden,), "moe_router_topk": (c.experts.active,)}
+        return result | {"ffn_hidden_size": (c.intermediate_size,)}
+    return result | {"moe_ffn_hidden_size": (c.experts.intermediate_size,), "moe_router_topk": (c.experts.active,)}
 
 
 def _parts(c: DecoderConfig) -> dict[str, tuple[Any, ...]]:

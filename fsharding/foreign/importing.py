@@ -58,8 +58,8 @@ def load_weights(
 
     Args:
         path: a `torch.save` file, a directory of torch DCP, or safetensors; see `open_weights`.
-        like: a layout, for main parameters as `fs.state_from` takes them; or a tree of tensors, such as an optimizer
-            state, whose shapes, dtypes and shardings the result has.
+        like: a layout, for main parameters as `fs.state_from_params` takes them; or a tree of tensors, such as an
+            optimizer state, whose shapes, dtypes and shardings the result has.
         names: what our leaves are called there: a table by dotted path, or a function. Blocks are stacked here, so
             `{"blocks.wq": "layers.{i}.attn.wq.weight"}`; `Transposed(name)` swaps the last two dims,
             and `Rows(name, (3, 4))` says what `{i}` is in each row. `net.sources` of a functionalized module has all.
@@ -81,7 +81,7 @@ def load_weights(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     torch.save({"linear.weight": torch.ones(2, 3)}, f"{folder}/model.pt")
         ...     params = fs.foreign.load_weights(f"{folder}/model.pt", layout, {"w": "linear.weight"})
-        >>> state = fs.state_from(params, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> state = fs.state_from_params(params, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> fs.unshard(state.params["w"]).shape
         torch.Size([2, 3])
     """

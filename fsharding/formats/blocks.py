@@ -47,7 +47,7 @@ class Blocks:
         ConfigError: no such dtype, scale or rounding, or a block without elements.
 
     Example:
-        >>> weights = fs.Blocks(torch.float8_e4m3fn, (128, 128))
+        >>> weights = fs.formats.Blocks(torch.float8_e4m3fn, (128, 128))
         >>> weights.grid((256, 200))
         (2, 2)
         >>> fs.formats.MXFP8.bytes((64, 64)) / (64 * 64)
@@ -59,7 +59,7 @@ class Blocks:
     scale: ScaleKind = "float32"
     rounding: Rounding = "nearest"
 
-    @named("fs.Blocks")
+    @named("fs.formats.Blocks")
     def __post_init__(self) -> None:
         rows: list[str] = []
         if self.dtype not in ELEMENTS:

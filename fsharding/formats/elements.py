@@ -29,7 +29,14 @@ _VALUES_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Element(Protocol):
-    """The numbers that a code can stand for: zero, some positive ones, and the same with the other sign."""
+    """The numbers that a code can stand for: zero, some positive ones, and their negatives.
+
+    Example:
+        >>> from fsharding.formats.elements import ELEMENTS
+        >>> element = ELEMENTS[fs.formats.E4M3]
+        >>> element.bits, element.largest, element.exponent
+        (8, 448.0, 8)
+    """
 
     @property
     def bits(self) -> int:
@@ -154,7 +161,7 @@ _OWN = frozenset(ELEMENTS)
 
 @named("fs.formats.register_element")
 def register_element(dtype: torch.dtype, element: Element) -> None:
-    """Make a dtype usable in `fs.Blocks`: for gathers, sums of gradients and moments. Call it on every rank.
+    """Make a dtype usable in `fs.formats.Blocks`: for gathers, sums of gradients and moments. Call it on every rank.
 
     Args:
         dtype: of one byte; a key, also where torch has no arithmetic for it.
@@ -178,7 +185,7 @@ def register_element(dtype: torch.dtype, element: Element) -> None:
         ...     def decode(self, codes):
         ...         return codes.view(torch.int8).to(torch.float32)
         >>> fs.formats.register_element(torch.int8, Int8())
-        >>> fs.Blocks(torch.int8, (1, 128)).bytes((128, 256))
+        >>> fs.formats.Blocks(torch.int8, (1, 128)).bytes((128, 256))
         33792
     """
     if dtype.itemsize != 1 or element.bits not in (4, 8):

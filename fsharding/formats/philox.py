@@ -63,6 +63,13 @@ def uniform_at(
 
     Returns:
         float32 in the shape of the part.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> whole = fs.formats.uniform_at(fs.random.key(0), 1, (4, 6), [[(0, 4)], [(0, 6)]], cpu)
+        >>> part = fs.formats.uniform_at(fs.random.key(0), 1, (4, 6), [[(1, 3)], [(2, 6)]], cpu)
+        >>> torch.equal(part, whole[1:3, 2:6])
+        True
     """
     held = [sum(stop - start for start, stop in runs) for runs in ranges]
     out = torch.empty(held, dtype=torch.float32, device=device)

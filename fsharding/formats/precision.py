@@ -17,13 +17,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from fsharding import formats
 from fsharding.base.calls import named
 from fsharding.base.dtypes import FLOATS, wide
 from fsharding.base.errors import ConfigError, LayoutError, did_you_mean, listed, message
 from fsharding.base.public import refuse
-from fsharding.formats import Blocks
-from fsharding.formats.blocks import Rounding
+from fsharding.formats import blocks
+from fsharding.formats.blocks import Blocks, Rounding
 
 __all__ = [
     "BF16", "FP16", "FP32", "FP8", "FP8_BLOCK", "KEEP", "MXFP8", "NVFP4", "LossScale", "PatternLeaf",
@@ -56,7 +55,7 @@ class LossScale:
         ConfigError: a number is not above 0, or the first scale is below the least.
 
     Example:
-        >>> scale = fs.LossScale(initial=2.0**12)
+        >>> scale = fs.formats.LossScale(initial=2.0**12)
         >>> fs.Precision(compute=torch.float16, loss_scale=scale).init_scale().scale
         tensor(4096.)
     """
@@ -65,7 +64,7 @@ class LossScale:
     interval: int = 2000
     least: float = 1.0
 
-    @named("LossScale")
+    @named("fs.formats.LossScale")
     def __post_init__(self) -> None:
         if not (self.initial >= self.least > 0 and self.interval > 0):
             mend = "Numbers are above 0, and initial is at least as large as least."
@@ -96,8 +95,8 @@ class Precision:
     Attributes:
         params: main parameters, which the optimizer updates.
         compute: what the loss function sees, and the wire dtype of a gather; by default the main parameter's. Or
-            a format: the loss function sees weights of blocks as `fs.Quantized`, which products of `ops` take, and
-            `activations` is the dtype of all else.
+            a format: the loss function sees weights of blocks as `fs.formats.Quantized`, which products of `ops`
+            take, and `activations` is the dtype of all else.
         gather: the format in which weights travel; None, or the dtype of compute itself, for that dtype. Weights are
             rounded to it, and the loss function sees these numbers in the dtype of compute, under every strategy: also
             where nothing travels.
@@ -127,8 +126,8 @@ class Precision:
             `fs.ops.scaled_kernel`; else they are then dequantized and multiplied.
         columnwise: where blocks of compute lie along one dim, the leaves that backward gathers a second time in blocks
             along their other dim, as the gradient of x in `x @ w.T` sums: patterns as in `keep`, such as
-            ("wq", "wk", "wv", "gate", "up"). `fs.ops.product(x, w, 1)` multiplies by these numbers there; all other
-            uses have those of forward. Weights are rounded to both from main parameters, so it takes a strategy
+            ("wq", "wk", "wv", "gate", "up"). `fs.ops.scaled_matmul(x, w, 1)` multiplies by these numbers there; all
+            other uses have those of forward. Weights are rounded to both from main parameters, so it takes a strategy
             that keeps no copies of them, zero(3) or HSDP, and no pipeline.
         rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
 
@@ -179,10 +178,8 @@ class Precision:
             and not (isinstance(x, Blocks) and role == "moments" and x.for_moments)
         ]
         if wrong:
-            mend = (
-                f"Dtypes are {', '.join(map(str, FLOATS))}. A format is an fs.Blocks, such as fs.formats.MXFP8: 8 bits"
-            )
-            mend += " without scales lose small numbers."
+            mend = f"Dtypes are {', '.join(map(str, FLOATS))}. A format is an fs.formats.Blocks, such as"
+            mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers."
             raise ConfigError(message("got what its roles do not take.", wrong, mend))
         if self.rounding not in get_args(Rounding):
             mend = f"Use one of {', '.join(get_args(Rounding))}."
@@ -344,7 +341,7 @@ class Precision:
 
     @property
     def computes_quantized(self) -> bool:
-        """Whether the loss function sees weights of blocks as `fs.Quantized`."""
+        """Whether the loss function sees weights of blocks as `fs.formats.Quantized`."""
         return isinstance(self.compute, Blocks)
 
     def grad_dtype(self, leaf: torch.dtype) -> torch.dtype:
@@ -482,11 +479,11 @@ def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
 FP32 = Precision()
 BF16 = Precision(params=torch.float32, compute=torch.bfloat16)
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale())
-FP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.TENSORWISE)
+FP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.TENSORWISE)
 """As `BF16`; weights of blocks travel as e4m3 with a scale for each matrix."""
-FP8_BLOCK = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.E4M3_128x128)
+FP8_BLOCK = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.E4M3_128x128)
 """The same with a scale for each 128 x 128 elements (DeepSeek-V3)."""
-MXFP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP8, reduce=formats.MXFP8)
+MXFP8 = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.MXFP8, reduce=blocks.MXFP8)
 """As `BF16`; weights of blocks and terms of their gradients travel as MXFP8."""
-NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.NVFP4, keep=(*KEEP, "*[-1]"))
+NVFP4 = Precision(params=torch.float32, compute=torch.bfloat16, gather=blocks.NVFP4, keep=(*KEEP, "*[-1]"))
 """As `BF16`; weights of all blocks but the last one of each stack travel as NVFP4."""

@@ -65,9 +65,11 @@ def _refuses(use: str) -> Any:
     return refuse
 
 
-@named("fs.dequantize")
+@named("fs.formats.dequantize")
 def _not_dequantized(node: Quantized, use: str) -> NotDequantizedError:
-    mend = "Write fs.dequantize(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
+    mend = (
+        "Write fs.formats.dequantize(w) for its numbers, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
+    )
     return NotDequantizedError(message(f"was not called for a tensor that {use}.", [repr(node)], mend))
 
 
@@ -75,8 +77,8 @@ def _not_dequantized(node: Quantized, use: str) -> NotDequantizedError:
 class Quantized:
     """A tensor that is held as codes and scales: a node of trees, whose children are plain tensors.
 
-    `fs.dequantize`, `fs.ops.product`, `column_linear` and `row_linear` take it. It is no tensor: all other functions
-    of torch refuse it, and say what to write.
+    `fs.formats.dequantize`, `fs.ops.scaled_matmul`, `column_linear` and `row_linear` take it. It isn't a tensor: all
+    other functions of torch raise an error that shows what to write.
 
     Attributes:
         values: codes, uint8 in the shape of the tensor; of 4 bits two in a byte of the last dim. None where the tensor
@@ -95,12 +97,12 @@ class Quantized:
         columnwise: of a weight that `Precision.columnwise` names: where backward finds it in blocks along its rows.
 
     Example:
-        >>> w = fs.quantize(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
+        >>> w = fs.formats.quantize(torch.eye(64), fs.formats.MXFP8, dtype=torch.bfloat16)
         >>> w
         Quantized(bfloat16[64, 64] as float8_e4m3fn[1x32, e8m0])
         >>> w.values.shape, w.scales.shape, w.nbytes
         (torch.Size([64, 64]), torch.Size([64, 2]), 4224)
-        >>> fs.ops.product(torch.ones(1, 64, dtype=torch.bfloat16), w, 1).sum()
+        >>> fs.ops.scaled_matmul(torch.ones(1, 64, dtype=torch.bfloat16), w, 1).sum()
         tensor(64., dtype=torch.bfloat16)
     """
 
@@ -220,14 +222,14 @@ def _flatten(node: Quantized) -> tuple[list[Tensor], _Aux]:
     return [getattr(node, name) for name in names], (_held(node), names)
 
 
-@named("fs.Quantized")
+@named("fs.formats.Quantized")
 def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantized:
     held, names = aux
     given = dict(zip(names, children, strict=True))
     codes = given.get("values")
     if isinstance(codes, Tensor) and codes.dtype != torch.uint8:
         rule = f"cannot have codes in {codes.dtype}: a function of trees has changed them."
-        mend = "Dequantize first, fs.dequantize(w), and quantize the result."
+        mend = "Dequantize first, fs.formats.dequantize(w), and quantize the result."
         raise ArgumentError(message(rule, mend=mend))
     return Quantized(
         given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
@@ -246,7 +248,7 @@ torch_pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 
 # ----------------------------------------------------------------------------------------------------------- in and out
 @_compat.outside_of_graphs
-@named("fs.quantize")
+@named("fs.formats.quantize")
 def quantize(
     x: Tensor,
     format: Blocks,
@@ -276,9 +278,9 @@ def quantize(
 
     Example:
         >>> x = torch.tensor([1.0, 0.3, -0.1, 2.0])
-        >>> fs.dequantize(fs.quantize(x, fs.formats.MXFP8))
+        >>> fs.formats.dequantize(fs.formats.quantize(x, fs.formats.MXFP8))
         tensor([ 1.0000,  0.3125, -0.1016,  2.0000])
-        >>> torch.func.grad(lambda x: (fs.dequantize(fs.quantize(x, fs.formats.MXFP8)) * 700).sum())(x)
+        >>> torch.func.grad(lambda x: (fs.formats.dequantize(fs.formats.quantize(x, fs.formats.MXFP8)) * 700).sum())(x)
         tensor([700., 700., 700., 700.])
     """
     _check(x, format, key)
@@ -298,7 +300,7 @@ def quantize(
 
 
 @_compat.outside_of_graphs
-@named("fs.dequantize")
+@named("fs.formats.dequantize")
 def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that a node holds; a plain tensor is its own.
 
@@ -313,14 +315,14 @@ def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tenso
         ArgumentError: something else.
 
     Example:
-        >>> w = fs.quantize(torch.tensor([[3.0, 0.7]]), fs.formats.MXFP4, dtype=torch.bfloat16)
-        >>> fs.dequantize(w), fs.dequantize(torch.ones(1))
+        >>> w = fs.formats.quantize(torch.tensor([[3.0, 0.7]]), fs.formats.MXFP4, dtype=torch.bfloat16)
+        >>> fs.formats.dequantize(w), fs.formats.dequantize(torch.ones(1))
         (tensor([[3.0000, 0.7500]], dtype=torch.bfloat16), tensor([1.]))
     """
     if isinstance(q, Tensor):
         return q if dtype is None else q.to(dtype)
     if not isinstance(q, Quantized):
-        mend = "Give what fs.quantize gives, or a tensor."
+        mend = "Give what fs.formats.quantize gives, or a tensor."
         raise ArgumentError(message(f"takes a Quantized, got {type(q).__name__}.", mend=mend))
     if q.values is None:
         assert q.carrier is not None
@@ -344,7 +346,7 @@ def numbers_of(q: Quantized) -> Tensor:
 
 
 def _check(x: Any, format: Any, key: Any) -> None:
-    mend = "Call it as fs.quantize(x, fs.formats.MXFP8)."
+    mend = "Call it as fs.formats.quantize(x, fs.formats.MXFP8)."
     if not isinstance(format, Blocks):
         raise ArgumentError(message(f"takes a format, got {type(format).__name__}.", mend=mend))
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim or hasattr(x, "device_mesh"):

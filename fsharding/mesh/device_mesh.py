@@ -49,10 +49,10 @@ __all__ = [
     "coordinate",
     "current_mesh",
     "data_axes",
-    "data_position",
+    "data_rank_and_size",
     "everyone",
     "index_of",
-    "is_main",
+    "is_rank0",
     "is_member",
     "mesh_here",
     "print0",
@@ -381,14 +381,14 @@ def is_member(mesh: Mesh) -> bool:
     return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
 
 
-@public("fs.is_main")
-def is_main() -> bool:
+@public("fs.is_rank0")
+def is_rank0() -> bool:
     """Whether this process is rank 0 of all: the one that prints and writes what is the same on every rank.
 
     Before a process group exists, it is told from what a launcher such as torchrun has set.
 
     Example:
-        >>> fs.is_main()  # on rank 0
+        >>> fs.is_rank0()  # on rank 0
         True
     """
     return own_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", "0")) == 0
@@ -409,7 +409,7 @@ def print0(*values: Any, **options: Any) -> None:
         >>> fs.print0("loss", 0.5, sep="=")  # on rank 0
         loss=0.5
     """
-    if is_main():
+    if is_rank0():
         print(*values, **options)
 
 
@@ -434,8 +434,8 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in DATA_AXES if shape.axis_size(axis) > 1)
 
 
-@public("fs.data_position")
-def data_position(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
+@public("fs.data_rank_and_size")
+def data_rank_and_size(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
     """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order.
 
     Args:
@@ -444,7 +444,7 @@ def data_position(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
-        >>> index, count = fs.data_position(mesh)
+        >>> index, count = fs.data_rank_and_size(mesh)
         >>> rows = torch.arange(8).chunk(count)[index]  # on one rank all 8, on two ranks 4 each
         >>> fs.ops.psum(rows.sum(), "dp", mesh=mesh)
         tensor(28)

@@ -188,7 +188,7 @@ _RATES = (
 )
 _ROWS = (
     "Ranks along tp and pp read the same rows: take them with fs.local_batch(batch, mesh), or by"
-    " fs.data_position(mesh)."
+    " fs.data_rank_and_size(mesh)."
 )
 
 

@@ -4,8 +4,8 @@ from fsharding.models import presets
 from fsharding.models.block_parts import Stream
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.generate import generate
-from fsharding.models.grouped_query import Grouped
-from fsharding.models.latent_attention import Latent
+from fsharding.models.grouped_query import GQA
+from fsharding.models.latent_attention import MLA
 from fsharding.models.mlp import Dense
 from fsharding.models.model import Model
 from fsharding.models.moe import Experts
@@ -15,8 +15,8 @@ __all__ = [
     "DecoderConfig",
     "Dense",
     "Experts",
-    "Grouped",
-    "Latent",
+    "GQA",
+    "MLA",
     "Model",
     "Stack",
     "Stream",

@@ -23,7 +23,7 @@ from fsharding.ops.attention import Kind
 from fsharding.ops.rotary import Scaling
 from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules
-from fsharding.sharding.random import Draw
+from fsharding.sharding.random import LazyTensor
 
 __all__ = [
     "AttentionPart",
@@ -52,7 +52,7 @@ class Stream(NamedTuple):
         cache: of the block that comes next, where tokens are generated; see `models.cache`.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> batch = {"tokens": torch.tensor([[3, 1, 4, 1]]), "documents": torch.tensor([[0, 0, 1, 1]])}
         >>> stream = model.embed({"table": torch.ones(16, 8)}, batch)
@@ -126,19 +126,19 @@ class Draws:
     narrow: float = 0.02
     count: itertools.count[int] = field(default_factory=itertools.count)
 
-    def normal(self, *shape: int, std: float = 0.02) -> Draw:
+    def normal(self, *shape: int, std: float = 0.02) -> LazyTensor:
         """Normal values."""
         return random.normal(random.fold_in(self.key, next(self.count)), (*self.rows, *shape), std=std)
 
-    def into_stream(self, *shape: int) -> Draw:
+    def into_stream(self, *shape: int) -> LazyTensor:
         """Normal values of a weight that writes to the residual stream."""
         return self.normal(*shape, std=self.narrow)
 
-    def ones(self, *shape: int) -> Draw:
+    def ones(self, *shape: int) -> LazyTensor:
         """Ones."""
         return random.ones((*self.rows, *shape))
 
-    def zeros(self, *shape: int) -> Draw:
+    def zeros(self, *shape: int) -> LazyTensor:
         """Zeros."""
         return random.zeros((*self.rows, *shape))
 
@@ -212,7 +212,7 @@ def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: 
         whole: `tp` does not cut them.
     """
     if whole:
-        return [ops.product(x_BTD, w, 1) for w in weights]
+        return [ops.scaled_matmul(x_BTD, w, 1) for w in weights]
     return ops.column_linear(x_BTD, *weights, sequence_dim=settings.sequence)
 
 
@@ -224,7 +224,9 @@ def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, settings: BlockSettin
         whole: `tp` does not cut them.
     """
     return (
-        ops.product(x_BTF, weight_FD, 0) if whole else ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
+        ops.scaled_matmul(x_BTF, weight_FD, 0)
+        if whole
+        else ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
     )
 
 

@@ -23,8 +23,8 @@ from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
 from fsharding.models.cache import at_each
-from fsharding.models.grouped_query import Grouped
-from fsharding.models.latent_attention import Latent
+from fsharding.models.grouped_query import GQA
+from fsharding.models.latent_attention import MLA
 from fsharding.models.mlp import Dense
 from fsharding.models.model import Decode, Model
 from fsharding.models.moe import Experts, Mixture
@@ -44,20 +44,20 @@ class Stack:
         name: of the stack.
         layers: number of blocks.
         attention: by default the config's.
-        hidden: of a dense feed-forward part, where the config has others.
+        intermediate_size: of a dense feed-forward part, instead of the config's.
         experts: in the place of a dense part, where the config has others.
 
     Example:
         >>> stacks = fs.models.Stack("dense", 1), fs.models.Stack("routed", 3, experts=fs.models.Experts(8, 2, 32))
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=4, heads=2, kv_heads=1, hidden=12, stacks=stacks)
+        >>> config = fs.models.DecoderConfig(dim=8, layers=4, heads=2, kv_heads=1, intermediate_size=12, stacks=stacks)
         >>> sorted(fs.models.decoder(config).block)
         ['dense', 'routed']
     """
 
     name: str
     layers: int
-    attention: Grouped | Latent | None = None
-    hidden: int | None = None
+    attention: GQA | MLA | None = None
+    intermediate_size: int | None = None
     experts: Experts | None = None
 
 
@@ -66,12 +66,12 @@ class DecoderConfig:
     """Sizes of a decoder.
 
     Attributes:
-        vocab: V, number of tokens.
+        vocab_size: V, number of tokens.
         dim: D.
         layers: number of blocks, of all stacks.
         heads: query heads of grouped-query attention.
         kv_heads: key heads; divides `heads`.
-        hidden: hidden dim of the dense feed-forward part.
+        intermediate_size: F, hidden dim of the dense feed-forward part.
         tied: the head uses the embedding table.
         rope_base: base of the rotary frequencies.
         eps: of RMSNorm.
@@ -88,7 +88,7 @@ class DecoderConfig:
             `fs.hf.save` writes token ids and other entries again that compute nothing. Not compared.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=256, dim=64, layers=4, heads=8, kv_heads=2, hidden=192)
+        >>> config = fs.models.DecoderConfig(vocab_size=256, dim=64, heads=8, kv_heads=2, intermediate_size=192)
         >>> config.head_dim
         8
         >>> fs.models.DecoderConfig(heads=4, kv_heads=3)
@@ -98,12 +98,12 @@ class DecoderConfig:
           4 heads are not a multiple of 3 kv_heads
     """
 
-    vocab: int = 256
+    vocab_size: int = 256
     dim: int = 128
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
-    hidden: int = 384
+    intermediate_size: int = 384
     tied: bool = False
     rope_base: float = 10_000.0
     eps: float = 1e-5
@@ -112,15 +112,15 @@ class DecoderConfig:
     rope_scaling: Scaling | None = None
     qk_norm: bool = False
     fused: bool = False
-    attention: Grouped | Latent | None = None
+    attention: GQA | MLA | None = None
     experts: Experts | None = None
     stacks: tuple[Stack, ...] = ()
     published: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @named("DecoderConfig")
     def __post_init__(self) -> None:
-        sizes = {"vocab": self.vocab, "dim": self.dim, "layers": self.layers, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads, "hidden": self.hidden, "head_size": self.head_size}
+        sizes = {"vocab_size": self.vocab_size, "dim": self.dim, "layers": self.layers, "heads": self.heads}
+        sizes |= {"kv_heads": self.kv_heads, "intermediate_size": self.intermediate_size, "head_size": self.head_size}
         wrong = [f"{name}={size}: at least 1" for name, size in sizes.items() if size is not None and size < 1]
         wrong += [] if 0 <= self.eps < 1 else [f"eps={self.eps}: from 0 to 1"]
         wrong += [] if 1 <= self.rope_base < math.inf else [f"rope_base={self.rope_base}: at least 1, and finite"]
@@ -132,12 +132,14 @@ class DecoderConfig:
             if self.kv_heads >= 1 and self.heads % self.kv_heads:
                 wrong.append(f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
         for stack in self.stacks:
-            own = {"layers": stack.layers, "hidden": stack.hidden}
+            own = {"layers": stack.layers, "intermediate_size": stack.intermediate_size}
             wrong += [f"stack {stack.name!r}: {k}={v}: at least 1" for k, v in own.items() if v is not None and v < 1]
         names = [stack.name for stack in self.stacks]
         wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
         wrong += [
-            f"stack {s.name!r} has both hidden and experts" for s in self.stacks if s.hidden is not None and s.experts
+            f"stack {s.name!r} has both intermediate_size and experts"
+            for s in self.stacks
+            if s.intermediate_size is not None and s.experts
         ]
         wrong += [f"{name!r} is no name of a stack: it is part of a path" for name in names if not name.isidentifier()]
         if self.stacks and (total := sum(stack.layers for stack in self.stacks)) != self.layers:
@@ -155,12 +157,12 @@ class DecoderConfig:
         attention = stack.attention if stack is not None and stack.attention is not None else self.attention
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
-            attention = Grouped(*numbers, qk_norm=self.qk_norm, fused=self.fused)
+            attention = GQA(*numbers, qk_norm=self.qk_norm, fused=self.fused)
         experts = self.experts
-        hidden = self.hidden
-        if stack is not None and (stack.hidden is not None or stack.experts is not None):
+        hidden = self.intermediate_size
+        if stack is not None and (stack.intermediate_size is not None or stack.experts is not None):
             experts = stack.experts
-            hidden = stack.hidden or hidden
+            hidden = stack.intermediate_size or hidden
         return attention, Dense(hidden, self.fused) if experts is None else Mixture(experts)
 
     def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
@@ -184,7 +186,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
             gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
@@ -205,13 +207,13 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         positions = batch.get("positions")
         if documents is not None and positions is None:
             positions = ops.document_positions(documents)
-        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab, sequence_dim=settings.sequence)
+        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=config.vocab_size, sequence_dim=settings.sequence)
         return Stream(x_BTD, positions, documents)
 
     def head(params: Tree, x: Stream | Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
         stream = x if isinstance(x, Stream) else Stream(x)
         targets = batch["targets"]
-        total = ops.cross_entropy(_logits(config, params, stream.x, settings), targets, vocab=config.vocab).sum()
+        total = ops.cross_entropy(_logits(config, params, stream.x, settings), targets, vocab=config.vocab_size).sum()
         return total if stream.extra is None else total + stream.extra, (targets != -100).sum()
 
     return Model(
@@ -231,7 +233,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
 
 def _logits(c: DecoderConfig, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
     """Logits of the vocabulary, or of this rank's part of it where `tp` cuts that: [B, T, V of this rank]."""
-    whole = params["unembed"].shape[0] == c.vocab
+    whole = params["unembed"].shape[0] == c.vocab_size
     x_BTD = norm(params["norm"], x_BTD, settings)
     return columns(x_BTD, [params["unembed"]], whole=whole, settings=settings)[0]
 
@@ -241,12 +243,16 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
     settings = BlockSettings(c.eps, None, kind)
 
     def embed(params: Tree, batch: Tree) -> Stream:
-        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=c.vocab)
+        x_BTD = ops.embedding(batch["tokens"], params["table"], vocab=c.vocab_size)
         return Stream(x_BTD, batch["positions"])
 
     def logits(params: Tree, x: Stream, last_B: Tensor) -> Tensor:
         logits_BV = _logits(c, params, at_each(x.x, last_B), settings)[:, 0]
-        return logits_BV if logits_BV.shape[1] == c.vocab else ops.gather(logits_BV, "tp", dim=1, size=c.vocab)
+        return (
+            logits_BV
+            if logits_BV.shape[1] == c.vocab_size
+            else ops.all_gather(logits_BV, "tp", dim=1, size=c.vocab_size)
+        )
 
     def block(parts: tuple[AttentionPart, FeedPart]) -> Callable[[Tree, Stream, Tree], Stream]:
         attention, feed = parts
@@ -258,10 +264,10 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
     kinds = c.kinds()
     columns = [(block(parts), parts[0].prepared, parts[0].cache) for parts in kinds]
     if not c.stacks:
-        return Decode(embed, *columns[0], logits, c.vocab)
+        return Decode(embed, *columns[0], logits, c.vocab_size)
     names = [stack.name for stack in c.stacks]
     run, prepare, cache = (dict(zip(names, column, strict=True)) for column in zip(*columns, strict=True))
-    return Decode(embed, run, prepare, cache, logits, c.vocab)
+    return Decode(embed, run, prepare, cache, logits, c.vocab_size)
 
 
 def _block(
@@ -295,7 +301,7 @@ def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: Axis
     """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
     cuts = Cuts(abstract(mesh), rules, kind)
     wrong = [why for parts in c.kinds() for part in parts for why in part.objections(cuts)]
-    wrong += [f"vocab of size {c.vocab}: less than 2"] if cuts.tp > 1 and c.vocab < 2 else []
+    wrong += [f"vocab of size {c.vocab_size}: less than 2"] if cuts.tp > 1 and c.vocab_size < 2 else []
     if cuts.tp > 1 and sequence and (whole := [n for n in ("heads", "mlp", "vocab") if not cuts.has(n)]):
         wrong.append(f"sequence=True: tp does not cut {', '.join(whole)}")
     if wrong:
@@ -315,10 +321,10 @@ def _init(c: DecoderConfig, key: Tensor) -> Tree:
         norms = {name: draws.ones(c.dim) for name in ("norm1", "norm2")}
         return {**norms, **parts[0].init(c.dim, draws), **parts[1].init(c.dim, draws)}
 
-    embed = {"table": draws.normal(c.vocab, c.dim)}
+    embed = {"table": draws.normal(c.vocab_size, c.dim)}
     head = {"norm": draws.ones(c.dim)}
     if not c.tied:
-        head["unembed"] = draws.normal(c.vocab, c.dim)
+        head["unembed"] = draws.normal(c.vocab_size, c.dim)
     if not c.stacks:
         return {"embed": embed, "blocks": blocks(c.layers, c.parts(), keys[0]), "head": head}
     stacks = {s.name: blocks(s.layers, c.parts(s), key) for s, key in zip(c.stacks, keys, strict=True)}

@@ -110,7 +110,7 @@ def generate(
         RankError: another rank is gone.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> state, _ = fs.setup(model, None, fs.adamw(1e-3), fs.random.key(0))
         >>> prompts = [[3, 1, 4], [1, 5]]

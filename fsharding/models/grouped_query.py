@@ -24,13 +24,13 @@ from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, col
 from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
 from fsharding.sharding.partition_spec import DimName, Fused
-from fsharding.sharding.random import Draw
+from fsharding.sharding.random import LazyTensor
 
-__all__ = ["Grouped"]
+__all__ = ["GQA"]
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GQA:
     """Sizes of grouped-query attention.
 
     Attributes:
@@ -44,8 +44,8 @@ class Grouped:
         fused: queries, keys and values are one leaf, `wqkv`, and one product, and so are their biases, `qkv_bias`.
 
     Example:
-        >>> attention = fs.models.Grouped(heads=8, kv_heads=2, head_dim=16, qk_norm=True)
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=64, layers=2, hidden=192, attention=attention)
+        >>> attention = fs.models.GQA(heads=8, kv_heads=2, head_dim=16, qk_norm=True)
+        >>> config = fs.models.DecoderConfig(dim=64, layers=2, intermediate_size=192, attention=attention)
         >>> fs.models.decoder(config).init(fs.random.key(0))["blocks"]["wk"].shape
         (2, 32, 64)
     """
@@ -59,7 +59,7 @@ class Grouped:
     qk_norm: bool = False
     fused: bool = False
 
-    @named("models.Grouped")
+    @named("models.GQA")
     def __post_init__(self) -> None:
         wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads}
@@ -79,7 +79,7 @@ class Grouped:
         """Columns of queries, keys and values."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
-    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+    def init(self, dim: int, draws: Draws) -> dict[str, LazyTensor]:
         """First values of the leaves; see `Part`."""
         sizes = {"qkv": sum(self.sizes)} if self.fused else dict(zip("qkv", self.sizes, strict=True))
         biases = {f"{x}_bias": size for x, size in sizes.items()} if self.bias else {}
@@ -106,7 +106,7 @@ class Grouped:
         result = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, settings=settings)
         if self.bias:
             result = [y + bias for y, bias in zip(result, self._rows(params, "{}_bias", heads), strict=True)]
-        result = ops.split_parts(result[0], self.sizes) if self.fused else result
+        result = ops.split_fused(result[0], self.sizes) if self.fused else result
         q_BHTE, k_BKTE, v_BKTE = (rearrange(y, "b t (h e) -> b h t e", e=self.head_dim) for y in result)
         if self.qk_norm:
             over = () if whole else "tp"
@@ -162,7 +162,9 @@ class Grouped:
         if weight.shape[0] == (last - first) * self.head_dim < count:
             return weight  # prepared: where ranks share a key head, each has less than one
         weight = dequantize(weight)
-        weight = ops.vary(weight, "tp") if weight.shape[0] == count else ops.gather(weight, "tp", dim=0, size=count)
+        weight = (
+            ops.pvary(weight, "tp") if weight.shape[0] == count else ops.all_gather(weight, "tp", dim=0, size=count)
+        )
         return weight[first * self.head_dim : last * self.head_dim]
 
     def objections(self, cuts: Cuts) -> list[str]:

@@ -24,13 +24,13 @@ from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, nor
 from fsharding.models.cache import attend, has_earlier, store
 from fsharding.ops.rotary import Scaling
 from fsharding.sharding.partition_spec import DimName
-from fsharding.sharding.random import Draw
+from fsharding.sharding.random import LazyTensor
 
-__all__ = ["Latent"]
+__all__ = ["MLA"]
 
 
 @dataclass(frozen=True)
-class Latent:
+class MLA:
     """Sizes of multi-head latent attention.
 
     Attributes:
@@ -44,10 +44,10 @@ class Latent:
         rope_scaling: of these frequencies, for a longer context.
 
     Example:
-        >>> attention = fs.models.Latent(heads=4, q_rank=48, kv_rank=32, plain_dim=16, rotary_dim=16, value_dim=24)
+        >>> attention = fs.models.MLA(heads=4, q_rank=48, kv_rank=32, plain_dim=16, rotary_dim=16, value_dim=24)
         >>> attention.head_dim
         32
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=64, layers=2, hidden=192, attention=attention)
+        >>> config = fs.models.DecoderConfig(dim=64, layers=2, intermediate_size=192, attention=attention)
         >>> fs.models.decoder(config).init(fs.random.key(0))["blocks"]["wo"].shape
         (2, 96, 64)
     """
@@ -61,7 +61,7 @@ class Latent:
     rope_base: float = 10_000.0
     rope_scaling: Scaling | None = None
 
-    @named("models.Latent")
+    @named("models.MLA")
     def __post_init__(self) -> None:
         if self.rotary_dim % 2:
             wrong = [f"rotary_dim {self.rotary_dim} is not even"]
@@ -72,7 +72,7 @@ class Latent:
         """Head dim of queries and keys."""
         return self.plain_dim + self.rotary_dim
 
-    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+    def init(self, dim: int, draws: Draws) -> dict[str, LazyTensor]:
         """First values of the leaves; see `Part`."""
         return {
             "q_down": draws.normal(self.q_rank, dim),
@@ -101,7 +101,7 @@ class Latent:
         heads = params["q_up"].shape[0] // self.head_dim
         whole = heads == self.heads
         q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, settings)
-        q_BHTE = rearrange(ops.product(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
+        q_BHTE = rearrange(ops.scaled_matmul(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
         at = positions_of(stream, q_BHTE.shape[2])
 
         def turned(y_BHTE: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Latent:
         if stream.cache is not None and has_earlier(stream.cache, q_BHTE.shape[2]):
             out_BHTE = self._cached(params["kv_up"], q_plain, q_turned, stream.cache["latents"], at, scale)
         else:
-            kv_BHTE = rearrange(ops.product(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
+            kv_BHTE = rearrange(ops.scaled_matmul(kv_BTR, params["kv_up"], 1), "b t (h e) -> b h t e", h=heads)
             k_plain, v_BHTE = kv_BHTE.split((self.plain_dim, self.value_dim), -1)
             q_BHTE = torch.cat((q_plain, q_turned), -1)
             k_BHTE = torch.cat((k_plain, k_turned.expand(-1, heads, -1, -1)), -1)
@@ -156,12 +156,12 @@ class Latent:
         q_down = params["q_down"]
         kv_down = params["kv_down"]
         if settings.sequence is not None:  # each rank of tp has other tokens, so gradients of what is whole are summed
-            q_down, kv_down = (ops.vary(dequantize(w), "tp") for w in (q_down, kv_down))
+            q_down, kv_down = (ops.pvary(dequantize(w), "tp") for w in (q_down, kv_down))
         sizes = (self.q_rank, self.kv_rank, self.rotary_dim)
-        kv_BTR, turning_BTE = ops.product(x_BTD, kv_down, 1).split(sizes[1:], -1)
-        q_BTR = norm(params["q_norm"], ops.product(x_BTD, q_down, 1), settings)
+        kv_BTR, turning_BTE = ops.scaled_matmul(x_BTD, kv_down, 1).split(sizes[1:], -1)
+        q_BTR = norm(params["q_norm"], ops.scaled_matmul(x_BTD, q_down, 1), settings)
         narrow = torch.cat((q_BTR, norm(params["kv_norm"], kv_BTR, settings), turning_BTE), -1)
-        return (narrow if whole else ops.enter(narrow, sequence_dim=settings.sequence)).split(sizes, -1)
+        return (narrow if whole else ops.copy_to_tp(narrow, sequence_dim=settings.sequence)).split(sizes, -1)
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the heads; see `Part`."""

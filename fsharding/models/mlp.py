@@ -15,7 +15,7 @@ from fsharding import ops
 from fsharding.base.tree import Tree
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, columns, rows
 from fsharding.sharding.partition_spec import DimName, Fused
-from fsharding.sharding.random import Draw
+from fsharding.sharding.random import LazyTensor
 
 __all__ = ["Dense"]
 
@@ -25,41 +25,49 @@ class Dense:
     """Sizes of a dense feed-forward part.
 
     Attributes:
-        hidden: F.
+        intermediate_size: F.
         fused: gate and up are one leaf, `gate_up`, and one product.
 
     Example:
-        >>> config = fs.models.DecoderConfig(hidden=384)
+        >>> config = fs.models.DecoderConfig(intermediate_size=384)
         >>> attention, feed = config.parts()
         >>> feed
-        Dense(hidden=384, fused=False)
+        Dense(intermediate_size=384, fused=False)
     """
 
-    hidden: int
+    intermediate_size: int
     fused: bool = False
 
-    def init(self, dim: int, draws: Draws) -> dict[str, Draw]:
+    def init(self, dim: int, draws: Draws) -> dict[str, LazyTensor]:
         """First values of the leaves; see `Part`."""
-        names = {"gate_up": 2 * self.hidden} if self.fused else {"gate": self.hidden, "up": self.hidden}
+        names = (
+            {"gate_up": 2 * self.intermediate_size}
+            if self.fused
+            else {"gate": self.intermediate_size, "up": self.intermediate_size}
+        )
         wide = {name: draws.normal(size, dim) for name, size in names.items()}
-        return {**wide, "down": draws.into_stream(self.hidden, dim)}
+        return {**wide, "down": draws.into_stream(self.intermediate_size, dim)}
 
     def names(self) -> dict[str, tuple[DimName, ...]]:
         """Dim names of the leaves; see `Part`."""
         if self.fused:
-            gate_up = ("layers", Fused("mlp", (self.hidden, self.hidden)), "embed")
+            gate_up = ("layers", Fused("mlp", (self.intermediate_size, self.intermediate_size)), "embed")
             return {"gate_up": gate_up, "down": ("layers", "mlp", "embed")}
         return dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
 
     def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
         """`down(silu(gate(x)) * up(x))`; see `Part`."""
-        whole = params["down"].shape[0] == self.hidden
+        whole = params["down"].shape[0] == self.intermediate_size
         result = columns(
             x_BTD, [params[n] for n in ("gate_up", "gate", "up") if n in params], whole=whole, settings=settings
         )
-        gate_BTF, up_BTF = ops.split_parts(result[0], (self.hidden, self.hidden)) if self.fused else result
+        gate_BTF, up_BTF = (
+            ops.split_fused(result[0], (self.intermediate_size, self.intermediate_size)) if self.fused else result
+        )
         return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, settings=settings), None
 
     def objections(self, cuts: Cuts) -> list[str]:
         """Why the mesh cannot cut the hidden dim; see `Part`."""
-        return [f"mlp of size {self.hidden}: less than 2"] if cuts.tp > 1 and self.hidden < 2 else []
+        return (
+            [f"mlp of size {self.intermediate_size}: less than 2"] if cuts.tp > 1 and self.intermediate_size < 2 else []
+        )

@@ -53,7 +53,7 @@ class Model(NamedTuple):
         tied: (name in the head unit, path of the leaf that it shares), such as `("unembed", "embed.table")`.
         axes: the model axes that its functions compute over; on a mesh with others a step refuses it.
         check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
-        balanced: (path, rate) of biases whose gradient is a load (`ops.tell_load`): a step moves them by the rate
+        balanced: (path, rate) of biases whose gradient is a load (`ops.record_load`): a step moves them by the rate
             against its sign, apart from optimizer, norm and clipping.
         decode: how `generate` computes one token after the other; None for a model that cannot.
         config: what it was made of, such as a `DecoderConfig`; `fs.hf` compares it with a `config.json`.
@@ -61,7 +61,7 @@ class Model(NamedTuple):
             the buffers of a module; `init_state` compares them between ranks.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> sorted(model.init(fs.random.key(0)))
         ['blocks', 'embed', 'head']

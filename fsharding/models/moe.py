@@ -26,7 +26,7 @@ from fsharding.models.block_parts import BlockSettings, Cuts, Draws
 from fsharding.ops.router import misfits
 from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules, DimName
-from fsharding.sharding.random import Draw
+from fsharding.sharding.random import LazyTensor
 
 __all__ = ["Experts", "Mixture", "expert_draws", "expert_names", "mixture", "uncut"]
 
@@ -38,8 +38,8 @@ class Experts:
     Attributes:
         count: X, experts a layer.
         active: experts of each token.
-        hidden: F, of one expert.
-        shared: experts that see every token, as one MLP of hidden size `shared * hidden`.
+        intermediate_size: F, of one expert.
+        shared: experts that see every token, as one MLP of size `shared * intermediate_size`.
         score: "softmax" over experts, or "sigmoid" of each.
         normalize: weights of a token sum to 1, before `scale`.
         scale: factor of the weights.
@@ -52,8 +52,8 @@ class Experts:
             for a router without biases, 0.0 for biases that stay.
 
     Example:
-        >>> experts = fs.models.Experts(count=8, active=2, hidden=32, shared=1, balance=1e-2)
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, experts=experts)
+        >>> experts = fs.models.Experts(count=8, active=2, intermediate_size=32, shared=1, balance=1e-2)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, experts=experts)
         >>> params = fs.models.decoder(config).init(fs.random.key(0))
         >>> params["blocks"]["experts"]["gate"].shape
         (2, 8, 32, 8)
@@ -61,7 +61,7 @@ class Experts:
 
     count: int
     active: int
-    hidden: int
+    intermediate_size: int
     shared: int = 0
     score: str = "softmax"
     normalize: bool = True
@@ -74,7 +74,7 @@ class Experts:
 
     @named("Experts")
     def __post_init__(self) -> None:
-        least = {"count": 1, "hidden": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
+        least = {"count": 1, "intermediate_size": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
         given = {name: getattr(self, name) for name in least}
         wrong = [f"{k}={v}: at least {least[k]}" for k, v in given.items() if v is not None and not v >= least[k]]
         wrong += misfits(self.count, self.active, self.score, self.groups, self.kept_groups)
@@ -82,14 +82,14 @@ class Experts:
             raise ConfigError(message("has numbers that do not fit.", wrong))
 
 
-def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random.Draw], narrow: float) -> Tree:
+def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random.LazyTensor], narrow: float) -> Tree:
     """The leaves of the mixtures of a stack of layers.
 
     Args:
         weight: makes the next draw, `weight(*shape, std=...)`.
         narrow: std of what writes to the residual stream.
     """
-    expert = (layers, c.count, c.hidden, dim)
+    expert = (layers, c.count, c.intermediate_size, dim)
     leaves: dict[str, Tree] = {
         "router": weight(layers, c.count, dim),
         "gate": weight(*expert),
@@ -99,7 +99,7 @@ def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random
     if c.bias_rate is not None:
         leaves["bias"] = random.zeros((layers, c.count))
     if c.shared:
-        shared = (layers, c.shared * c.hidden, dim)
+        shared = (layers, c.shared * c.intermediate_size, dim)
         leaves["shared"] = {"gate": weight(*shared), "up": weight(*shared), "down": weight(*shared, std=narrow)}
     return leaves
 
@@ -127,8 +127,8 @@ def uncut(c: Experts, mesh: Mesh, rules: AxisRules) -> list[str]:
         wrong.append(f"rule expert={', '.join(along)}: tokens go to their experts along ep alone")
     elif along and c.count % ep:
         wrong.append(f"{c.count} experts: no multiple of ep={ep}")
-    if "tp" in rules.get("mlp", ()) and c.hidden % tp:
-        wrong.append(f"{c.hidden} hidden of an expert: no multiple of tp={tp}")
+    if "tp" in rules.get("mlp", ()) and c.intermediate_size % tp:
+        wrong.append(f"{c.intermediate_size} intermediate_size of an expert: no multiple of tp={tp}")
     return wrong
 
 
@@ -140,19 +140,19 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
     Args:
         params: leaves of one layer of `expert_draws`, as `gather_unit` gives them.
         x_BTD: normalized activations of this rank's tokens.
-        sequence_dim: along which `tp` cuts the tokens outside of the region, if it does; see `ops.enter`.
+        sequence_dim: along which `tp` cuts the tokens outside of the region, if it does; see `ops.copy_to_tp`.
 
     Returns:
         What the block adds to the residual stream, and the sum over this rank's tokens of what the router adds to
         the loss (0-d).
     """
-    cut = params["gate"].shape[1] != c.hidden and axis_size("tp") > 1
+    cut = params["gate"].shape[1] != c.intermediate_size and axis_size("tp") > 1
     router_XD = dequantize(params["router"])
-    router_XD = router_XD if sequence_dim is None else ops.enter(router_XD)
+    router_XD = router_XD if sequence_dim is None else ops.copy_to_tp(router_XD)
     high = wide(x_BTD.dtype)
     logits_BTX = F.linear(x_BTD.to(high), router_XD.to(high))
     if cut:
-        x_BTD, logits_BTX = (ops.enter(y, sequence_dim=sequence_dim) for y in (x_BTD, logits_BTX))
+        x_BTD, logits_BTX = (ops.copy_to_tp(y, sequence_dim=sequence_dim) for y in (x_BTD, logits_BTX))
     x_ND, logits_NX = (rearrange(y, "b t d -> (b t) d") for y in (x_BTD, logits_BTX))
     bias_X = params.get("bias")
     routing = ops.route(
@@ -161,17 +161,17 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
     )  # fmt: skip
     extra = _extra_loss(c, routing, logits_NX, cut=cut)
     if bias_X is not None:
-        routing = ops.tell_load(routing, bias_X)
+        routing = ops.record_load(routing, bias_X)
     y_ND = ops.experts_swiglu(
         x_ND, params["gate"], params["up"], params["down"], routing,
         axis="ep" if params["gate"].shape[0] != c.count else (), tp=None,
     )  # fmt: skip
     if c.shared:
         shared = params["shared"]
-        hidden_NF = F.silu(ops.product(x_ND, shared["gate"], 1)) * ops.product(x_ND, shared["up"], 1)
-        y_ND = y_ND + ops.product(hidden_NF, shared["down"], 0)
+        hidden_NF = F.silu(ops.scaled_matmul(x_ND, shared["gate"], 1)) * ops.scaled_matmul(x_ND, shared["up"], 1)
+        y_ND = y_ND + ops.scaled_matmul(hidden_NF, shared["down"], 0)
     y_BTD = y_ND.view_as(x_BTD)
-    return ops.leave(y_BTD, sequence_dim=sequence_dim) if cut else y_BTD, extra
+    return ops.reduce_from_tp(y_BTD, sequence_dim=sequence_dim) if cut else y_BTD, extra
 
 
 def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: bool) -> Tensor:
@@ -182,7 +182,7 @@ def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: boo
         extra = extra + logits_NX.new_tensor(c.balance) * ops.balance_loss(routing)[0]
     if c.z:
         extra = extra + logits_NX.new_tensor(c.z) * ops.z_loss(logits_NX)[0]
-    return ops.leave(extra / axis_size("tp")) if cut and extra.requires_grad else extra
+    return ops.reduce_from_tp(extra / axis_size("tp")) if cut and extra.requires_grad else extra
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Mixture:
     def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
         """First values of the leaves; see `Part`."""
 
-        def weight(layers: int, *shape: int, std: float = 0.02) -> Draw:
+        def weight(layers: int, *shape: int, std: float = 0.02) -> LazyTensor:
             return draws.normal(*shape, std=std)
 
         (layers,) = draws.rows

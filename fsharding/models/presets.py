@@ -14,7 +14,7 @@ from typing import Any
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, did_you_mean, message
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
-from fsharding.models.latent_attention import Latent
+from fsharding.models.latent_attention import MLA
 from fsharding.models.model import Model
 from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, YarnScaling
@@ -115,7 +115,14 @@ def qwen2_5_72b() -> Recipe:
     """
     return Recipe(
         DecoderConfig(
-            vocab=152_064, dim=8192, layers=80, heads=64, kv_heads=8, hidden=29_568, bias=True, rope_base=1_000_000.0
+            vocab_size=152_064,
+            dim=8192,
+            layers=80,
+            heads=64,
+            kv_heads=8,
+            intermediate_size=29_568,
+            bias=True,
+            rope_base=1_000_000.0,
         )
     )
 
@@ -145,12 +152,12 @@ def deepseek_v3() -> Recipe:
         >>> config.dim, len(config.stacks), config.heads
         (7168, 2, 4)
     """
-    latent = Latent(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
+    latent = MLA(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
     experts = Experts(
         256, 8, 2048, shared=1, score="sigmoid", scale=2.5, groups=8, kept_groups=4, bias_rate=1e-3
     )  # fmt: skip
     config = DecoderConfig(
-        vocab=129_280, dim=7168, layers=61, hidden=18_432, eps=1e-6, attention=latent,
+        vocab_size=129_280, dim=7168, layers=61, intermediate_size=18_432, eps=1e-6, attention=latent,
         stacks=(Stack("dense", 3), Stack("routed", 58, experts=experts)),
     )  # fmt: skip
     return Recipe(config, 2.2e-4, warmup=2000)
@@ -188,7 +195,9 @@ def tiny_mixtral() -> Recipe:
         >>> config.dim, config.layers, config.heads
         (128, 4, 8)
     """
-    return _tiny(DecoderConfig(heads=8, hidden=192, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2)))
+    return _tiny(
+        DecoderConfig(heads=8, intermediate_size=192, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2))
+    )
 
 
 def tiny_deepseek_v3() -> Recipe:
@@ -200,7 +209,7 @@ def tiny_deepseek_v3() -> Recipe:
         (128, 2, 4)
     """
     scaling = YarnScaling(length=64, fast=8.0)
-    latent = Latent(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
+    latent = MLA(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
     experts = Experts(
         16, 4, 64, shared=1, score="sigmoid", scale=2.5, groups=4, kept_groups=2, bias_rate=1e-3
     )  # fmt: skip
@@ -217,17 +226,19 @@ _MAKERS = (
     tiny_llama3, tiny_qwen2_5, tiny_mixtral, tiny_deepseek_v3,
 )  # fmt: skip
 
-_BENCH = DecoderConfig(vocab=8192, dim=512, layers=8, heads=8, kv_heads=8, hidden=1408)
+_BENCH = DecoderConfig(vocab_size=8192, dim=512, layers=8, heads=8, kv_heads=8, intermediate_size=1408)
 
 RECIPES = {
     "tiny": _tiny(DecoderConfig()),
     "tiny-moe": _tiny(
         DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3))
     ),
-    "bench-1b": Recipe(DecoderConfig(vocab=32768, dim=2048, layers=16, heads=16, kv_heads=16, hidden=5632)),
+    "bench-1b": Recipe(
+        DecoderConfig(vocab_size=32768, dim=2048, layers=16, heads=16, kv_heads=16, intermediate_size=5632)
+    ),
     "bench-34m": Recipe(_BENCH),
-    "bench-deep": Recipe(replace(_BENCH, dim=256, layers=16, heads=4, kv_heads=4, hidden=704)),
-    "bench-wide": Recipe(replace(_BENCH, dim=1024, layers=4, heads=16, kv_heads=16, hidden=2816)),
+    "bench-deep": Recipe(replace(_BENCH, dim=256, layers=16, heads=4, kv_heads=4, intermediate_size=704)),
+    "bench-wide": Recipe(replace(_BENCH, dim=1024, layers=4, heads=16, kv_heads=16, intermediate_size=2816)),
     "bench-moe": Recipe(replace(_BENCH, experts=Experts(8, 2, 352))),
     **{make.__name__: make() for make in _MAKERS},
 }

@@ -66,7 +66,7 @@ def scan_stacks(
     carry: Tree,
     *,
     policy: Policy = policies.save_except_gathered,
-    prefetch: Tree = None,
+    next_unit: Tree = None,
 ) -> Tree:
     """`scan_units` over the stacks of a model, one after the other.
 
@@ -75,19 +75,19 @@ def scan_stacks(
         blocks: its parameters under `blocks`; a stack may have no rows, as on a pipeline stage that has none of them.
         carry: what goes into the first block.
         policy: what is kept for backward.
-        prefetch: the unit that is gathered after the last one, such as the head.
+        next_unit: the unit that is gathered after the last one, such as the head.
 
     Returns:
         What comes out of the last block.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout).params
         >>> def loss(params, batch):
         ...     x = model.embed(fs.gather_unit(params["embed"]), batch)
-        ...     x = fs.models.scan_stacks(model, params["blocks"], x, prefetch=params["head"])
+        ...     x = fs.models.scan_stacks(model, params["blocks"], x, next_unit=params["head"])
         ...     return model.head(fs.gather_unit(params["head"]), x, batch)
         >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
         >>> batch = fs.local_batch({"tokens": tokens, "targets": tokens}, layout.mesh)
@@ -96,7 +96,7 @@ def scan_stacks(
         8
     """
     stacks = _parts(model, blocks)
-    ahead = UnitsAhead.of(prefetch)
+    ahead = UnitsAhead.of(next_unit)
     for i, (_, block) in enumerate(stacks_of(model)):
-        carry = scan_units(block, stacks[i], carry, policy=policy, prefetch=_first(stacks[i + 1 :], ahead))
+        carry = scan_units(block, stacks[i], carry, policy=policy, next_unit=_first(stacks[i + 1 :], ahead))
     return carry

@@ -1,17 +1,17 @@
 """Operations on local tensors in flight: collectives with their transposes, and what models compute over axes."""
 
 from fsharding.ops.attention import attention, plan_ring
-from fsharding.ops.collectives import all_to_all, all_to_all_rows, gather, ppermute, psum, scatter, vary
+from fsharding.ops.collectives import all_gather, all_to_all, all_to_all_rows, ppermute, psum, pvary, reduce_scatter
 from fsharding.ops.context_parallel import cut_sequence, document_positions, positions
 from fsharding.ops.embedding import embedding
 from fsharding.ops.grouped_matmul import grouped_matmul
-from fsharding.ops.linear import column_linear, enter, leave, row_linear, split_parts
+from fsharding.ops.linear import column_linear, copy_to_tp, reduce_from_tp, row_linear, split_fused
 from fsharding.ops.loss import cross_entropy
-from fsharding.ops.matmul import product
+from fsharding.ops.matmul import scaled_matmul
 from fsharding.ops.moe import combine, dispatch, experts_swiglu
 from fsharding.ops.norm import rms_norm
 from fsharding.ops.rotary import LlamaScaling, YarnScaling, rotary, rotary_frequencies
-from fsharding.ops.router import Routing, balance_loss, expert_counts, next_bias, route, tell_load, z_loss
+from fsharding.ops.router import Routing, balance_loss, expert_counts, next_bias, record_load, route, z_loss
 from fsharding.ops.scaled_mm import ScaledKernel, scaled_kernel
 
 __all__ = [
@@ -30,17 +30,17 @@ __all__ = [
     "dispatch",
     "document_positions",
     "embedding",
-    "enter",
+    "copy_to_tp",
     "expert_counts",
     "experts_swiglu",
-    "gather",
+    "all_gather",
     "grouped_matmul",
-    "leave",
+    "reduce_from_tp",
     "next_bias",
     "plan_ring",
     "positions",
     "ppermute",
-    "product",
+    "scaled_matmul",
     "psum",
     "rms_norm",
     "rotary",
@@ -48,9 +48,9 @@ __all__ = [
     "route",
     "row_linear",
     "scaled_kernel",
-    "scatter",
-    "split_parts",
-    "tell_load",
-    "vary",
+    "reduce_scatter",
+    "split_fused",
+    "record_load",
+    "pvary",
     "z_loss",
 ]

@@ -29,7 +29,7 @@ from fsharding.comm.handles import Handle, done
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
-from fsharding.ops.collectives import all_to_all, gather
+from fsharding.ops.collectives import all_gather, all_to_all
 from fsharding.ops.context_parallel import zigzag, zigzag_order
 
 __all__ = ["Kind", "RingStep", "attention", "plan_ring"]
@@ -182,8 +182,8 @@ def _same_document(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Tensor:
     """Attention of this rank's queries to all keys, which stay in the order of the ranks."""
-    k, v = gather(torch.stack((k, v)), settings.axis, dim=3, mesh=settings.mesh).unbind(0)
-    theirs = gather(documents, settings.axis, dim=1, mesh=settings.mesh) if documents is not None else None
+    k, v = all_gather(torch.stack((k, v)), settings.axis, dim=3, mesh=settings.mesh).unbind(0)
+    theirs = all_gather(documents, settings.axis, dim=1, mesh=settings.mesh) if documents is not None else None
     mask = _same_document(documents, theirs)
     if settings.causal:
         order = zigzag_order(k.shape[2], settings.group.size, q.device)
@@ -207,7 +207,7 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, setting
     ascending = order.argsort()
     q, k, v = joined.index_select(2, ascending).split(heads, 1)
     if documents is not None:
-        documents = gather(documents, settings.axis, dim=1, mesh=settings.mesh).index_select(1, ascending)
+        documents = all_gather(documents, settings.axis, dim=1, mesh=settings.mesh).index_select(1, ascending)
     if documents is None or not _can_go_by_blocks(q):
         out = _whole(q, k, v, _same_document(documents, documents), settings.causal, settings.scale)
     else:

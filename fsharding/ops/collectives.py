@@ -34,11 +34,11 @@ __all__ = [
     "all_to_all",
     "all_to_all_rows",
     "apply_linear",
-    "gather",
+    "all_gather",
     "ppermute",
     "psum",
-    "scatter",
-    "vary",
+    "reduce_scatter",
+    "pvary",
 ]
 
 
@@ -111,7 +111,9 @@ class _Gather:
         shape = (*x.shape[: self.dim], self.size, *x.shape[self.dim + 1 :])
         whole = _compat.fresh(shape, x.dtype, x.device)
         bucket = plan_bucket(((shape, self.dim),), (self.group.size,))
-        wait_in_turn(transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]), self.group, "gather")
+        wait_in_turn(
+            transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]), self.group, "all_gather"
+        )
         return whole
 
     def dual(self) -> Linear:
@@ -133,7 +135,7 @@ class _Scatter:
         terms = plain_terms(((tuple(x.shape), self.dim),), (self.group.size,), x.dtype, scatter=True)
         reduction = transport_for(self.group, x.device).reduction(terms, wide(x.dtype))
         reduction.add([0], [x])
-        received = wait_in_turn(reduction.start(), self.group, "scatter")
+        received = wait_in_turn(reduction.start(), self.group, "reduce_scatter")
         return received.sum(None)[0].to(x.dtype)
 
     def dual(self) -> Linear:
@@ -274,9 +276,9 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-@public("ops.gather")
+@public("ops.all_gather")
 @_compat.outside_of_graphs
-def gather(
+def all_gather(
     x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
 ) -> Tensor:
     """Joins the shards of all ranks along an axis. Transpose of `scatter`.
@@ -294,7 +296,7 @@ def gather(
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.arange(4.0)}, layout)
-        >>> fs.shard_map(lambda p: fs.ops.gather(p["w"].value, "dp", dim=0))(params)
+        >>> fs.shard_map(lambda p: fs.ops.all_gather(p["w"].value, "dp", dim=0))(params)
         tensor([0., 1., 2., 3.])
     """
     group = _group(axis, mesh)
@@ -302,9 +304,9 @@ def gather(
     return apply_linear(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
 
 
-@public("ops.scatter")
+@public("ops.reduce_scatter")
 @_compat.outside_of_graphs
-def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
+def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
     """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
 
     Args:
@@ -319,7 +321,7 @@ def scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> with fs.set_mesh(mesh):
-        ...     part = fs.ops.scatter(torch.ones(4), "dp", dim=0)  # on two ranks tensor([2., 2.])
+        ...     part = fs.ops.reduce_scatter(torch.ones(4), "dp", dim=0)  # on two ranks tensor([2., 2.])
         >>> part.sum()
         tensor(4.)
     """
@@ -341,15 +343,15 @@ def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
     return apply_linear(x, _Psum(_group(axis, mesh)))
 
 
-@public("ops.vary")
+@public("ops.pvary")
 @_compat.outside_of_graphs
-def vary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
+def pvary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> scale = torch.ones(2, requires_grad=True)  # the same on all ranks of tp, each of which has other tokens
-        >>> (fs.ops.vary(scale, "tp", mesh=mesh) * torch.tensor([3.0, 4.0])).sum().backward()
+        >>> (fs.ops.pvary(scale, "tp", mesh=mesh) * torch.tensor([3.0, 4.0])).sum().backward()
         >>> scale.grad  # summed over tp
         tensor([3., 4.])
     """

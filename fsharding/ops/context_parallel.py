@@ -19,7 +19,7 @@ from fsharding.base.calls import named
 from fsharding.base.errors import BatchError, SpecError, message
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
-from fsharding.ops.collectives import gather
+from fsharding.ops.collectives import all_gather
 from fsharding.sharding.leaf_plan import kind_text
 
 __all__ = ["cut_leaves", "cut_sequence", "document_positions", "positions", "zigzag", "zigzag_order"]
@@ -101,7 +101,7 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
     size, index = _place(axis, mesh)
     order = zigzag_order(documents_BT.shape[1] * size, size, documents_BT.device)
     if size > 1:
-        documents_BT = gather(documents_BT, axis, dim=1, mesh=mesh).index_select(1, order.argsort())
+        documents_BT = all_gather(documents_BT, axis, dim=1, mesh=mesh).index_select(1, order.argsort())
     at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = torch.zeros_like(documents_BT, dtype=torch.int64)
     begins_BT[:, 1:] = at_T[1:] * (documents_BT[:, 1:] != documents_BT[:, :-1])

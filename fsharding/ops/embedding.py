@@ -20,7 +20,7 @@ from fsharding.base.errors import DataError, message
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.grad_sink import put_term, takes_terms
-from fsharding.ops.linear import leave
+from fsharding.ops.linear import reduce_from_tp
 from fsharding.sharding import boxes
 from fsharding.sharding.leaf_plan import kind_text
 
@@ -75,7 +75,7 @@ def embedding(
         result = _look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
     else:
         result = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
-    return leave(result, axis, sequence_dim=sequence_dim, mesh=mesh)
+    return reduce_from_tp(result, axis, sequence_dim=sequence_dim, mesh=mesh)
 
 
 def _look_up(tokens: Tensor, table_VD: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ from fsharding.base.calls import named
 from fsharding.base.errors import SpecError, message
 from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
-from fsharding.ops.collectives import gather, psum, scatter, vary
-from fsharding.ops.matmul import product
+from fsharding.ops.collectives import all_gather, psum, pvary, reduce_scatter
+from fsharding.ops.matmul import scaled_matmul
 from fsharding.sharding.boxes import chunk
 
-__all__ = ["column_linear", "enter", "leave", "row_linear", "split_parts"]
+__all__ = ["column_linear", "copy_to_tp", "reduce_from_tp", "row_linear", "split_fused"]
 
 
-def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
+def copy_to_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
     """Into a region where each rank of an axis computes with its own shards. Transpose of `leave`.
 
     Args:
@@ -37,18 +37,18 @@ def enter(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
 
     Example:
         >>> def mlp(x, up, down):  # on two ranks of tp: up is [4, 4], down is [4, 4]
-        ...     return fs.ops.leave(torch.relu(fs.ops.enter(x) @ up) @ down)
+        ...     return fs.ops.reduce_from_tp(torch.relu(fs.ops.copy_to_tp(x) @ up) @ down)
         >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
         ...     mlp(torch.ones(2, 4), torch.ones(4, 8), torch.ones(8, 4)).shape
         torch.Size([2, 4])
     """
     if axis_size(axis, mesh) == 1:
         return x
-    return vary(x, axis, mesh=mesh) if sequence_dim is None else gather(x, axis, dim=sequence_dim, mesh=mesh)
+    return pvary(x, axis, mesh=mesh) if sequence_dim is None else all_gather(x, axis, dim=sequence_dim, mesh=mesh)
 
 
-@named("ops.leave")
-def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
+@named("ops.reduce_from_tp")
+def reduce_from_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
     """Out of the region: the terms of all ranks are summed, and with `sequence_dim` cut along it. Transpose of `enter`.
 
     Args:
@@ -63,7 +63,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
     Example:
         >>> x, weight = torch.ones(1, 4), torch.ones(4, 2)  # on two ranks of tp: [1, 2] and [2, 2]
         >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.leave(x @ weight)
+        ...     fs.ops.reduce_from_tp(x @ weight)
         tensor([[4., 4.]])
     """
     size = axis_size(axis, mesh)
@@ -74,7 +74,7 @@ def leave(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh:
     if x.shape[sequence_dim] % size:
         text = f"cannot cut dim {sequence_dim} of size {x.shape[sequence_dim]} over {axis} of size {size}."
         raise SpecError(message(text, mend=f"Make the sequence of each rank a multiple of {size}."))
-    return scatter(x, axis, dim=sequence_dim, mesh=mesh)
+    return reduce_scatter(x, axis, dim=sequence_dim, mesh=mesh)
 
 
 def column_linear(
@@ -103,12 +103,12 @@ def column_linear(
         ...     [y.shape for y in fs.ops.column_linear(x, q, k)]
         [torch.Size([3, 8]), torch.Size([3, 2])]
     """
-    whole = enter(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
-    return tuple(product(whole, w, 1) for w in weights_FD)
+    whole = copy_to_tp(x_D, axis, sequence_dim=sequence_dim, mesh=mesh)
+    return tuple(scaled_matmul(whole, w, 1) for w in weights_FD)
 
 
-@named("ops.split_parts")
-def split_parts(
+@named("ops.split_fused")
+def split_fused(
     x: Tensor, sizes: Sequence[int], *, dim: int = -1, axis: str = "tp", mesh: Mesh | None = None
 ) -> tuple[Tensor, ...]:
     """The parts of a dim that is named `Fused`, which each rank of an axis has some of: q, k and v of one product, say.
@@ -130,7 +130,7 @@ def split_parts(
     Example:
         >>> qkv = torch.arange(8.0)  # four of q, two of k, two of v
         >>> with fs.set_mesh(fs.make_mesh(dp=-1, device="cpu")):
-        ...     fs.ops.split_parts(qkv, (4, 2, 2))
+        ...     fs.ops.split_fused(qkv, (4, 2, 2))
         (tensor([0., 1., 2., 3.]), tensor([4., 5.]), tensor([6., 7.]))
     """
     pieces = [chunk(size, axis_size(axis, mesh), axis_index(axis, mesh)) for size in sizes]
@@ -172,4 +172,4 @@ def row_linear(
         ...     fs.ops.row_linear(hidden.relu(), down).shape
         torch.Size([3, 4])
     """
-    return leave(product(x_F, weight_FD, 0), axis, sequence_dim=sequence_dim, mesh=mesh)
+    return reduce_from_tp(scaled_matmul(x_F, weight_FD, 0), axis, sequence_dim=sequence_dim, mesh=mesh)

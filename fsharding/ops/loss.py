@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsharding.base.calls import named
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
-from fsharding.ops.collectives import gather, psum
+from fsharding.ops.collectives import all_gather, psum
 from fsharding.ops.embedding import checked_ids
 from fsharding.sharding import boxes
 
@@ -60,7 +60,7 @@ def cross_entropy(
     start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
     if start == stop:
         logits = torch.full_like(targets, -torch.inf, dtype=torch.float32).unsqueeze(-1) + logits.sum()
-    peaks = gather(logits.detach().amax(-1).unsqueeze(0), axis, dim=0, mesh=mesh)
+    peaks = all_gather(logits.detach().amax(-1).unsqueeze(0), axis, dim=0, mesh=mesh)
     shifted = logits - peaks.amax(0).unsqueeze(-1)
     total = psum(shifted.exp().sum(-1), axis, mesh=mesh)
     own = (targets >= start) & (targets < stop)

@@ -35,11 +35,11 @@ from fsharding.ops.scaled_mm import (
     transposed,
 )
 
-__all__ = ["product"]
+__all__ = ["scaled_matmul"]
 
 
-@named("ops.product")
-def product(x: Tensor, weight: Tensor | Quantized, dim: int) -> Tensor:
+@named("ops.scaled_matmul")
+def scaled_matmul(x: Tensor, weight: Tensor | Quantized, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 
     Args:
@@ -55,7 +55,7 @@ def product(x: Tensor, weight: Tensor | Quantized, dim: int) -> Tensor:
 
     Example:
         >>> x, up, down = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3)
-        >>> fs.ops.product(fs.ops.product(x, up, 1), down, 0).shape
+        >>> fs.ops.scaled_matmul(fs.ops.scaled_matmul(x, up, 1), down, 0).shape
         torch.Size([2, 3])
     """
     return _of_quantized(x, weight, dim) if isinstance(weight, Quantized) else _of_tensor(x, weight, dim)

@@ -27,7 +27,7 @@ from fsharding.comm.turns import wait_in_turn
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
-from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, vary
+from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, pvary
 from fsharding.ops.grouped_matmul import even_shares, grouped_matmul
 from fsharding.ops.router import Routing, count_choices
 from fsharding.sharding import boxes
@@ -302,8 +302,8 @@ def experts_swiglu(
     cut = tp is not None and axis_size(tp, mesh) > 1
     if cut:
         assert tp is not None
-        x_ND = vary(x_ND, tp, mesh=mesh)
-        routing = routing._replace(weights=vary(routing.weights, tp, mesh=mesh))
+        x_ND = pvary(x_ND, tp, mesh=mesh)
+        routing = routing._replace(weights=pvary(routing.weights, tp, mesh=mesh))
     x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh)
     held = {name: list(w.shape) for name, w in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EFD))}
     if any(shape[0] != counts_E.numel() for shape in held.values()):

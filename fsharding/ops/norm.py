@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding.mesh.device_mesh import Mesh, axis_size
-from fsharding.ops.collectives import vary
+from fsharding.ops.collectives import pvary
 
 __all__ = ["rms_norm"]
 
@@ -35,5 +35,5 @@ def rms_norm(
         tensor([0.8485, 1.1314])
     """
     axes = tuple(a for a in ((over,) if isinstance(over, str) else over) if axis_size(a, mesh) > 1)
-    scale_D = vary(scale_D, axes, mesh=mesh) if axes else scale_D
+    scale_D = pvary(scale_D, axes, mesh=mesh) if axes else scale_D
     return F.rms_norm(x_D, (x_D.shape[-1],), scale_D, eps)

@@ -30,7 +30,7 @@ __all__ = [
     "misfits",
     "next_bias",
     "route",
-    "tell_load",
+    "record_load",
     "z_loss",
 ]
 
@@ -216,7 +216,7 @@ _LOAD_UNIT = 2.0**-10
 """Of what counts of tokens are told in: float16, in which gradients may travel, then has room for 2**26 of them."""
 
 
-def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
+def record_load(routing: Routing, bias_X: Tensor) -> Routing:
     """The same routing; its backward tells the bias, as its gradient, how much this call loads each expert.
 
     What is told is `X * count - all choices` of each expert, times 2**-10: above 0 for more than its share of tokens.
@@ -233,7 +233,7 @@ def tell_load(routing: Routing, bias_X: Tensor) -> Routing:
     Example:
         >>> bias = torch.zeros(2, requires_grad=True)
         >>> routing = fs.ops.route(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), top_k=1, bias=bias)
-        >>> fs.ops.tell_load(routing, bias).weights.sum().backward()
+        >>> fs.ops.record_load(routing, bias).weights.sum().backward()
         >>> bias.grad * 2**10  # both tokens go to the first expert
         tensor([ 2., -2.])
     """

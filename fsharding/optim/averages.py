@@ -114,7 +114,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
 def ema_of(opt_state: Tree) -> Tree:
     """The average that an `ema` somewhere in an optimizer state keeps, in the sharding of the main parameters.
 
-    `fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)` are parameters to evaluate with.
+    `fs.params_from_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)` are parameters to evaluate with.
 
     Args:
         opt_state: the state of any optimizer that `ema` is part of.
@@ -125,8 +125,8 @@ def ema_of(opt_state: Tree) -> Tree:
     Example:
         >>> opt = fs.optim.chain(fs.adamw(1e-3), fs.optim.ema(0.999))
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.state_from(fs.shard({"w": torch.ones(2)}, layout), opt, fs.random.key(0), layout)
-        >>> averaged = fs.spread_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
+        >>> state = fs.state_from_params(fs.shard({"w": torch.ones(2)}, layout), opt, fs.random.key(0), layout)
+        >>> averaged = fs.params_from_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)
         >>> fs.unshard(averaged["w"])
         tensor([1., 1.])
     """

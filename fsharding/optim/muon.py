@@ -107,7 +107,7 @@ def muon(
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> groups = {"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}
         >>> opt = fs.optim.multi_transform(groups, fs.optim.label_matrices())
         >>> model = fs.models.decoder(config)

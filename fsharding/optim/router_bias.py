@@ -1,6 +1,6 @@
 """Biases that balance experts: leaves that the train step updates against their load, in place of the optimizer.
 
-In: gradients, of which those of some leaves are loads (`ops.tell_load`). Out: updates of these leaves by a sign.
+In: gradients, of which those of some leaves are loads (`ops.record_load`). Out: updates of these leaves by a sign.
 The rule is from Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
 Guarantee: only the sign of a load counts, so a factor of all gradients does not matter.
 """

@@ -125,30 +125,30 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 @named("fs.optim.schedules.warmup_cosine")
-def warmup_cosine(peak: float, warmup: int, total: int, *, end: float = 0.0) -> Schedule:
-    """Linear up to `peak` in `warmup` steps, then half a cosine to `end` at `total` (Loshchilov & Hutter 2017).
+def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, *, end: float = 0.0) -> Schedule:
+    """Linear up to `peak` in `warmup_steps`, then half a cosine to `end` at `total_steps` (Loshchilov & Hutter 2017).
 
     Raises:
-        ConfigError: a negative number of steps, or a warm-up that goes on after `total`.
+        ConfigError: a negative number of steps, or more than `total_steps` of warm-up.
 
     Example:
         >>> rate = fs.optim.schedules.warmup_cosine(1.0, 2, 6)
         >>> [round(rate(count), 3) for count in range(7)]
         [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    if not 0 <= warmup <= total:
-        mend = "Give a warm-up from 0 to total; fs.optim.schedules.linear warms up alone."
-        text = f"got warmup={warmup} and total={total}."
+    if not 0 <= warmup_steps <= total_steps:
+        mend = "Give a warm-up from 0 to total_steps; fs.optim.schedules.linear warms up alone."
+        text = f"got warmup_steps={warmup_steps} and total_steps={total_steps}."
         raise ConfigError(message(text, mend=mend))
 
     @tensor_schedule
     def rate(count: Any) -> Any:
-        rising = peak * (count + 1) / max(warmup, 1)
-        angle = math.pi * _at_most_1((count - warmup) / max(total - warmup, 1))
+        rising = peak * (count + 1) / max(warmup_steps, 1)
+        angle = math.pi * _at_most_1((count - warmup_steps) / max(total_steps - warmup_steps, 1))
         if isinstance(count, Tensor):
             falling = end + (peak - end) * 0.5 * (1.0 + torch.cos(angle))
-            return torch.where(count < warmup, rising, falling)
-        return rising if count < warmup else end + (peak - end) * 0.5 * (1.0 + math.cos(angle))
+            return torch.where(count < warmup_steps, rising, falling)
+        return rising if count < warmup_steps else end + (peak - end) * 0.5 * (1.0 + math.cos(angle))
 
     return rate
 

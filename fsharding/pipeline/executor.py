@@ -72,7 +72,7 @@ def pipeline_grads(
     known: Messages | None = None,
     agreement: StepAgreement | None = None,
     key: Tensor | None = None,
-    prefetch: int = 1,
+    prefetch_depth: int = 1,
 ) -> tuple[Tree, Tensor, Tensor]:
     """Runs one step of a schedule. Collective over the whole mesh.
 
@@ -89,7 +89,7 @@ def pipeline_grads(
             A receiver is told once what activations look like, for each shape of microbatches.
         agreement: of the step, which goes with the sums of losses and weights.
         key: int64[2], for formats whose rounding is keyed.
-        prefetch: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
+        prefetch_depth: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
     Returns:
         (gradients in `layout.main`, sum of losses times scale, sum of weights); the sums are float32, 0-d, the same on
@@ -101,7 +101,7 @@ def pipeline_grads(
         RankError: another rank is gone, or did not answer within the timeout of the mesh; it is named.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> schedule = fs.pipeline.plan_schedule("gpipe", ranks=1, microbatches=2)
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
@@ -119,7 +119,7 @@ def pipeline_grads(
     known = {} if known is None else known
     try:
         with naming_lost("train step", layout.mesh):
-            options = RunOptions(precision, key, prefetch=prefetch)
+            options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
             run = _Run(model, schedule, layout, params, list(pieces), options, policy, scale, known)
             run.walk()
             return run.stage_state.grads(), *run.sums(agreement)
@@ -274,8 +274,8 @@ class _Run:
         head = _head(params)
         blocks = params["blocks"]
         if stage == 0:
-            x = self.model.embed(gather_unit(params["embed"], prefetch=first_units(self.model, blocks, head)), batch)
-        x = scan_stacks(self.model, blocks, x, policy=self.policy, prefetch=head)
+            x = self.model.embed(gather_unit(params["embed"], next_unit=first_units(self.model, blocks, head)), batch)
+        x = scan_stacks(self.model, blocks, x, policy=self.policy, next_unit=head)
         return x if head is None else self.model.head(gather_unit(head), x, batch)
 
     # ------------------------------------------------------------------------------------------------------- actions

@@ -42,7 +42,7 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
         ScheduleError: more stages than layers, or counts that do not fit.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=2))
         {'blocks': [[0], [1]], 'embed': 0, 'head': 1}

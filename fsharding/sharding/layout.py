@@ -44,7 +44,7 @@ from fsharding.sharding.leaf_plan import (
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
-from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, parse_strategy
+from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy
 from fsharding.sharding.strategy_names import StrategyName
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "on_mesh", "plan_layout"]
@@ -187,7 +187,7 @@ class Layout:
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
         if rounded and precision.columnwise:
             rule = f"cannot serve copies of weights, which {self.strategy} keeps: they have one orientation."
-            mend = "Use fs.zero(3) or fs.HSDP, which round main parameters; or leave columnwise out."
+            mend = "Use fs.zero(3) or fs.hybrid(), which round main parameters; or leave columnwise out."
             raise ConfigError(report(f"Precision.columnwise {rule}", mend=mend))
         if rounded and not precision.computes_quantized:
             return precision.of_rounded()
@@ -199,7 +199,7 @@ class Layout:
         """Exact bytes of one rank.
 
         Buffers are counted if the layout was planned for a model that knows them, as `functionalize` returns it. Those
-        that only `init_state(buffers=)` is given are not: `fs.state_bytes(state.buffers)` is their size.
+        that only `init_state(buffers=)` is given are not: `fs.debug.state_bytes(state.buffers)` is their size.
 
         Args:
             opt: a `GradientTransformation`, whose state is counted, with its own dtype of moments if it has one; by
@@ -495,7 +495,7 @@ def _is_names(x: Any) -> bool:
 
 
 def _strategy(strategy: Strategy | StrategyName) -> Strategy:
-    return strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
+    return strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
 
 
 def check_fit(

@@ -1,6 +1,6 @@
 """Random numbers as pure functions of a key; any slice of a global draw is computed where it is needed.
 
-In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `Draw`, a lazy array that a rank evaluates on its box.
+In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `LazyTensor`, which a rank evaluates on its box.
 Keys are derived by Threefry-2x32 (Salmon et al. 2011), values drawn by Philox in fixed blocks of the global array.
 Guarantee: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
 """
@@ -26,13 +26,13 @@ from fsharding.base.errors import ArgumentError, LayoutError, RandomKeyError, me
 from fsharding.base.public import missing_name, public
 from fsharding.base.scoped import scoped
 from fsharding.formats.philox import uniform_as_numpy
-from fsharding.mesh.device_mesh import Mesh, current_mesh, data_position
+from fsharding.mesh.device_mesh import Mesh, current_mesh, data_rank_and_size
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.leaf_plan import kind_text, type_text
 
 __all__ = [
-    "BLOCK", "Draw", "bernoulli", "dropout", "fold_in", "for_rank", "full", "key", "normal", "ones",
+    "BLOCK", "LazyTensor", "bernoulli", "dropout", "fold_in", "for_rank", "full", "key", "normal", "ones",
     "split", "uniform", "zeros",
 ]  # fmt: skip
 
@@ -199,14 +199,14 @@ def _refusal(use: str, mend: str) -> ArgumentError:
 def _refuses(use: str) -> Any:
     """A method that refuses: a draw is no tensor."""
 
-    def refuse(draw: Draw, *args: Any, **kwargs: Any) -> Any:
+    def refuse(draw: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         raise _refusal(use, _VALUES if "tensor" in use or "NumPy" in use else _DRAWN)
 
     return refuse
 
 
 @dataclass(frozen=True)
-class Draw:
+class LazyTensor:
     """A lazy random array: shape and dtype are known, values are computed for whatever box is asked.
 
     Attributes:
@@ -232,7 +232,7 @@ class Draw:
     words: tuple[int, int] | tuple[Tensor, Tensor] = (0, 0)
 
     def __getattr__(self, name: str) -> Any:
-        raise missing_name("Draw", name, self.__dataclass_fields__, dict.fromkeys(_OF_TENSORS, _VALUES))
+        raise missing_name("LazyTensor", name, self.__dataclass_fields__, dict.fromkeys(_OF_TENSORS, _VALUES))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,7 +249,7 @@ class Draw:
         """The whole array."""
         return self.slice(boxes.full(self.shape), device=device)
 
-    @named("Draw.slice")
+    @named("LazyTensor.slice")
     def slice(self, box: Box, *, device: torch.device | str = "cpu") -> Tensor:
         """The values inside a box of the global array.
 
@@ -332,9 +332,9 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> Draw:
+def _draw(key: Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str, low: float, scale: float) -> LazyTensor:
     words = _words_of(_checked(key))
-    return Draw(_sizes(shape), dtype, kind, low, scale, words)
+    return LazyTensor(_sizes(shape), dtype, kind, low, scale, words)
 
 
 def _words_of(key: Tensor) -> tuple[int, int] | tuple[Tensor, Tensor]:
@@ -361,7 +361,7 @@ def observing_draws(observe: Callable[[tuple[int, int]], None]) -> AbstractConte
 @public("random.normal")
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
-) -> Draw:
+) -> LazyTensor:
     """A lazy array of normal values.
 
     Example:
@@ -375,7 +375,7 @@ def normal(
 @public("random.uniform")
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
-) -> Draw:
+) -> LazyTensor:
     """A lazy array of values that are uniform in [low, high).
 
     Example:
@@ -387,7 +387,7 @@ def uniform(
 
 
 @public("random.bernoulli")
-def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> Draw:
+def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> LazyTensor:
     """A lazy bool array that is true with probability `p`, such as a mask.
 
     Raises:
@@ -448,7 +448,7 @@ def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
         >>> fs.random.for_rank(fs.random.key(0), fs.make_mesh(dp=-1, device="cpu")).shape
         torch.Size([2])
     """
-    index, _ = data_position(current_mesh() if mesh is None else mesh, cp=True)
+    index, _ = data_rank_and_size(current_mesh() if mesh is None else mesh, cp=True)
     return fold_in(key, index)
 
 
@@ -461,7 +461,7 @@ def _check_probability(p: Any, hint: str = "", *, below_one: bool = False) -> No
 
 
 @public("random.full")
-def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> Draw:
+def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> LazyTensor:
     """A lazy array of one value.
 
     Example:
@@ -469,11 +469,11 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    return Draw(_sizes(shape), dtype, "full", value, 0.0)
+    return LazyTensor(_sizes(shape), dtype, "full", value, 0.0)
 
 
 @public("random.zeros")
-def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
+def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
     """A lazy array of zeros.
 
     Example:
@@ -484,7 +484,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
 
 
 @public("random.ones")
-def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Draw:
+def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
     """A lazy array of ones.
 
     Example:

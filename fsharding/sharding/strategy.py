@@ -23,7 +23,6 @@ __all__ = [
     "STRATEGIES",
     "Strategy",
     "hybrid",
-    "parse_strategy",
     "zero",
 ]
 
@@ -57,6 +56,24 @@ class Strategy:
     def cut(self, kind: str, axis: str) -> bool:
         """Whether `kind` (params, grads, opt_state) is cut over a data axis."""
         return bool(getattr(self, f"replica_{kind}" if axis == "replica" else kind))
+
+    @staticmethod
+    @public("fs.Strategy.parse")
+    def parse(name: str) -> Strategy:
+        """Return the strategy of a name: "zero0" to "zero3", "hsdp", "hfsdp", or a name of Megatron FSDP's.
+
+        Raises:
+            ConfigError: an unknown name.
+
+        Example:
+            >>> fs.Strategy.parse("zero3") == fs.zero(3)
+            True
+        """
+        if not isinstance(name, str) or name not in STRATEGIES:
+            given = kind_of(name) if callable(name) else repr(name)
+            known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
+            raise ConfigError(message(f"knows no strategy {given}.", mend=known))
+        return STRATEGIES[name]
 
     def __str__(self) -> str:
         for name, strategy in STRATEGIES.items():
@@ -135,24 +152,6 @@ STRATEGIES: dict[str, Strategy] = {
     "hsdp": HSDP,
 }
 """Strategies by the names that the command line takes."""
-
-
-@public("fs.parse_strategy")
-def parse_strategy(name: str) -> Strategy:
-    """The strategy of a name.
-
-    Raises:
-        ConfigError: an unknown name.
-
-    Example:
-        >>> fs.parse_strategy("zero3") == fs.zero(3)
-        True
-    """
-    if not isinstance(name, str) or name not in STRATEGIES:
-        given = kind_of(name) if callable(name) else repr(name)
-        known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
-        raise ConfigError(message(f"knows no strategy {given}.", mend=known))
-    return STRATEGIES[name]
 
 
 def _hint(name: Any) -> str:

@@ -15,7 +15,7 @@ __all__ = ["STRATEGY_NAMES", "StrategyName", "meant_strategy"]
 StrategyName: TypeAlias = Literal[
     "zero0", "zero1", "zero2", "zero3", "hfsdp", "no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp"
 ]
-"""The names in `STRATEGIES`, for type checkers; `parse_strategy` takes any text."""
+"""The names in `STRATEGIES`, for type checkers; `Strategy.parse` takes any text."""
 
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 """The same, as a value."""

@@ -23,21 +23,21 @@ def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
     are compared, and in which the host must not read a tensor.
 
     Args:
-        step: of `make_train_step` with `check="next"`.
+        step: of `make_train_step` with `check="async"`.
         state: a state for it, which is left as it is.
         batch: this rank's part.
 
     Raises:
         TransformError: the host reads the device, takes a tensor from the host to it, or the operations differ from
             call to call; with the lines.
-        ConfigError: the step was made with `check="now"`, or the mesh has `pp`.
+        ConfigError: the step was made with `check="sync"`, or the mesh has `pp`.
         ArgumentError: no step or no state.
 
     Example:
         >>> def loss(params, batch):
         ...     error = (batch["x"] @ fs.gather_unit(params)["w"]).square().sum()
         ...     return error * 2 if error.item() > 1 else error
-        >>> state, step = fs.setup({"w": torch.ones(4)}, loss, fs.sgd(0.1), fs.random.key(0), check="next")
+        >>> state, step = fs.setup({"w": torch.ones(4)}, loss, fs.sgd(0.1), fs.random.key(0), check="async")
         >>> try:
         ...     fs.testing.assert_capturable(step, state, {"x": torch.ones(3, 4)})
         ... except TypeError as error:

@@ -25,7 +25,7 @@ from fsharding.base.tree import Tree
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, make_mesh
-from fsharding.ops.collectives import gather, psum, vary
+from fsharding.ops.collectives import all_gather, psum, pvary
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.named_sharding import Local, NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName
@@ -314,7 +314,7 @@ class TrainCase(_Short):
             w, share, owned = _once(node, w) if isinstance(node, Local) else (w, 1.0, ())
             if owned not in rows:
                 # All rows come to those who own a part of the leaf, as tokens come to experts.
-                x_all, weight_all = (gather(t, owned, dim=0, mesh=node.sharding.mesh) for t in (x, weight))
+                x_all, weight_all = (all_gather(t, owned, dim=0, mesh=node.sharding.mesh) for t in (x, weight))
                 rows[owned] = x_all, weight_all
             x_here, weight_here = rows[owned]
             off = w.reshape(1, -1) - x_here.to(w.dtype).view(-1, 1)
@@ -342,4 +342,4 @@ def _once(node: Local, w: Tensor) -> tuple[Tensor, float, tuple[str, ...]]:
     mesh, axes = result
     copies = tuple(axis for axis in axes if axis not in node.sharding.spec.all_axes)
     first = not any(coordinate(mesh)[axis] for axis in copies)
-    return vary(w, copies, mesh=mesh) if copies else w, float(first), node.sharding.owned
+    return pvary(w, copies, mesh=mesh) if copies else w, float(first), node.sharding.owned

@@ -92,7 +92,7 @@ def assert_adjoint(
         >>> def psum(x):
         ...     return fs.ops.psum(x, "dp", mesh=mesh)
         >>> def vary(x):
-        ...     return fs.ops.vary(x, "dp", mesh=mesh)
+        ...     return fs.ops.pvary(x, "dp", mesh=mesh)
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")
         >>> assert_adjoint(psum, vary, rank_values((3,), mesh), mesh=mesh, same_out=("dp",))
     """

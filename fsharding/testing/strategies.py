@@ -48,7 +48,7 @@ __all__ = [
     "trees",
 ]
 
-Draw = Callable[[SearchStrategy[Any]], Any]
+LazyTensor = Callable[[SearchStrategy[Any]], Any]
 
 _SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 0)
 _KINDS = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float64)
@@ -64,7 +64,7 @@ _flag = st.booleans()
 
 @st.composite
 def meshes(
-    draw: Draw, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
+    draw: LazyTensor, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
 ) -> AbstractMesh:
     """Meshes of up to `max_ranks` ranks; shrinks to one rank.
 
@@ -100,7 +100,7 @@ _AXIS_SIZES = (1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
 
 
 @st.composite
-def specs(draw: Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
+def specs(draw: LazyTensor, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
     """Specs in which every axis of a mesh cuts one dim or none, in any order; shrinks to `P()`.
 
     Args:
@@ -114,7 +114,7 @@ def specs(draw: Draw, shape: Sequence[int] | int, mesh: AbstractMesh) -> Partiti
 
 
 @st.composite
-def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
+def shardings(draw: LazyTensor, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
     """Shardings of a tensor on a mesh; shrinks to a replicated one.
 
     Args:
@@ -134,7 +134,7 @@ def shardings(draw: Draw, shape: Sequence[int], mesh: AbstractMesh, *, assigned:
     return NamedSharding(mesh, spec, (), (Assigned.indices(axis, dim, owned),))
 
 
-def _owned(draw: Draw, count: int, owners: int) -> list[list[int]]:
+def _owned(draw: LazyTensor, count: int, owners: int) -> list[list[int]]:
     """Every index below `count` for one of the owners, in any order."""
     owner = [draw(_upto(owners - 1)) for _ in range(count)]
     order = draw(_shuffled(tuple(range(count))))
@@ -154,7 +154,7 @@ def shapes(max_dims: int = 3) -> SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def leaves(
-    draw: Draw,
+    draw: LazyTensor,
     dtypes: Sequence[torch.dtype] = _KINDS,
     max_dims: int = 3,
     *,
@@ -186,7 +186,7 @@ def leaves(
 _leaves = functools.cache(leaves)
 
 
-def _in_parts(draw: Draw, name: DimName, size: int) -> DimName:
+def _in_parts(draw: LazyTensor, name: DimName, size: int) -> DimName:
     """The name of a dim that is made of up to three parts, which may be empty."""
     if name not in _MODEL_NAMES:
         return name
@@ -195,7 +195,7 @@ def _in_parts(draw: Draw, name: DimName, size: int) -> DimName:
 
 
 @st.composite
-def trees(draw: Draw, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
+def trees(draw: LazyTensor, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
     """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves.
 
     Shrinks to `{"a": Leaf()}`.
@@ -225,7 +225,7 @@ _trees = functools.cache(trees)
 
 
 @st.composite
-def rules(draw: Draw) -> AxisRules:
+def rules(draw: LazyTensor) -> AxisRules:
     """Rules for every name of the drawn leaves; shrinks to the default ones."""
     if not draw(_flag):
         return DEFAULT_RULES
@@ -247,7 +247,7 @@ _meshes = functools.cache(meshes)
 
 @st.composite
 def homes(
-    draw: Draw,
+    draw: LazyTensor,
     tree: Tree,
     mesh: AbstractMesh | None = None,
     precisions: Sequence[Precision] = (FP32, BF16),
@@ -263,12 +263,14 @@ def homes(
     return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
 
 
-def _home(draw: Draw, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...], stages: bool = True) -> Home:
+def _home(
+    draw: LazyTensor, tree: Tree, mesh: AbstractMesh, precisions: tuple[Precision, ...], stages: bool = True
+) -> Home:
     owners = _stages(draw, tree, mesh.axis_size("pp")) if stages else {}
     return Home(mesh, draw(_STRATEGIES), draw(_RULES), draw(_pick(precisions)), owners)
 
 
-def _stages(draw: Draw, tree: Tree, size: int) -> dict[str, Any]:
+def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
     """Some subtrees on one stage or on several, layers of stacks on any stage and in any order."""
     result: dict[str, Any] = {}
     for name in tree if size > 1 else ():
@@ -283,7 +285,7 @@ def _stages(draw: Draw, tree: Tree, size: int) -> dict[str, Any]:
 
 
 @st.composite
-def layouts(draw: Draw, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
+def layouts(draw: LazyTensor, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
     """Layouts of a tree of leaves on an abstract mesh; shrinks to nothing cut on one rank.
 
     On a rank, `layout.with_mesh(device_mesh(layout.mesh))` is the same with devices.
@@ -296,7 +298,7 @@ def layouts(draw: Draw, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
 
 
 @st.composite
-def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
+def reshard_cases(draw: LazyTensor, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
     """A tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank.
 
     Args:
@@ -311,7 +313,7 @@ def reshard_cases(draw: Draw, max_ranks: int = 8, *, subsets: bool = True, exact
 
 
 @st.composite
-def train_cases(draw: Draw, max_ranks: int = 8) -> TrainCase:
+def train_cases(draw: LazyTensor, max_ranks: int = 8) -> TrainCase:
     """Runs on any mesh that train at least one leaf; shrinks to one step of one leaf on one rank."""
     leaves = draw(_trees((torch.float32, torch.int64), fused=False).filter(_trains))
     return TrainCase(

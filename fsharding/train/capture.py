@@ -158,7 +158,7 @@ class CapturedStep:
             TreeError: the state of another optimizer.
             BatchError: the batch has other leaves.
             DonatedError: the state was donated.
-            NonFiniteError: the step before was refused, as with `make_train_step(check="next")`.
+            NonFiniteError: the step before was refused, as with `make_train_step(check="async")`.
             RankError: a rank is gone.
         """
         assert self._graph is not None and self._recorded is not None and self._plan.check is not None
@@ -269,7 +269,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     function is done once, when it is captured.
 
     Args:
-        step: of `make_train_step`, with `check="next"`, the default on CUDA.
+        step: of `make_train_step`, with `check="async"`, the default on CUDA.
         state: a state for it, of which copies are stepped with and kept: as much memory again, until the first call has
             donated it.
         batch: this rank's part, as all later ones will be.
@@ -281,7 +281,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
 
     Raises:
         ArgumentError: no step of `make_train_step`, or no state.
-        ConfigError: the state is not on a CUDA device; the step was made with `check="now"`; or the mesh has `pp`,
+        ConfigError: the state is not on a CUDA device; the step was made with `check="sync"`; or the mesh has `pp`,
             whose stages wait for messages of each other.
         TransformError: the host reads the device, takes tensors of its own to it, or two calls have other operations.
         RankError: a rank is gone.
@@ -289,7 +289,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     Example:
         >>> def loss(params, batch):
         ...     return (batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]).square().mean()
-        >>> state, step = fs.setup({"w": torch.zeros(4, 1)}, loss, fs.sgd(0.1), fs.random.key(0), check="next")
+        >>> state, step = fs.setup({"w": torch.zeros(4, 1)}, loss, fs.sgd(0.1), fs.random.key(0), check="async")
         >>> batch = {"x": torch.ones(3, 4), "y": torch.zeros(3, 1)}
         >>> if torch.cuda.is_available():
         ...     step = fs.capture(step, state, batch)
@@ -343,8 +343,8 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     with naming_lost(_NAME, state.layout.mesh):
         plan = step.plan_of(state, batch)
         if plan.check_now:
-            mend = 'Make it with fs.make_train_step(..., check="next"), which reads nothing.'
-            raise ConfigError(message('cannot capture a step with check="now".', mend=mend))
+            mend = 'Make it with fs.make_train_step(..., check="async"), which reads nothing.'
+            raise ConfigError(message('cannot capture a step with check="sync".', mend=mend))
         # This call moves what the host has counted so far to the device.
         static, metrics = step(state.replace(**tree.map(torch.clone, _fields(state))), batch)
         assert isinstance(metrics, UncheckedMetrics)

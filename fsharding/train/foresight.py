@@ -1,7 +1,7 @@
 """Predict the traffic of a train step without devices, other ranks, or memory for tensors.
 
 In: what `make_train_step` takes, a layout, and a batch. Out: the `Traffic` of one step of one rank.
-The step itself runs, on fake tensors, in a process group of torch's fake backend; `counting_bytes` counts.
+The step itself runs, on fake tensors, in a process group of torch's fake backend; `count_bytes` counts.
 Guarantee: a real rank at the same coordinate sends the same calls and bytes over every set of axes.
 """
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharding.base import _compat, tree
 from fsharding.base.errors import BatchError, MeshError, message
 from fsharding.base.public import kind_of, public, refuse
-from fsharding.comm.counters import Traffic, counting_bytes
+from fsharding.comm.counters import Traffic, count_bytes
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import abstract, coordinate, make_mesh, set_mesh
 from fsharding.mesh.failures import kept_as_it_was
@@ -32,7 +32,7 @@ from fsharding.train.step import make_train_step
 __all__ = ["expected_traffic"]
 
 
-@public("fs.expected_traffic")
+@public("fs.debug.expected_traffic")
 def expected_traffic(
     model: Any,
     opt: GradientTransformation,
@@ -75,7 +75,7 @@ def expected_traffic(
         ...     return (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
         >>> mesh = fs.AbstractMesh(("dp",), (2,))
         >>> layout = fs.plan_layout({"w": fs.random.zeros((8, 4))}, mesh, strategy=fs.zero(3))
-        >>> traffic = fs.expected_traffic(loss, fs.adamw(1e-3), layout, {"x": torch.ones(3, 8)})
+        >>> traffic = fs.debug.expected_traffic(loss, fs.adamw(1e-3), layout, {"x": torch.ones(3, 8)})
         >>> traffic.by_axes[("dp",)].calls  # gather, reduce-scatter, and the sums of losses and norms
         4
     """
@@ -91,7 +91,7 @@ def expected_traffic(
         mesh = _mesh(shape, device)
         state = _state(opt, on_mesh(layout, mesh), first)
         here = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), shapes)
-        with set_mesh(mesh), counting_bytes() as traffic:
+        with set_mesh(mesh), count_bytes() as traffic:
             step(state, here)
     return traffic
 

@@ -18,7 +18,7 @@ from fsharding.base import tree
 from fsharding.base.errors import BatchError, message
 from fsharding.base.public import YIELDS, public, yields_batches
 from fsharding.base.tree import Tree
-from fsharding.mesh.device_mesh import Mesh, abstract, current_mesh, data_position
+from fsharding.mesh.device_mesh import Mesh, abstract, current_mesh, data_rank_and_size
 from fsharding.ops.context_parallel import cut_leaves
 from fsharding.sharding.leaf_plan import kind_text
 
@@ -29,9 +29,9 @@ __all__ = ["local_batch", "split_batch", "uncut", "uneven"]
 def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
     """Take the part of a global batch that this rank reads.
 
-    Its rows are part `index` of `count`, as `fs.data_position` gives the two, so ranks along `tp` and `pp` have equal
-    parts. On a mesh with `cp` each rank along it has other tokens of the same rows, dim 1, as `fs.ops.cut_sequence`
-    takes them.
+    Its rows are part `index` of `count`, as `fs.data_rank_and_size` gives the two, so ranks along `tp` and `pp` have
+    equal parts. On a mesh with `cp` each rank along it has different tokens of the same rows, dim 1, as
+    `fs.ops.cut_sequence` takes them.
 
     Args:
         batch: tree of tensors `[B, ...]`, with `cp` `[B, T, ...]`, the same on every rank; dataclasses and mappings,
@@ -53,7 +53,7 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
         8
     """
     mesh = current_mesh() if mesh is None else mesh
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     if rows := uneven(batch, count):
         mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
         raise uncut(rows, "a global batch", f"{count} parts, one for each data rank", mend)

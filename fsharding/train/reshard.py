@@ -315,7 +315,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-@public("fs.explain_reshard")
+@public("fs.debug.explain_reshard")
 def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BUDGET) -> Explanation:
     """What `reshard` would do, leaf by leaf, and how many bytes it would send: exactly those that it sends.
 
@@ -332,7 +332,7 @@ def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BU
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
         >>> meshes = [fs.AbstractMesh(("dp",), (size,)) for size in (2, 4)]
         >>> old, new = (fs.plan_layout(params, mesh, strategy=fs.zero(3)) for mesh in meshes)
-        >>> print(fs.explain_reshard(old, new))  # on rank 0
+        >>> print(fs.debug.explain_reshard(old, new))  # on rank 0
         leaf      type           from                to                  how         sent by rank 0  sent in all
         params.w  float32[8, 4]  P('dp') on {dp: 2}  P('dp') on {dp: 4}  all-to-all              32           96
         1 leaves                                                         1 rounds                32           96

@@ -1,7 +1,7 @@
 """The state of a run: parameters, optimizer, key, and the layout that says where all of it lives.
 
 In: a model and an optimizer, or parameters. Out: a `TrainState`, a pytree whose layout is static data.
-Main parameters are kept apart where the params cannot be them; `main_params` and `spread_main` go between the two.
+Main parameters are kept apart where the params cannot be them; `main_params` and `params_from_main` go between the two.
 Guarantee: the first state is bitwise the same in every layout.
 """
 
@@ -48,7 +48,7 @@ from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
-from fsharding.sharding.random import Draw
+from fsharding.sharding.random import LazyTensor
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
@@ -64,9 +64,9 @@ __all__ = [
     "rounding_key",
     "sealed",
     "spread",
-    "spread_main",
+    "params_from_main",
     "state_bytes",
-    "state_from",
+    "state_from_params",
 ]
 
 
@@ -167,7 +167,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
                 step would make the parameters of these again.
         """
         if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
-            mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from."
+            mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from_params."
             raise LayoutError(message("got params without main.", mend=mend))
         return TrainState(**{**{name: getattr(self, name) for name in _FIELDS}, **changes})
 
@@ -256,7 +256,7 @@ def refuse_changed(state: TrainState) -> None:
     mend = "Make new ones on every rank, state = state.replace(params=fs.tree.map(f, state.params))"
     mend += (
         "; main parameters are kept apart here, so change those: main = fs.tree.map(f, state.main), and"
-        " params=fs.spread_main(main, state.params, state.layout)."
+        " params=fs.params_from_main(main, state.params, state.layout)."
         if state.main is not None
         else "."
     )
@@ -296,7 +296,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
     """Evaluates each rank's slice of lazy draws.
 
     Args:
-        draws: tree of `Draw`s, or of whole tensors.
+        draws: tree of `LazyTensor`s, or of whole tensors.
         kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
 
     Raises:
@@ -330,7 +330,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
 
 
 def _slice(draw: Any, box: Box) -> Tensor:
-    if isinstance(draw, Draw):
+    if isinstance(draw, LazyTensor):
         return draw.slice(box)
     return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
 
@@ -368,7 +368,7 @@ def init_state(
     if is_optimizer(model) and not is_optimizer(opt):
         raise refuse("a model, then an optimizer", model, "Swap the two.")
     if not hasattr(model, "init") and issubclass(type(model), dict | list | tuple):
-        mend = "Of parameters that are there: fs.state_from(params, opt, key, layout)."
+        mend = "Of parameters that are there: fs.state_from_params(params, opt, key, layout)."
         raise refuse("a Model, or a function of a key", model, mend)
     if not hasattr(model, "init"):
         check_function("a Model, or a function of a key", model, 1, exactly=True)
@@ -428,7 +428,7 @@ def _refuse_shared_draws(draws: Tree) -> None:
     """Refuse one random draw at two leaves, which would start equal and be trained apart."""
     paths: dict[int, list[str]] = {}
     for path, x in tree.named_leaves(draws).items():
-        if isinstance(x, Draw) and x.kind != "full":
+        if isinstance(x, LazyTensor) and x.kind != "full":
             paths.setdefault(id(x), []).append(f"params.{path}")
     if rows := [f"{', '.join(same)} are one draw" for same in paths.values() if len(same) > 1]:
         mend = (
@@ -470,11 +470,11 @@ def _told(x: Any) -> str:
     """A text that ranks with the same first value have in common; a lazy draw is told by its key and distribution."""
     if isinstance(x, Tensor):
         return f"{type_text(tuple(x.shape), x.dtype)} of checksum {checksum(x):016x}"
-    return repr(x) if isinstance(x, Draw) else type(x).__name__
+    return repr(x) if isinstance(x, LazyTensor) else type(x).__name__
 
 
-@public("fs.state_from")
-def state_from(
+@public("fs.state_from_params")
+def state_from_params(
     params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
 ) -> TrainState:
     """The first state of a run that starts from given parameters, such as `fs.foreign.load_weights` reads. Collective.
@@ -496,7 +496,7 @@ def state_from(
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> state = fs.state_from(params, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> state = fs.state_from_params(params, fs.adamw(1e-3), fs.random.key(0), layout)
         >>> int(state.step)
         0
     """
@@ -551,8 +551,10 @@ def main_of(state: TrainState) -> Tree:
     return state.main if state.main is not None else _slices(state.params, state.layout)
 
 
-@public("fs.spread_main")
-def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
+@public("fs.params_from_main")
+def params_from_main(
+    main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None
+) -> Tree:
     """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay.
 
     Where the layout's precision has a format of weights, these parameters are rounded to it.
@@ -573,7 +575,7 @@ def spread_main(main: Tree, params: Tree, layout: Layout, *, donate: bool = Fals
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(1))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> main = fs.tree.map(lambda x: x - 1, fs.main_params(params, layout))
-        >>> fs.unshard(fs.spread_main(main, params, layout)["w"])
+        >>> fs.unshard(fs.params_from_main(main, params, layout)["w"])
         tensor([0., 0., 0., 0.])
     """
     check_main(main, params, layout)
@@ -591,9 +593,9 @@ def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision
     return random.fold_in_count(key, step) if keyed else None
 
 
-@named("fs.spread_main")
+@named("fs.params_from_main")
 def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
-    """`spread_main` of leaves that are known to be in the layout."""
+    """`params_from_main` of leaves that are known to be in the layout."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
     dtypes = [layout.param_dtype(leaf) if leaf.trainable else None for leaf in layout.leaves]
     flat = tree.flatten_up_to(layout.structure, main, ("the layout", "main"))
@@ -607,12 +609,12 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, ke
     return start_rounded(values, where, roundings, BucketQueue(0), dtypes=kinds, into=into).wait()
 
 
-@public("fs.state_bytes")
+@public("fs.debug.state_bytes")
 def state_bytes(state: Tree) -> int:
     """Bytes of all local tensors of a tree.
 
     Example:
-        >>> fs.state_bytes({"w": torch.zeros(8), "step": 3})
+        >>> fs.debug.state_bytes({"w": torch.zeros(8), "step": 3})
         32
     """
     return sum(local_of(x).nbytes for x in tree.leaves(state) if isinstance(x, Tensor))

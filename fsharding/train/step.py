@@ -3,7 +3,7 @@
 In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
 Gradients of microbatches are summed, then divided once by the weight of the whole batch. All ranks refuse a step that
 is not finite and keep their state; under fp16 they skip it and halve the scale. `TrainStep.prepare` decides once for a
-layout, `TrainStep.__call__` runs. Mean, norm, scale, counts and verdict stay on the device: with `check="next"` the
+layout, `TrainStep.__call__` runs. Mean, norm, scale, counts and verdict stay on the device: with `check="async"` the
 host reads none of them, and the update is masked. Guarantees: the layout never changes a loss, nor does `check`.
 """
 
@@ -100,7 +100,7 @@ class Metrics(NamedTuple):
         grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
         weight: number of tokens (float32, 0-d).
         skipped: whether the step was skipped because of an fp16 overflow: a bool, or where the step was made with
-            `check="next"` a bool tensor, 0-d, for which `if metrics.skipped` waits.
+            `check="async"` a bool tensor, 0-d, for which `if metrics.skipped` waits.
         aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
             microbatch, in order.
 
@@ -176,7 +176,7 @@ def model_loss(
         `loss_fn(params, batch) -> (sum, weight)`.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
         >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
@@ -190,8 +190,8 @@ def model_loss(
     def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Any]:
         head = {**params["head"], **{name: tree.at(params, path) for name, path in model.tied}}
         blocks = params["blocks"]
-        x = model.embed(gather_unit(params["embed"], prefetch=first_units(model, blocks, head)), batch)
-        x = scan_stacks(model, blocks, x, policy=policy, prefetch=head)
+        x = model.embed(gather_unit(params["embed"], next_unit=first_units(model, blocks, head)), batch)
+        x = scan_stacks(model, blocks, x, policy=policy, next_unit=head)
         return model.head(gather_unit(head), x, batch)
 
     return loss_fn
@@ -211,9 +211,10 @@ def make_train_step(
     Args:
         model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`. One with a parameter `key` gets a
             random key, int64[2]: the state's, with the numbers of step and microbatch folded in. It is the same on
-            every rank; `fs.random.fold_in(key, fs.data_position(mesh)[0])` is this rank's own. One with a parameter
-            `buffers` gets `state.buffers`, and returns `((sum, weight), buffers)`: microbatches hand them on in order,
-            and the next state has those of the first rank of the mesh, as with torch's DDP; see `fs.sync_buffers`.
+            every rank; `fs.random.fold_in(key, fs.data_rank_and_size(mesh)[0])` is this rank's own. One with a
+            parameter `buffers` gets `state.buffers`, and returns `((sum, weight), buffers)`: microbatches hand them on
+            in order, and the next state has those of the first rank of the mesh, as with torch's DDP; see
+            `fs.sync_buffers`.
         opt: the optimizer, such as `fs.adamw(1e-3)`.
         precision: dtypes of compute and wire; by default the layout's.
         **options: how the step computes: see `StepOptions`.
@@ -225,7 +226,7 @@ def make_train_step(
         ArgumentError: the model is no `Model` and no function of two arguments, such as an `nn.Module`; the optimizer
             is no pair of functions, such as one of torch; or the two are swapped. From the step: a state or batch of
             another kind, or parameters that were changed in place since the state was made.
-        ConfigError: a number of microbatches below 1, a policy, a `check` or a `prefetch` that is none, or `has_aux`
+        ConfigError: a number of microbatches below 1, an invalid `policy`, `check` or `prefetch_depth`, or `has_aux`
             with a `Model`.
         ScheduleError: from the step: the schedule cannot have so many ranks or microbatches.
         LayoutError: from the step: the layout has other stages than the schedule; see `stages_of`. Or leaves of the
@@ -252,7 +253,7 @@ def make_train_step(
         >>> layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device="cpu"))
         >>> opt = fs.adamw(1e-2)
         >>> state = fs.init_state(init, opt, fs.random.key(0), layout)
-        >>> step = fs.make_train_step(loss, opt, check="next")
+        >>> step = fs.make_train_step(loss, opt, check="async")
         >>> state, metrics = step(state, {"x": torch.ones(3, 4), "y": torch.zeros(3, 2)})
         >>> int(state.step), bool(metrics.loss > 0)
         (1, True)
@@ -372,7 +373,7 @@ class TrainStep:
         precision: dtypes of compute and wire; by default the layout's.
     """
 
-    # `_unchecked` is the verdict on the last call with `check="next"`, until the next call has looked at it.
+    # `_unchecked` is the verdict on the last call with `check="async"`, until the next call has looked at it.
 
     @named("train step")
     def __init__(
@@ -535,12 +536,12 @@ class TrainStep:
             refuse_model(self._model, layout)
             if abstract(layout.mesh).axis_size("pp") > 1:
                 schedule = planned_schedule(self._settings.schedule, layout, self._settings.microbatches)
-        check = self._settings.check or ("now" if _device_of(layout) == "cpu" else "next")
+        check = self._settings.check or ("sync" if _device_of(layout) == "cpu" else "async")
         precision = self._precision or layout.precision
         precision.check_state(layout.precision)
         if schedule is not None:
             precision.check_stages()
-        return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "now")
+        return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "sync")
 
     @named("train step")
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
@@ -592,7 +593,7 @@ class TrainStep:
             known=plan.messages,
             agreement=agreement,
             key=rounding,
-            prefetch=self._settings.prefetch,
+            prefetch_depth=self._settings.prefetch_depth,
         )
         return Sums(grads, loss, weight)
 
@@ -622,7 +623,7 @@ class TrainStep:
                 state.params,
                 (microbatch,),
                 GradsTo(layout.main if last else layout.grads, grads, plan.buffers),
-                RunOptions(plan.precision, rounding, i, self._settings.prefetch),
+                RunOptions(plan.precision, rounding, i, self._settings.prefetch_depth),
                 has_aux=True,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
                 first=plan.first,
@@ -687,7 +688,7 @@ def _facts(
         "policy": settings.policy.name,
         "precision": str(precision),
     }
-    late = {"check": str(settings.check), "prefetch": str(settings.prefetch)}
+    late = {"check": str(settings.check), "prefetch_depth": str(settings.prefetch_depth)}
     return {**facts, **of_loss, **facts_of("optimizer", opt.update), **late}
 
 
@@ -710,7 +711,7 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
     elif isinstance(state, tuple) and any(isinstance(x, TrainState) for x in cast("tuple[Any, ...]", state)):
         mend = "A step returns two things: state, metrics = step(state, batch)."
     else:
-        mend = "Make one with fs.init_state, or fs.state_from(params, opt, key, layout) of parameters."
+        mend = "Make one with fs.init_state, or fs.state_from_params(params, opt, key, layout) of parameters."
     return ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
 
 

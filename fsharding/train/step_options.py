@@ -22,7 +22,7 @@ __all__ = ["Check", "StepOptions", "StepSettings", "takes_step_options"]
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-Check: TypeAlias = Literal["now", "next"]
+Check: TypeAlias = Literal["sync", "async"]
 """When the host looks whether a step counts: in the step, or in the next one."""
 
 
@@ -40,13 +40,13 @@ class StepOptions(TypedDict, total=False):
         policy: what the blocks of a `Model` keep for backward, by default `fs.policies.save_except_gathered`.
         has_aux: the loss function returns `((sum, weight), aux)`, or `((sum, weight), buffers, aux)`; aux, any tree,
             is returned in the metrics. False by default.
-        check: when a step that is not finite raises. "now": the step reads one number of the device, before it updates,
-            and raises; the default on the CPU. "next": the step reads nothing, and masks its update; the error comes
-            from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the default
-            on other devices. Losses and states are the same in every bit.
-        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
-            most `prefetch + 1` are alive; 0 gathers each when it is needed, the default is 1. Losses are the same in
-            every bit.
+        check: when a step that is not finite raises. "sync": the step reads one number from the device before it
+            updates, and raises; the default on the CPU. "async": the step reads nothing and masks its update; the error
+            comes from the next call, from `metrics.loss`, or at the end of the program, whose status is then 1; the
+            default on other devices. Losses and states are the same bit for bit.
+        prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward; 1 by
+            default. Under policies that free gathered weights at most `prefetch_depth + 1` are alive. With 0 each unit
+            is gathered when it is needed. Losses are the same bit for bit.
 
     Example:
         >>> options: fs.StepOptions = {"microbatches": 2, "donate": True}
@@ -63,7 +63,7 @@ class StepOptions(TypedDict, total=False):
     policy: Policy
     has_aux: bool
     check: Check | None
-    prefetch: int
+    prefetch_depth: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StepSettings:
     policy: Policy = policies.save_except_gathered
     has_aux: bool = False
     check: Check | None = None
-    prefetch: int = 1
+    prefetch_depth: int = 1
 
     def refuse_wrong(self) -> None:
         """Refuse values that no layout and no batch can make right.
@@ -87,12 +87,10 @@ class StepSettings:
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ConfigError(message(f"got microbatches={self.microbatches!r}.", mend="Give a number from 1."))
         check_policy(self.policy)
-        if self.check not in (None, "now", "next"):
-            mend = (
-                'Give "now" to raise in the step, "next" to raise in the next call, or None for what the device wants.'
-            )
+        if self.check not in (None, "sync", "async"):
+            mend = 'Give "sync" to raise in the step, "async" to raise in the next call, or None for the default.'
             raise ConfigError(message(f"got check={self.check!r}.", mend=mend))
-        check_depth(self.prefetch)
+        check_depth(self.prefetch_depth)
 
 
 def takes_step_options(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:

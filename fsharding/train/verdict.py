@@ -2,7 +2,7 @@
 
 In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused; 3,
 ranks that have to do the same did not. With
-`check="now"` the host reads it in the step. With `check="next"` it is copied to memory of the host behind the back of
+`check="sync"` the host reads it in the step. With `check="async"` it is copied to memory of the host behind the back of
 the step, and looked at when the step is called again, when `metrics.loss` is asked for, or when the program ends.
 Guarantee: all ranks have the same number, since loss and norm are the same on all.
 """

@@ -58,8 +58,8 @@ def refuse_bare_casts(
     kinds = sorted({str(_compat.result_of(node)[0]).removeprefix("torch.") for node in casts})
     rule = f"differentiates casts to {', '.join(kinds)}, which round the gradient without a scale: 700 becomes 448, and"
     mend = (
-        "Write w = fs.quantize(w, fs.formats.TENSORWISE), then fs.dequantize(w) or fs.ops.product(x, w, 1), whose"
-        " gradient is not rounded; or cast w.detach(), of which there is none."
+        "Write w = fs.formats.quantize(w, fs.formats.TENSORWISE), then fs.formats.dequantize(w) or"
+        " fs.ops.scaled_matmul(x, w, 1), whose gradient is not rounded; or cast w.detach(), which has no gradient."
     )
     raise TransformError(message(f"{rule} 1e-4 becomes 0.", map(_describe, casts), mend))
 

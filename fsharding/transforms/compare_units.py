@@ -22,7 +22,7 @@ __all__ = ["compare_units"]
 
 
 @contextmanager
-@named("fs.compare_units")
+@named("fs.debug.compare_units")
 def compare_units(mesh: Mesh) -> Generator[None]:
     """Has ranks compare each unit inside the `with` block before they gather or reduce it. Collective.
 
@@ -40,14 +40,14 @@ def compare_units(mesh: Mesh) -> Generator[None]:
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> with fs.compare_units(layout.mesh):
+        >>> with fs.debug.compare_units(layout.mesh):
         ...     loss, grads = fs.value_and_grad(lambda p: fs.gather_unit(p)["w"].sum())(params)
         >>> float(loss)
         4.0
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
-    with naming_lost("fs.compare_units", mesh):
+    with naming_lost("fs.debug.compare_units", mesh):
         order = order_here()
         comparison = comparison_of(mesh)
         if order is not None and comparison is not None:

@@ -161,7 +161,7 @@ class GatherContext:
         self._targets = [leaf.target for leaf in leaves]
         self._compute = precision.compute_dtype
         self._wires = wires
-        self.depth = options.prefetch
+        self.depth = options.prefetch_depth
         self.cast = precision.activation_dtype or precision.params
         self._row_targets = [
             target.row() if target is not None and node is not None and node.shape else None
@@ -634,15 +634,16 @@ def is_evaluating() -> bool:
     return context is not None and context.evaluates
 
 
-def check_depth(prefetch: Any) -> None:
+def check_depth(prefetch_depth: Any) -> None:
     """Refuses what is no number of units to gather ahead.
 
     Raises:
         ConfigError: it is none.
     """
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        rule = f"got prefetch={prefetch if isinstance(prefetch, int | float | str) else type(prefetch).__name__!r}."
+    if not isinstance(prefetch_depth, int) or isinstance(prefetch_depth, bool) or prefetch_depth < 0:
+        shown = prefetch_depth if isinstance(prefetch_depth, int | float | str) else type(prefetch_depth).__name__
+        rule = f"got prefetch_depth={shown!r}."
         mend = (
-            "Give the number of units to gather ahead: 1, or 0 for none. Units are named in fs.gather_unit(prefetch=)."
+            "Give the number of units to gather ahead: 1, or 0 for none. Units are named in fs.gather_unit(next_unit=)."
         )
         raise ConfigError(message(rule, mend=mend))

@@ -51,14 +51,14 @@ __all__ = [
 
 
 class UnitsAhead(tuple[Tree, ...]):
-    """Units in the order in which they will be gathered, as `prefetch=`: as many are started as the depth says."""
+    """Units in the order in which they will be gathered, as `next_unit=`: as many are started as the depth says."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, prefetch: Tree) -> UnitsAhead:
-        """Value of `prefetch=`: one unit, several, or None."""
-        return prefetch if isinstance(prefetch, cls) else cls(() if prefetch is None else (prefetch,))
+    def of(cls, next_unit: Tree) -> UnitsAhead:
+        """Value of `next_unit=`: one unit, several, or None."""
+        return next_unit if isinstance(next_unit, cls) else cls(() if next_unit is None else (next_unit,))
 
 
 @public("fs.gather_unit")
@@ -68,7 +68,7 @@ def gather_unit(
     *,
     policy: Policy = policies.save_except_gathered,
     dtype: torch.dtype | None = None,
-    prefetch: Tree = None,
+    next_unit: Tree = None,
 ) -> Tree:
     """Gathers the leaves of a unit over the data axes: one collective for each (dtype, axes).
 
@@ -76,8 +76,8 @@ def gather_unit(
         unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
         policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
         dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
-        prefetch: the unit that will be gathered next; its all-gathers start now, and run while this one computes. With
-            `value_and_grad(prefetch=0)` they start when it is gathered.
+        next_unit: the unit that will be gathered next; its all-gathers start now, and run while this one computes. With
+            `value_and_grad(prefetch_depth=0)` they start when it is gathered.
 
     Returns:
         The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
@@ -105,7 +105,7 @@ def gather_unit(
     index = _indices(context, shards)
     if context is not None and index:
         wholes = context.gather(shards, index, dtype, policy)
-        _prefetch(context, prefetch)
+        _prefetch(context, next_unit)
     else:
         wholes = _gather_plain(shards, dtype, context)
     by_value = dict(zip(sharded, wholes, strict=True))
@@ -204,14 +204,14 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
     )
     for i, _ in plan.aliases:
         everywhere = _data_axes(nodes[i])
-        result[i] = collectives.vary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
+        result[i] = collectives.pvary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
         bucket = g.payload.bucket
         widths = [math.prod(slot.piece_shape(0)) for slot in bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
         others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
-        row = collectives.vary(row, others, mesh=plan.mesh) if others else row
-        rows = collectives.gather(row, g.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
+        row = collectives.pvary(row, others, mesh=plan.mesh) if others else row
+        rows = collectives.all_gather(row, g.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
         for i, slot in zip(g.leaves, bucket.slots, strict=True):
             result[i] = _joined(rows, slot)
     return result
@@ -257,7 +257,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 @public("fs.select_unit")
 @_compat.outside_of_graphs
 def select_unit(stack: Tree, index: int) -> Tree:
-    """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, prefetch=select_unit(blocks, 0))`.
+    """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, next_unit=select_unit(blocks, 0))`.
 
     Example:
         >>> fs.select_unit({"w": torch.arange(6).view(3, 2)}, 1)

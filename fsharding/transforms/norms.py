@@ -72,7 +72,7 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     total = torch.stack(sums).sum().to(torch.float64 if wide else torch.float32) if sums else torch.zeros(())
     # A rank's loss is its own term of a sum over the data axes: from here on, each rank uses the shared value its way.
     apart = data_axes(mesh) if mesh is not None and current_context() is not None else ()
-    return collectives.vary(total, apart, mesh=mesh) if apart else total
+    return collectives.pvary(total, apart, mesh=mesh) if apart else total
 
 
 def norm_in_flight(values: Tree) -> Tensor:

@@ -26,7 +26,7 @@ class RunOptions:
         precision: dtypes of compute, wire and gradients, and formats of weights.
         key: int64[2], for formats whose rounding is keyed.
         microbatch: the number of the call among those with this key.
-        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward.
+        prefetch_depth: how many units are gathered ahead of the one that computes, in forward and in backward.
         defers: whether a backward may leave products that give gradients of weights alone for later.
         evaluates: whether there is no backward.
     """
@@ -34,7 +34,7 @@ class RunOptions:
     precision: Precision = FP32
     key: Tensor | None = None
     microbatch: int = 0
-    prefetch: int = 1
+    prefetch_depth: int = 1
     defers: bool = False
     evaluates: bool = False
 

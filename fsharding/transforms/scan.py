@@ -72,12 +72,12 @@ def scan_units(
     xs: Tree = None,
     has_aux: bool = False,
     policy: Policy = policies.save_except_gathered,
-    prefetch: Tree = None,
+    next_unit: Tree = None,
 ) -> Any:
     """Runs a block over FSDP units: `carry = block(params, carry)`, each unit gathered, used, and let go.
 
     The gather of the next unit is under way while this one computes, in forward and in backward: of the next two with
-    `value_and_grad(prefetch=2)`, and so on.
+    `value_and_grad(prefetch_depth=2)`, and so on.
 
     Args:
         block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are whole plain tensors.
@@ -86,7 +86,7 @@ def scan_units(
         xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
         has_aux: the block returns `(carry, aux)`; the auxes come back stacked.
         policy: what is kept for backward.
-        prefetch: the unit that is gathered after the last one, such as the head.
+        next_unit: the unit that is gathered after the last one, such as the head.
 
     Returns:
         The last carry, or `(carry, auxes)` with `has_aux`.
@@ -111,7 +111,7 @@ def scan_units(
     step = _step(block, policy)
     auxes: list[Tree] = []
     depth = prefetch_depth()
-    order = UnitsAhead([*rows, *UnitsAhead.of(prefetch)])
+    order = UnitsAhead([*rows, *UnitsAhead.of(next_unit)])
     for i, unit in enumerate(rows):
         following = UnitsAhead(order[i + 1 : i + 1 + depth])
         out = step(unit, following, carry, *inputs[i])
@@ -124,7 +124,7 @@ def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """A block of a sharded unit, of the unit after it, and of what the block takes."""
     if not _functorch.in_functorch() or policy.activations == "all":
         body = remat(block, policy=policy)
-        return lambda unit, following, *args: body(gather_unit(unit, policy=policy, prefetch=following), *args)
+        return lambda unit, following, *args: body(gather_unit(unit, policy=policy, next_unit=following), *args)
     # Without a context, autograd keeps what is gathered outside of the remat; inside, backward gathers it again.
     again = remat(lambda unit, *args: block(gather_unit(unit, policy=policy), *args), policy=policy)
     return lambda unit, following, *args: again(_as_local(unit), *args)

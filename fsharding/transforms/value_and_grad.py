@@ -160,7 +160,7 @@ def value_and_grad(
     precision: Precision = FP32,
     mean: bool = True,
     key: Tensor | None = None,
-    prefetch: int = 1,
+    prefetch_depth: int = 1,
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
@@ -178,8 +178,9 @@ def value_and_grad(
         mean: divide by the global weight; else loss and gradients are sums.
         key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
             one key round weights alike, and terms of gradients by the same numbers.
-        prefetch: how many units are gathered ahead of the one that computes, in forward and in backward, so that at
-            most `prefetch + 1` are alive; 0 gathers each when it is needed. No number depends on it.
+        prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward. Under
+            policies that free gathered weights at most `prefetch_depth + 1` are alive. With 0 each unit is gathered
+            when it is needed. Results don't depend on it.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
@@ -195,7 +196,7 @@ def value_and_grad(
     Raises:
         ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
             that it does not take, or that are swapped.
-        ConfigError: `prefetch` is no number from 0.
+        ConfigError: `prefetch_depth` is no number from 0.
         TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
             what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
@@ -218,7 +219,7 @@ def value_and_grad(
     """
     check_function("a loss function (params, *args)", fn, 1)
     check_precision(precision)
-    check_depth(prefetch)
+    check_depth(prefetch_depth)
     if isinstance(grads, Layout | bool | str):
         mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
         raise refuse("grads= as a tree of NamedSharding", grads, mend)
@@ -231,7 +232,7 @@ def value_and_grad(
         accumulate = accumulate if donate else tree.map(_copy, accumulate)
         first = first_call(fn)
         watched = fn if first is None else first.watched(fn, has_aux=has_aux)
-        options = RunOptions(precision, key, prefetch=prefetch)
+        options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
         sums = loss_and_grads(watched, params, args, GradsTo(grads, accumulate), options, has_aux=has_aux, first=first)
         loss = sums.loss
         if mean:

@@ -13,7 +13,9 @@ from tests.helpers import bits, refusal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, intermediate_size=128)
+)
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**17, interval=2))
 OPT = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(fs.optim.schedules.linear(1e-2, 1e-3, 8)))
 

@@ -19,7 +19,7 @@ from tests.helpers import full
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 
 DEVICE = "cuda"
-SIZES = DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
+SIZES = DecoderConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, intermediate_size=128)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 DEVICE = "cuda"
 NAMES = ("TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "NVFP4")
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=256, layers=2, heads=4, kv_heads=4, hidden=512)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=256, layers=2, heads=4, kv_heads=4, intermediate_size=512)
 
 
 def kernel_of(name):
@@ -29,11 +29,11 @@ def test_a_product_is_that_of_what_both_codes_stand_for(name):
     kernel = kernel_of(name)
     weight = torch.randn(256, 512, device=DEVICE, requires_grad=True)
     x = torch.randn(2, 64, 512, device=DEVICE).bfloat16().requires_grad_()
-    y = ops.product(x, fs.quantize(weight, kernel.format, dtype=torch.bfloat16, strict=True), 1)
+    y = ops.scaled_matmul(x, fs.formats.quantize(weight, kernel.format, dtype=torch.bfloat16, strict=True), 1)
     y.backward(torch.ones_like(y))
 
     def numbers(t, format):
-        return fs.dequantize(fs.quantize(t.detach(), format, dtype=torch.float64))
+        return fs.formats.dequantize(fs.formats.quantize(t.detach(), format, dtype=torch.float64))
 
     want = numbers(x.flatten(0, -2), kernel.activations) @ numbers(weight, kernel.format).t()
     away = (y.flatten(0, -2).double() - want).norm() / want.norm()

@@ -13,7 +13,9 @@ from tests.helpers import bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=256, layers=6, heads=4, kv_heads=2, hidden=512))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=64, dim=256, layers=6, heads=4, kv_heads=2, intermediate_size=512)
+)
 
 
 def batch(seed):
@@ -39,7 +41,7 @@ def test_queues_beside_the_computation_change_no_bit(level, microbatches, precis
     with use_streams(OneStream()):
         want = trained(fs.zero(level), precision, microbatches=microbatches)
     for depth in (0, 1, 2):
-        found = trained(fs.zero(level), precision, microbatches=microbatches, donate=True, prefetch=depth)
+        found = trained(fs.zero(level), precision, microbatches=microbatches, donate=True, prefetch_depth=depth)
         assert_bitwise_equal(found, want)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding.base.errors import FshardingError
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import run_ranks
 from tests.modules import Module
 
@@ -66,7 +66,7 @@ def world(strategy, folder):
     layout = fs.plan_layout(init(key), mesh, strategy=strategy, names=NAMES)
     state = fs.init_state(init, opt, key, layout)
     generator = torch.Generator().manual_seed(0)
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     x, y = torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, 3, generator=generator)
     batch = {"x": x.chunk(count)[index], "y": y.chunk(count)[index]}
     module = Module()
@@ -113,7 +113,7 @@ CALLS: dict[str, Call] = {
     "plan_layout": Call(("draws", "mesh", "rules", "strategy"), fs.plan_layout),
     "plan_layout of names": Call(("draws", "mesh", "names", "precision"), lambda d, m, n, p: fs.plan_layout(d, m, names=n, precision=p)),
     "init_state": Call(("init", "opt", "key", "layout"), fs.init_state),
-    "state_from": Call(("params", "opt", "key", "layout"), fs.state_from),
+    "state_from_params": Call(("params", "opt", "key", "layout"), fs.state_from_params),
     "step": Call(("state", "batch"), lambda *a: fs.make_train_step(loss_fn, fs.adamw(1e-2))(*a)),
     "make_train_step": Call(("loss_fn", "opt", "one", "policy", "state", "batch"), stepped),
     "value_and_grad": Call(("params", "batch"), lambda *a: fs.value_and_grad(loss_fn)(*a)),
@@ -122,13 +122,13 @@ CALLS: dict[str, Call] = {
     "apply_updates": Call(("params", "grads"), fs.optim.apply_updates),
     "reshard": Call(("state", "layout"), fs.reshard),
     "reshard of a tree": Call(("params", "sharding"), fs.reshard),
-    "explain_reshard": Call(("params", "layout"), lambda *a: str(fs.explain_reshard(*a)) and None),
+    "explain_reshard": Call(("params", "layout"), lambda *a: str(fs.debug.explain_reshard(*a)) and None),
     "unshard": Call(("params",), fs.unshard),
     "shard": Call(("whole", "layout"), fs.shard),
     "global_norm": Call(("grads",), fs.global_norm),
     "vdot": Call(("grads", "params"), fs.tree.vdot),
     "redistribute": Call(("params", "main"), fs.redistribute),
-    "spread_main": Call(("params", "params", "layout"), fs.spread_main),
+    "params_from_main": Call(("params", "params", "layout"), fs.params_from_main),
     "main_params": Call(("params", "layout"), fs.main_params),
     "gather_unit": Call(("unit", "policy"), lambda u, p: fs.gather_unit(u, policy=p)),
     "scatter_grads": Call(("whole", "params"), lambda g, like: fs.scatter_grads(g, like=like)),
@@ -147,17 +147,17 @@ CALLS: dict[str, Call] = {
     "tree.at": Call(("whole", "dotted"), fs.tree.at),
     "save": Call(("path", "state"), saved),
     "psum": Call(("x", "axis", "mesh"), lambda x, a, m: fs.ops.psum(x, a, mesh=m)),
-    "ops.gather": Call(("x", "axis", "mesh", "one"), lambda x, a, m, d: fs.ops.gather(x, a, dim=d, mesh=m)),
+    "ops.all_gather": Call(("x", "axis", "mesh", "one"), lambda x, a, m, d: fs.ops.all_gather(x, a, dim=d, mesh=m)),
     "all_to_all": Call(("x", "axis", "mesh"), lambda x, a, m: fs.ops.all_to_all(x, a, split_dim=0, concat_dim=1, mesh=m)),
     "remat": Call(("identity", "x"), lambda f, x: fs.remat(f)(x)),
     "scan": Call(("body", "x", "x"), fs.scan),
     "stack_units": Call(("units",), fs.stack_units),
     "with_strategy": Call(("strategy",), lambda a, s: str(a.with_strategy(s)) and None, ("layout",)),
     "memory": Call(("opt",), lambda a, o: list(a.memory(o)), ("layout",)),
-    "state_bytes": Call(("state",), lambda s: str(fs.state_bytes(s)) and None),
+    "state_bytes": Call(("state",), lambda s: str(fs.debug.state_bytes(s)) and None),
     "shard_map": Call(("identity", "params"), lambda f, p: fs.shard_map(f)(p)),
     "hessian": Call(("square", "unit"), lambda f, p: fs.shard_map(fs.hessian(f))(p)),
-    "parse_strategy": Call(("word",), lambda w: str(fs.parse_strategy(w)) and None),
+    "parse_strategy": Call(("word",), lambda w: str(fs.Strategy.parse(w)) and None),
     "Precision": Call(("dtype", "dtype"), lambda a, b: str(fs.Precision(params=a, compute=b)) and None),
     "P": Call(("axis", "axis"), lambda a, b: str(fs.P(a, b)) and None),
     "set_mesh": Call(("mesh", "x"), lambda m, x: with_mesh(m, x)),

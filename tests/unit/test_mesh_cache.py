@@ -45,7 +45,9 @@ def test_each_mesh_has_results_of_its_own():
 
 @slow
 def test_a_mesh_is_collected_with_what_was_planned_on_it():
-    model = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20))
+    model = fs.models.decoder(
+        fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=20)
+    )
     layout = fs.plan_layout(model, fs.make_mesh(dp=1, device="cpu"))
     step = fs.make_train_step(model, fs.adamw(1e-2))
     tokens = torch.zeros(2, 4, dtype=torch.int64)

@@ -37,7 +37,7 @@ from fsharding.train import state as train_state
 from tests.helpers import words_of_torch
 from tests.modules import Module
 
-CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)
+CONFIG = fs.models.DecoderConfig(vocab_size=8, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=8)
 
 
 def init(key):
@@ -317,9 +317,9 @@ MISTAKES = {
     ),
     "a number as optimizer": (
         ArgumentError,
-        f"fs.state_from {NO_PAIR} 0.001.\n"
+        f"fs.state_from_params {NO_PAIR} 0.001.\n"
         "Give a pair such as fs.adamw(1e-3) or fs.optim.chain(...), whose init and update are functions.",
-        lambda at: fs.state_from(at.state.params, 1e-3, at.key, at.layout),
+        lambda at: fs.state_from_params(at.state.params, 1e-3, at.key, at.layout),
     ),
     "in place on gathered weights": (
         TransformError,
@@ -438,7 +438,7 @@ MISTAKES = {
     "params for state": (
         ArgumentError,
         "train step takes a TrainState, got a dict.\n"
-        "Make one with fs.init_state, or fs.state_from(params, opt, key, layout) of parameters.",
+        "Make one with fs.init_state, or fs.state_from_params(params, opt, key, layout) of parameters.",
         lambda at: at.step(at.state.params, at.batch),
     ),
     "batch and state": (
@@ -497,7 +497,7 @@ MISTAKES = {
     "a tree for init": (
         ArgumentError,
         "fs.init_state takes a Model, or a function of a key, got a dict.\n"
-        "Of parameters that are there: fs.state_from(params, opt, key, layout).",
+        "Of parameters that are there: fs.state_from_params(params, opt, key, layout).",
         lambda at: fs.init_state(at.tree, at.opt, at.key, at.layout),
     ),
     "a module to plan_layout": (
@@ -572,22 +572,22 @@ MISTAKES = {
     ),
     "strategy='fsdp'": (
         ConfigError,
-        f"fs.parse_strategy knows no strategy 'fsdp'.\n{STRATEGIES} Here that is 'zero3'.",
+        f"fs.Strategy.parse knows no strategy 'fsdp'.\n{STRATEGIES} Here that is 'zero3'.",
         lambda at: fs.plan_layout(at.tree, at.mesh, strategy="fsdp"),
     ),
     "strategy='SHARD_GRAD_OP'": (
         ConfigError,
-        f"fs.parse_strategy knows no strategy 'SHARD_GRAD_OP'.\n{STRATEGIES} Here that is 'zero2'.",
+        f"fs.Strategy.parse knows no strategy 'SHARD_GRAD_OP'.\n{STRATEGIES} Here that is 'zero2'.",
         lambda at: fs.plan_layout(at.tree, at.mesh, strategy="SHARD_GRAD_OP"),
     ),
     "strategy='ZeRO-1'": (
         ConfigError,
-        f"fs.parse_strategy knows no strategy 'ZeRO-1'.\n{STRATEGIES} Here that is 'zero1'.",
+        f"fs.Strategy.parse knows no strategy 'ZeRO-1'.\n{STRATEGIES} Here that is 'zero1'.",
         lambda at: fs.plan_layout(at.tree, at.mesh, strategy="ZeRO-1"),
     ),
     "strategy=2": (
         ConfigError,
-        f"fs.parse_strategy knows no strategy 2.\n{STRATEGIES} Give a name or a value, such as fs.zero(2).",
+        f"fs.Strategy.parse knows no strategy 2.\n{STRATEGIES} Give a name or a value, such as fs.zero(2).",
         lambda at: fs.plan_layout(at.tree, at.mesh, strategy=2),
     ),
     "zero(4)": (
@@ -724,7 +724,7 @@ MISTAKES = {
     ),
     "strategy=fs.zero": (
         ConfigError,
-        f"fs.parse_strategy knows no strategy the function zero.\n{STRATEGIES} Call it: fs.zero(3).",
+        f"fs.Strategy.parse knows no strategy the function zero.\n{STRATEGIES} Call it: fs.zero(3).",
         lambda at: fs.plan_layout(at.tree, at.mesh, strategy=fs.zero),
     ),
     "a generator for a key": (
@@ -751,7 +751,7 @@ MISTAKES = {
     ),
     "a draw that is asked for .sum": (
         MissingNameError,
-        f"Draw has no 'sum'.\n{VALUES}",
+        f"LazyTensor has no 'sum'.\n{VALUES}",
         lambda at: at.tree["body"]["w"].sum(),
     ),
     "update without parameters": (
@@ -836,7 +836,7 @@ MISTAKES = {
     "argnums=": (
         ArgumentError,
         "fs.value_and_grad cannot be called so: got an unexpected keyword argument 'argnums'.\n"
-        "Call it as fs.value_and_grad(fn). Its arguments are fn, has_aux, grads, precision, mean, key, prefetch.",
+        "Call it as fs.value_and_grad(fn). Its arguments are fn, has_aux, grads, precision, mean, key, prefetch_depth.",
         lambda at: fs.value_and_grad(loss_fn, argnums=0),
     ),
     "a layout for the shardings of gradients": (
@@ -980,7 +980,7 @@ NAMES_ELSEWHERE = {
 
 @pytest.mark.parametrize(("owner", "name"), NAMES_ELSEWHERE)
 def test_names_of_other_libraries(at, owner, name):
-    config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+    config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
     owners = {
         "fs": lambda: fs,
         "fs.optim": lambda: fs.optim,
@@ -1065,7 +1065,7 @@ def test_parameters_in_place_where_main_ones_are_kept_apart(at):
     with torch.no_grad():
         state.params["head"]["weight"].zero_()
     with pytest.raises(
-        ArgumentError, match=r"main = fs\.tree\.map\(f, state\.main\), and params=fs\.spread_main\(main"
+        ArgumentError, match=r"main = fs\.tree\.map\(f, state\.main\), and params=fs\.params_from_main\(main"
     ):
         at.step(state, at.batch)
 
@@ -1181,5 +1181,5 @@ def test_bodies_that_return_no_pair():
 
 
 def test_main_parameters_beside_parameters_that_are_gone(at):
-    spread = fs.spread_main(at.state.params, {**at.state.params, "head": {"weight": None}}, at.layout)
+    spread = fs.params_from_main(at.state.params, {**at.state.params, "head": {"weight": None}}, at.layout)
     assert torch.equal(spread["head"]["weight"].to_local(), at.state.params["head"]["weight"].to_local())

@@ -78,7 +78,7 @@ def test_each_role_says_what_it_takes():
         "  grads=float8_e4m3fn[1x32, e8m0], which takes a dtype: sums are not rounded to codes\n"
         "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or a format of 8 bits without a scale of whole matrices\n"
         "  gather=torch.bfloat16, which takes a format: weights without one travel in the dtype of compute\n"
-        "Dtypes are torch.float16, torch.bfloat16, torch.float32, torch.float64. A format is an fs.Blocks, such as"
+        "Dtypes are torch.float16, torch.bfloat16, torch.float32, torch.float64. A format is an fs.formats.Blocks, such as"
         " fs.formats.MXFP8: 8 bits without scales lose small numbers."
     )
 
@@ -86,7 +86,7 @@ def test_each_role_says_what_it_takes():
 def test_it_prints_as_it_is_written():
     assert repr(Precision()) == "Precision()"
     assert repr(fs.BF16) == "Precision(params=torch.float32, compute=torch.bfloat16)"
-    assert eval(repr(fs.NVFP4), {"Precision": Precision, "Blocks": fs.Blocks, "torch": torch}) == fs.NVFP4
+    assert eval(repr(fs.NVFP4), {"Precision": Precision, "Blocks": fs.formats.Blocks, "torch": torch}) == fs.NVFP4
 
 
 def test_weights_travel_in_the_dtype_of_compute_whether_that_is_said_or_not():

@@ -159,7 +159,7 @@ def test_a_box_is_inside_the_array():
         with pytest.raises(LayoutError) as caught:
             draw.slice(box)
         assert str(caught.value) == (
-            f"Draw.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
+            f"LazyTensor.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
             "Give a range inside the array for each dim."
         )
 

@@ -21,7 +21,7 @@ from fsharding.checkpoint.manifest import text_of
 from tests.helpers import slow
 from tests.pages import code_spans, rows_of, said
 
-CONFIG = fs.models.DecoderConfig(vocab=8, dim=8, layers=2, heads=2, kv_heads=1, hidden=8)
+CONFIG = fs.models.DecoderConfig(vocab_size=8, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=8)
 DECODER = fs.models.decoder(CONFIG)
 ONE_PROCESS = rows_of("how-to/troubleshooting.md", without="Several ranks")
 

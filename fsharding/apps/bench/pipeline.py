@@ -108,7 +108,7 @@ def measure(config: PipelineConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
 def _batch(config: PipelineConfig, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Random tokens, the same on all ranks."""
     source = torch.Generator().manual_seed(0)
-    vocab = recipe(config.preset).config.vocab
+    vocab = recipe(config.preset).config.vocab_size
     rows = config.batch * config.microbatches
     vocab = min(vocab, 256) if config.rest else vocab
     tokens = torch.randint(vocab, (rows, config.seq_len + 1), generator=source).to(mesh.device_type)

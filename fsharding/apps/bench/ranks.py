@@ -86,14 +86,14 @@ def measure_ranks(config: RanksConfig, ranks: int) -> list[dict[str, Any]]:
         ranks: how many there seem to be.
     """
     sizes = DecoderConfig(
-        vocab=config.dim, dim=config.dim, layers=config.blocks, heads=config.dim // 64, kv_heads=config.dim // 64,
-        hidden=2 * config.dim,
+        vocab_size=config.dim, dim=config.dim, layers=config.blocks, heads=config.dim // 64, kv_heads=config.dim // 64,
+        intermediate_size=2 * config.dim,
     )  # fmt: skip
     planned = _planning(sizes, ranks)
     _compat.start_fake_group(_RANK, ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-        tokens = torch.randint(sizes.vocab, (1, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(sizes.vocab_size, (1, config.seq_len + 1), generator=torch.Generator().manual_seed(0))
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         task = Task(decoder(sizes), mesh, batch, torch.float32)
         contenders = {"fsdp2": _fsdp2(task), **{name: _ours(*kind, task) for name, kind in _OURS.items()}}

@@ -27,7 +27,7 @@ from fsharding.apps.bench.options import ReshardBenchConfig
 from fsharding.apps.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import NO_SHARD, OPTIM_GRADS_PARAMS
@@ -88,7 +88,7 @@ def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, 
     state = init_state(lambda key: _draws(config, key), opt, fs.random.key(0), a)
     budget = config.budget_mb << 20
     plan = explain_reshard(state, b, budget=budget)
-    with counting_bytes() as traffic:
+    with count_bytes() as traffic:
         moved = reshard(state, b, budget=budget)
     assert traffic.bytes == plan.sent, (traffic.bytes, plan.sent)
     assert_bitwise_equal(reshard(moved, a), state)

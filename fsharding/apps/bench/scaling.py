@@ -63,7 +63,9 @@ def points(config: ScalingConfig) -> list[dict[str, Any]]:
     try:
         for dim in config.dims if contenders else ():
             for units in config.units:
-                sizes = DecoderConfig(vocab=256, dim=dim, layers=units, heads=2, kv_heads=2, hidden=2 * dim)
+                sizes = DecoderConfig(
+                    vocab_size=256, dim=dim, layers=units, heads=2, kv_heads=2, intermediate_size=2 * dim
+                )
                 say(f"{mesh.size()} ranks, width {dim}, {units} units")
                 rows += [{**row, "units": units, "dim": dim} for row in measure(step, mesh, sizes)]
     finally:

@@ -27,7 +27,7 @@ from fsharding.apps.bench.peers import B1, B2, PEERS, RATE, Task, first_dims, mi
 from fsharding.apps.bench.rounds import Steps, agree, allocated, print_rows, take_turns
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.comm.native import Native
 from fsharding.comm.transport import choice_for
 from fsharding.contrib.pairwise import Pairwise
@@ -38,7 +38,7 @@ from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.plots import Bar, draw_bars, require_matplotlib
 from fsharding.sharding.layout import plan_layout
-from fsharding.sharding.strategy import HSDP, Strategy, parse_strategy
+from fsharding.sharding.strategy import HSDP, Strategy
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
@@ -72,10 +72,10 @@ class Ours(NamedTuple):
     first: bool = False
 
 
-OURS: dict[str, Ours] = {f"fsharding-zero{level}": Ours(parse_strategy(f"zero{level}")) for level in range(4)}
+OURS: dict[str, Ours] = {f"fsharding-zero{level}": Ours(Strategy.parse(f"zero{level}")) for level in range(4)}
 """Our contenders by name."""
-OURS["fsharding-zero3-first-dims"] = Ours(parse_strategy("zero3"), first=True)
-OURS["fsharding-zero3-captured"] = Ours(parse_strategy("zero3"), captured=True)
+OURS["fsharding-zero3-first-dims"] = Ours(Strategy.parse("zero3"), first=True)
+OURS["fsharding-zero3-captured"] = Ours(Strategy.parse("zero3"), captured=True)
 OURS["fsharding-hybrid"] = Ours(HSDP, 2)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
@@ -192,7 +192,7 @@ def _model(config: StepConfig, sizes: DecoderConfig) -> Model:
 def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Tensor]:
     """Random tokens of this rank."""
     source = torch.Generator().manual_seed(own_rank())
-    tokens = torch.randint(sizes.vocab, (config.batch, config.seq_len + 1), generator=source).to(mesh.device_type)
+    tokens = torch.randint(sizes.vocab_size, (config.batch, config.seq_len + 1), generator=source).to(mesh.device_type)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
@@ -226,7 +226,7 @@ class Built(NamedTuple):
         kept: bytes that it holds between steps, on the fullest rank.
         peak: most bytes that it had allocated at once, on the fullest rank.
         first: its first loss, the mean over ranks.
-        sent: bytes that this rank sent in a step, as far as `counting_bytes` sees them.
+        sent: bytes that this rank sent in a step, as far as `count_bytes` sees them.
     """
 
     run: Callable[[], Tensor]
@@ -251,7 +251,7 @@ def build(task: Task, name: str, *, sends: bool = False) -> Built:
     losses: list[Tensor] = []
     kept, _ = allocated(lambda: made.append(make()))
     warm, _ = allocated(lambda: losses.append(made[0]()))
-    with counting_bytes() as traffic:
+    with count_bytes() as traffic:
         _, peak = allocated(made[0])
     state = kept + warm
     result = torch.tensor([float(losses[0]), state, state + peak], dtype=torch.float64)

@@ -26,7 +26,7 @@ from fsharding.checkpoint.offline_reshard import reshard_checkpoint
 from fsharding.foreign.exporting import export
 from fsharding.foreign.name_map import Name, Rows, Transposed
 from fsharding.mesh.abstract_mesh import parse_axes
-from fsharding.sharding.strategy import parse_strategy
+from fsharding.sharding.strategy import Strategy
 
 __all__ = ["run_tool"]
 
@@ -52,7 +52,7 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
             return 1 if result.damaged else 0
         case ReshardConfig():
             axes = call_as("fsharding reshard", parse_axes, config.mesh)
-            strategy = None if config.strategy is None else parse_strategy(config.strategy)
+            strategy = None if config.strategy is None else Strategy.parse(config.strategy)
             made = reshard_checkpoint(config.source, config.target, axes, strategy)
             files = {name: file.bytes for name, file in made.files.items()}
             text = f"{config.target}: step {made.step}, {len(made.tree)} leaves, {len(files)} files"

@@ -259,7 +259,7 @@ def _open(config: TrainConfig, option: str, source: str) -> Tokens | Packed:
 
 
 def _check_model(config: TrainConfig, data: Tokens | Packed, source: str) -> None:
-    vocab = recipe(config.preset).config.vocab
+    vocab = recipe(config.preset).config.vocab_size
     if data.vocab_size is not None and data.vocab_size > vocab:
         text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
         raise ConfigError(message(text, mend="Choose a preset with a larger vocabulary, or other data."))

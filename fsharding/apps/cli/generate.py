@@ -76,7 +76,7 @@ def check_generate(config: GenerateConfig, world: int) -> None:
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
     ids = source.text.encode(config.prompt)
-    vocab = source.config.vocab
+    vocab = source.config.vocab_size
     if not ids:
         mend = "Give --prompt at least one character; a text may begin after a line break."
         raise DataError(message("got a prompt without tokens.", mend=mend))
@@ -205,7 +205,7 @@ def _text(config: GenerateConfig, notes: dict[str, Any], sizes: DecoderConfig, p
     if config.tokenizer is not None or (isinstance(noted, str) and noted not in ("", "None")):
         return Tokenizer(config.tokenizer or Path(str(noted)))
     data = options.get("data")
-    if (isinstance(data, str) and data.endswith(".bin")) or (data is None and sizes.vocab != 256):
+    if (isinstance(data, str) and data.endswith(".bin")) or (data is None and sizes.vocab_size != 256):
         mend = "Give the one that encoded its text: --tokenizer tokenizer.json."
         raise ConfigError(message(f"cannot tell the tokenizer of {path}.", mend=mend))
     return Bytes()

@@ -21,7 +21,7 @@ from fsharding.models.presets import recipe
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.pipeline.stages import layers_by_coordinate, stages_of
 from fsharding.sharding.layout import Layout, plan_layout
-from fsharding.sharding.strategy import parse_strategy
+from fsharding.sharding.strategy import Strategy
 
 __all__ = ["preview"]
 
@@ -49,7 +49,7 @@ def _planned(config: PlanConfig) -> dict[str, Any]:
     stages = None
     if ranks > 1:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
-    strategy = parse_strategy(config.strategy)
+    strategy = Strategy.parse(config.strategy)
     precision = PRECISIONS[config.dtype]
     layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
     return {

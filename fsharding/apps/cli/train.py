@@ -49,17 +49,17 @@ from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, RankError, printable, report
 from fsharding.checkpoint.directory import append, naming_path, survey
 from fsharding.checkpoint.replicas import check_replicas
-from fsharding.comm.counters import Counts, recording
+from fsharding.comm.counters import Counts, record_collectives
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import parse_axes
 from fsharding.mesh.consistency import agree
-from fsharding.mesh.device_mesh import data_position, everyone, make_mesh, own_rank
+from fsharding.mesh.device_mesh import data_rank_and_size, everyone, make_mesh, own_rank
 from fsharding.mesh.failures import naming_lost, write_stacks
 from fsharding.models.model import Model
 from fsharding.models.presets import Recipe, recipe
 from fsharding.pipeline.plots import has_matplotlib, metrics_rows, plot_loss
 from fsharding.sharding.layout import Layout, plan_layout
-from fsharding.sharding.strategy import parse_strategy
+from fsharding.sharding.strategy import Strategy
 from fsharding.train.evaluate import Evaluate, evaluate
 from fsharding.train.reshard import reshard
 from fsharding.train.state import TrainState, init_state, state_bytes
@@ -137,9 +137,9 @@ def _run(config: TrainConfig, watch: preemption.Watch | None, plan: _Plan, begun
     leader = own_rank() == 0
     saved = first if checkpoint is not None and _is_own(config, checkpoint) else -1
     if first < config.steps:
-        data.batch(first, Shard(*data_position(mesh)))  # what cannot be read is found before a file changes
+        data.batch(first, Shard(*data_rank_and_size(mesh)))  # what cannot be read is found before a file changes
         if validation is not None:
-            validation.batch(0, Shard(*data_position(mesh)))
+            validation.batch(0, Shard(*data_rank_and_size(mesh)))
     pace = _Pace(state_bytes(state))
     if watch is not None:
         watch.margin = pace.margin()
@@ -158,7 +158,7 @@ def _run(config: TrainConfig, watch: preemption.Watch | None, plan: _Plan, begun
             mesh = state.layout.mesh
             rate = schedule(int(state.step))
             tracing = traced(config.out, number + 1, own_rank()) if number + 1 == config.trace else nullcontext()
-            with tracing, recording() as counts:
+            with tracing, record_collectives() as counts:
                 state, metrics = step(state, _batch(data, number, mesh))
                 seconds = time.perf_counter() - began
             done = number + 1
@@ -343,7 +343,7 @@ def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState,
 
 def _batch(data: Tokens | Packed, number: int, mesh: Any) -> dict[str, torch.Tensor]:
     """This rank's part of a global batch, on its device."""
-    batch = ops.cut_sequence(data.batch(number, Shard(*data_position(mesh))), mesh=mesh)
+    batch = ops.cut_sequence(data.batch(number, Shard(*data_rank_and_size(mesh))), mesh=mesh)
     return {k: v.to(_device(mesh)) for k, v in batch.items()}
 
 
@@ -381,7 +381,7 @@ def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
     return plan_layout(
         model,
         mesh,
-        strategy=parse_strategy(strategy),
+        strategy=Strategy.parse(strategy),
         precision=PRECISIONS[dtype],
         stages=stages(config, mesh),
     )
@@ -396,7 +396,7 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
     if swap.dtype:
         layout = layout.with_precision(PRECISIONS[swap.dtype])
     if swap.strategy:
-        layout = layout.with_strategy(parse_strategy(swap.strategy))
+        layout = layout.with_strategy(Strategy.parse(swap.strategy))
     return reshard(state, layout, donate=True)
 
 

@@ -310,12 +310,12 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
         active = entries["num_experts_per_tok"]
         experts = Experts(count, active, hidden, normalize=normalize, balance=balance)
     return DecoderConfig(
-        vocab=entries["vocab_size"],
+        vocab_size=entries["vocab_size"],
         dim=dim,
         layers=entries["num_hidden_layers"],
         heads=heads,
         kv_heads=entries.get("num_key_value_heads", family.kv_heads) or heads,
-        hidden=entries["intermediate_size"],
+        intermediate_size=entries["intermediate_size"],
         tied=bool(entries.get("tie_word_embeddings", False)),
         rope_base=float(_rope(entries).get("rope_theta", family.rope_base)),
         eps=float(entries.get("rms_norm_eps", family.eps)),
@@ -366,9 +366,9 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     result: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": kind,
-        "vocab_size": config.vocab,
+        "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
+        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
@@ -386,8 +386,8 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
             "output_router_logits": experts.balance > 0,
             "router_aux_loss_coef": experts.balance,
         }
-        both = {"moe_intermediate_size": experts.hidden, "norm_topk_prob": experts.normalize}
-        result |= both if kind == "qwen3_moe" else {"intermediate_size": experts.hidden}
+        both = {"moe_intermediate_size": experts.intermediate_size, "norm_topk_prob": experts.normalize}
+        result |= both if kind == "qwen3_moe" else {"intermediate_size": experts.intermediate_size}
     return result | _kept(config, kind) | entries
 
 

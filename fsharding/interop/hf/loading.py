@@ -57,8 +57,8 @@ def load(
         extra: "ignore" lets tensors be that no leaf asks for.
 
     Returns:
-        A tree as `fs.state_from` takes it: main parameters in `layout.main` and their dtype, frozen ones in
-        `layout.params`. `fs.spread_main(tree, tree, layout)` makes parameters of them that compute.
+        A tree as `fs.state_from_params` takes it: main parameters in `layout.main` and their dtype, frozen ones in
+        `layout.params`. `fs.params_from_main(tree, tree, layout)` makes parameters of them that compute.
 
     Raises:
         CheckpointError: on every rank, and before anything is read: a directory or files that cannot be read, a model

@@ -70,7 +70,8 @@ class Section(NamedTuple):
         dim: of our leaf, counted from its last one: -1, -2 and so on.
 
     Example:
-        >>> config = fs.models.DecoderConfig(dim=8, heads=2, experts=fs.models.Experts(count=4, active=2, hidden=16))
+        >>> experts = fs.models.Experts(count=4, active=2, intermediate_size=16)
+        >>> config = fs.models.DecoderConfig(dim=8, heads=2, experts=experts)
         >>> fs.hf.names_of(config, stacked_experts=True)["blocks.experts.up"]
         Section(name='model.layers.{i}.mlp.experts.gate_up_proj', index=1, sizes=(16, 16), dim=-2)
     """
@@ -272,7 +273,7 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
             memory; by default each expert has tensors of its own, as published files have.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> names = fs.hf.names_of(config)
         >>> names["blocks.wq"]
         'model.layers.{i}.self_attn.q_proj.weight'
@@ -284,7 +285,7 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
     if config.experts is None:
         blocks |= _DENSE
     elif stacked_experts:
-        sizes = (config.experts.hidden,) * 2
+        sizes = (config.experts.intermediate_size,) * 2
         fused = f"{_LAYER}mlp.experts.gate_up_proj"
         blocks |= {"experts.router": f"{_LAYER}mlp.gate.weight"}
         blocks |= {f"experts.{name}": Section(fused, index, sizes) for index, name in enumerate(("gate", "up"))}

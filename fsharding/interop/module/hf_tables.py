@@ -24,7 +24,7 @@ __all__ = ["FAMILIES", "Family", "Parts", "family_of"]
 
 
 class Parts(NamedTuple):
-    """How the parts of a module are put together, as its forward does; see `fs.model_from`.
+    """How the parts of a module are put together, as its forward does; see `fs.model_from_module`.
 
     Attributes:
         embed: `embed(module, batch) -> x`; x is any tree of tensors.
@@ -53,7 +53,7 @@ class Family:
         names: as in `fs.functionalize`.
         roles: as in `fs.functionalize`.
         heads: attributes of the config that `tp` has to divide.
-        parts: of `fs.model_from`, for causal attention over whole rows by torch's kernel.
+        parts: of `fs.model_from_module`, for causal attention over whole rows by torch's kernel.
         files: leaves that published files, and those of `save_pretrained`, have in other tensors than the module.
         reset: method of the module that gives a submodule its first values. Its work for the whole model alone,
             such as the narrower output projections of a new GPT-2, does not happen on the meta device.

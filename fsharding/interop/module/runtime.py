@@ -420,7 +420,7 @@ class Run:
         policy = self._policy if units[number].stack is not None else policies.save_except_gathered
         ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
         following = UnitsAhead(self._tree(n) for n in ahead)
-        weights = gather_unit(self._tree(number), policy=policy, prefetch=following)
+        weights = gather_unit(self._tree(number), policy=policy, next_unit=following)
         return {name: dequantize(w) if isinstance(w, Quantized) else w for name, w in weights.items()}
 
     def _tree(self, number: int) -> dict[str, Any]:

@@ -105,10 +105,10 @@ class Entrances:
             unit.outside = []
 
     def enter(self, parent: nn.Module, x: Tensor) -> Tensor:
-        """What `ops.enter` makes of x, once for each x of a parent."""
+        """What `ops.copy_to_tp` makes of x, once for each x of a parent."""
         known = self._unit.known.get(parent)
         if known is None or known[0] is not x:
-            known = self._unit.known[parent] = x, ops.enter(x)
+            known = self._unit.known[parent] = x, ops.copy_to_tp(x)
         return known[1]
 
     def clear(self) -> None:
@@ -157,7 +157,7 @@ def _row(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entran
         if layer.weight.shape[1] == layer.in_features:
             return whole(x)
         bias = cast("Tensor | None", layer.bias)
-        y = ops.leave(F.linear(x, layer.weight))
+        y = ops.reduce_from_tp(F.linear(x, layer.weight))
         entrances.end(parent)
         return y if bias is None else y + bias
 
@@ -171,7 +171,7 @@ def _logits(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Ent
         own = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
         start, stop = boxes.chunk(layer.out_features, axis_size("tp"), axis_index("tp"))
         # A sum, because its transpose is the identity: all ranks go on with the same logits.
-        return ops.leave(F.pad(own, (start, layer.out_features - stop)))
+        return ops.reduce_from_tp(F.pad(own, (start, layer.out_features - stop)))
 
     return forward
 
@@ -194,7 +194,7 @@ def _inside(layer: nn.Module, whole: _Forward, siblings: Sequence[nn.Linear]) ->
     def forward(*args: Any, **kwargs: Any) -> Any:
         if all(s.weight.shape == (s.out_features, s.in_features) for s in siblings):
             return whole(*args, **kwargs)
-        varied = {f"inner.{name}": ops.vary(p, "tp") for name, p in layer.named_parameters()}
+        varied = {f"inner.{name}": ops.pvary(p, "tp") for name, p in layer.named_parameters()}
         return torch.func.functional_call(bare, varied, args, kwargs, tie_weights=False)
 
     return forward
@@ -236,8 +236,8 @@ def check_axes(
     """
     shape = abstract(mesh)
     reasons = {
-        "pp": "a forward in one piece has no stages; see fs.model_from",
-        "cp": "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp",
+        "pp": "a forward in one piece has no stages; see fs.model_from_module",
+        "cp": "the layers take whole sequences; the parts of fs.model_from_module may take parts of them, see Parts.cp",
     }
     hindered = [axis for axis in reasons if axis not in over and shape.axis_size(axis) > 1]
     wrong = [f"{axis}={shape.axis_size(axis)}: {reasons[axis]}" for axis in hindered]

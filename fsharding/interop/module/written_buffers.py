@@ -187,4 +187,4 @@ class _Synchronized:
 def _sum_over_data(x: Tensor) -> Tensor:
     """The sum over data ranks, which each of them uses in its own way; in backward its gradients are summed, too."""
     axes = [axis for axis in DATA_AXES if axis_size(axis) > 1]
-    return ops.vary(ops.psum(x, axes), axes) if axes else x
+    return ops.pvary(ops.psum(x, axes), axes) if axes else x

@@ -34,7 +34,7 @@ LAYOUTS = {
     "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
     "zero1_bf16": ({"dp": -1}, fs.zero(1), fs.BF16),
     "tp": ({"tp": 2, "dp": -1}, fs.zero(2), fs.FP32),
-    "pp_hsdp": ({"pp": 2, "replica": -1}, fs.HSDP, fs.FP32),
+    "pp_hsdp": ({"pp": 2, "replica": -1}, fs.hybrid(), fs.FP32),
 }
 
 
@@ -149,7 +149,7 @@ def gathered(values):
 def read_fsdp2(folder, layout_name):
     layout = planned(layout_name)
     params = fs.foreign.load_weights(folder, layout, NAMES, prefix="model.")
-    state = fs.state_from(params, fs.adamw(1e-2), fs.random.key(0), layout)
+    state = fs.state_from_params(params, fs.adamw(1e-2), fs.random.key(0), layout)
     moments = fs.foreign.load_weights(folder, state.opt_state, of_moments, cast=True, extra="ignore")
     state = state.replace(opt_state=moments, step=moments.count.clone())
     ck.save(f"{folder}.ours", state)
@@ -363,7 +363,7 @@ def save_ddp(folder):
 def read_weights(path, layout_name, prefix):
     layout = planned(layout_name)
     params = fs.foreign.load_weights(path, layout, NAMES, prefix=prefix)
-    state = fs.state_from(params, fs.sgd(0.1), fs.random.key(0), layout)
+    state = fs.state_from_params(params, fs.sgd(0.1), fs.random.key(0), layout)
     ck.save(f"{path}.{layout_name}", state)
     return gathered(params)
 

@@ -13,7 +13,7 @@ from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train.state import main_of
 from tests.helpers import full, token_batch
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=32, layers=2, heads=2, kv_heads=2, hidden=48)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, intermediate_size=48)
 MODEL, OPT = fs.models.decoder(CONFIG), fs.adamw(1e-2)
 PRECISIONS = {
     "FP8": precision.FP8,

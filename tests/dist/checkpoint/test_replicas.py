@@ -14,7 +14,7 @@ from fsharding.testing import run_ranks
 MESHES = {
     "zero0": ({"dp": -1}, fs.zero(0), fs.FP32),
     "zero2": ({"dp": -1}, fs.zero(2), fs.BF16),
-    "hsdp": ({"replica": 2, "dp": -1}, fs.HSDP, fs.FP32),
+    "hsdp": ({"replica": 2, "dp": -1}, fs.hybrid(), fs.FP32),
 }
 
 
@@ -49,12 +49,12 @@ def refusal_or_none(call, *args):
 
 def flip_one(path, name, leaf, victim):
     state = state_of(name)
-    fs.check_replicas(state)
+    fs.debug.check_replicas(state)
     fs.checkpoint.save(path / "a", state)
     if torch.distributed.get_rank() == victim:
         flip(fs.tree.at(getattr(state, leaf.partition(".")[0]), leaf.partition(".")[2]), 2, 0)
     return (
-        refusal_or_none(fs.check_replicas, state),
+        refusal_or_none(fs.debug.check_replicas, state),
         refusal_or_none(fs.checkpoint.save, path / "a", state),
         int(fs.checkpoint.metadata(path / "a").step),
     )
@@ -68,7 +68,7 @@ def test_a_flipped_bit_on_one_rank_is_named(tmp_path, name, leaf, ranks):
     assert all(each == found[0] for each in found)
     (kind, text), (saving, refused), step = found[0]
     assert (kind, saving, step) == ("ReplicaError", "CheckpointError", 0)
-    assert text.startswith("fs.check_replicas finds 1 parts that differ between ranks.")
+    assert text.startswith("fs.debug.check_replicas finds 1 parts that differ between ranks.")
     assert refused.startswith("fs.checkpoint.save got 1 parts of leaves that differ between ranks that hold the same.")
     who = {
         "zero0": {2: "ranks? 0 and rank 1 differ", 4: "rank 1 differs from ranks 0, 2, 3"}[ranks],
@@ -84,7 +84,7 @@ def flip_params_beside_main(path):
     state = state_of("zero2")
     if torch.distributed.get_rank() == 0:
         local_of(state.params["b"]).view(torch.int16)[1] ^= 1
-    return refusal_or_none(fs.check_replicas, state), refusal_or_none(fs.checkpoint.save, path / "a", state)
+    return refusal_or_none(fs.debug.check_replicas, state), refusal_or_none(fs.checkpoint.save, path / "a", state)
 
 
 def test_parameters_beside_main_ones_are_compared_when_asked(tmp_path):
@@ -97,9 +97,9 @@ def odd_values():
     """NaNs of one kind are equal; zeros of two signs are not."""
     state = state_of("zero0")
     local_of(state.params["b"])[0] = float("nan")
-    same = refusal_or_none(fs.check_replicas, state)
+    same = refusal_or_none(fs.debug.check_replicas, state)
     local_of(state.params["b"])[1] = -0.0 if torch.distributed.get_rank() else 0.0
-    return same, refusal_or_none(fs.check_replicas, state)[1]
+    return same, refusal_or_none(fs.debug.check_replicas, state)[1]
 
 
 def test_bits_count_not_values():
@@ -111,7 +111,7 @@ def sharded_alone(path):
     state = state_of("zero0")
     cut = fs.reshard(state, state.layout.with_strategy(fs.zero(3)))
     flip(cut.params["blocks"]["w"], 0, 3)
-    return refusal_or_none(fs.check_replicas, cut), refusal_or_none(fs.checkpoint.save, path / "a", cut)
+    return refusal_or_none(fs.debug.check_replicas, cut), refusal_or_none(fs.checkpoint.save, path / "a", cut)
 
 
 def test_what_one_rank_holds_alone_is_its_own(tmp_path):
@@ -123,7 +123,7 @@ def steps_of_ranks_that_differ(what):
     state = state_of("zero0", fs.Precision(params=torch.bfloat16) if rank and what == "dtype" else None)
     state = state.replace(key=fs.random.key(rank)) if what == "key" else state
     step = fs.make_train_step(loss_fn, fs.adamw(1e-2))
-    return refusal_or_none(step, state, {"x": torch.ones(2, 5)}), refusal_or_none(fs.check_replicas, state)
+    return refusal_or_none(step, state, {"x": torch.ones(2, 5)}), refusal_or_none(fs.debug.check_replicas, state)
 
 
 @pytest.mark.parametrize(

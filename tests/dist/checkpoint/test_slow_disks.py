@@ -21,7 +21,7 @@ from fsharding.testing import assert_bitwise_equal, ranks, run_ranks
 from fsharding.train.state import main_of
 from tests.helpers import refusal, token_batch
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=24)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=24)
 OPT = fs.adamw(1e-2)
 
 

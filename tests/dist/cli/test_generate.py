@@ -15,7 +15,7 @@ from fsharding.apps.cli.options import GenerateConfig
 from fsharding.testing import run_ranks
 from tests.helpers import mesh_of
 
-CONFIG = fs.models.DecoderConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+CONFIG = fs.models.DecoderConfig(vocab_size=256, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
 
 
 def save(folder: Path) -> None:

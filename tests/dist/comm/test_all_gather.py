@@ -11,7 +11,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding.base.errors import RankError
 from fsharding.comm.bucket import plan_bucket, whole_views
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.comm.handles import FreshMemory
 from fsharding.comm.transport import transport_for
 from fsharding.contrib.shared_memory import segments
@@ -66,7 +66,7 @@ def fills_of(bucket, flat):
 
 def whole_leaves(ranks, leaves, dtype, transport):
     group = group_of(ranks, transport)
-    with counting_bytes() as traffic:
+    with count_bytes() as traffic:
         bucket, handle = start(group, leaves, 3, dtype)
         flat = handle.wait()
         into = [torch.full(shape, torch.nan, dtype=dtype) for shape, _ in leaves]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import transport_for
 from fsharding.mesh.device_mesh import axis_group
@@ -32,7 +32,7 @@ def sums(ranks, leaves, scatter, wire_dtype, with_into, transport):
     if with_into:
         member = group.index if scatter else 0
         into = [torch.full(slot.piece_shape(member), torch.nan) for slot in terms.bucket.slots]
-    with counting_bytes() as traffic:
+    with count_bytes() as traffic:
         reduction = transport_for(group, CPU).reduction(terms, torch.float32, large=True)
         slots = reduction.slot(1, wire_dtype) is not None
         reduction.add([1], mine[1:2])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding.base.errors import RankError
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.comm.move import plan_move
 from fsharding.comm.native import Message
 from fsharding.comm.transport import choice_for, start_sum, transport_for
@@ -50,7 +50,7 @@ def rows_and_sum(ranks, width, dtype, transport):
     group = group_of(ranks, transport)
     noise = torch.Generator().manual_seed(dist.get_rank())
     row = torch.randn(ranks, width, generator=noise).to(dtype)
-    with counting_bytes() as traffic:
+    with count_bytes() as traffic:
         rows, exchange = gathered(group, row[0]), exchanged(group, row)
         total = start_sum(row[0], group, torch.float32).wait()
     return transport_for(group, CPU).name, rows, exchange, total, traffic.bytes
@@ -83,7 +83,7 @@ def uneven_and_messages(ranks, transport):
     group = group_of(ranks, transport)
     wire, mine = transport_for(group, CPU), group.index
     send, receive = [(mine + to) % ranks for to in range(ranks)], [(mine + of) % ranks for of in range(ranks)]
-    with counting_bytes() as traffic:
+    with count_bytes() as traffic:
         x = torch.arange(float(2 * sum(send))).view(-1, 2) + 100 * mine
         rows = wire.all_to_all_v(x, send, receive).wait()
         after, before = group.ranks[(mine + 1) % ranks], group.ranks[mine - 1]

@@ -46,7 +46,7 @@ class ByHand(torch.autograd.Function):
 
 
 def rounded(w, format):
-    return fs.dequantize(fs.quantize(w, format, dtype=torch.bfloat16))
+    return fs.formats.dequantize(fs.formats.quantize(w, format, dtype=torch.bfloat16))
 
 
 def loss_of(product):
@@ -74,7 +74,7 @@ def by_ranks(axes, shapes, format, elements):
 
     def ours(params, x):
         units = [fs.gather_unit(unit) for unit in params["blocks"]]
-        return loss_of(lambda x, w: fs.ops.product(x, w, 1))({"blocks": units}, x)
+        return loss_of(lambda x, w: fs.ops.scaled_matmul(x, w, 1))({"blocks": units}, x)
 
     with large_from(elements):
         call = fs.value_and_grad(ours, precision=in_columns(format, ("up", "few")))
@@ -125,13 +125,13 @@ def test_backward_multiplies_by_weights_that_were_rounded_along_its_sums(ranks, 
 
 
 # ------------------------------------------------------------------------------------------------------------ decoders
-CONFIG = fs.models.DecoderConfig(vocab=40, dim=48, layers=3, heads=4, kv_heads=2, hidden=72)
-LATENT = fs.models.Latent(heads=4, q_rank=16, kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8)
+CONFIG = fs.models.DecoderConfig(vocab_size=40, dim=48, layers=3, heads=4, kv_heads=2, intermediate_size=72)
+LATENT = fs.models.MLA(heads=4, q_rank=16, kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8)
 CONFIGS = {
     "dense": CONFIG,
     "fused": replace(CONFIG, fused=True),
     "one key head": replace(CONFIG, kv_heads=1),
-    "experts": replace(CONFIG, experts=fs.models.Experts(count=4, active=4, hidden=24, shared=1)),
+    "experts": replace(CONFIG, experts=fs.models.Experts(count=4, active=4, intermediate_size=24, shared=1)),
     "latent": replace(CONFIG, attention=LATENT),
 }
 EVERYTHING = ("*",)
@@ -140,7 +140,7 @@ CASES = {
     "dense dp": ("dense", {"dp": 2}, {}),
     "one key head tp": ("one key head", {"dp": 2, "tp": 2}, {"sequence": True}),
     "experts ep": ("experts", {"ep": 2}, {"columnwise": EVERYTHING}),
-    "hsdp": ("dense", {"replica": 2, "dp": 2}, {"strategy": fs.HSDP, "microbatches": 3}),
+    "hsdp": ("dense", {"replica": 2, "dp": 2}, {"strategy": fs.hybrid(), "microbatches": 3}),
     "fused tp": ("fused", {"tp": 2}, {}),
     "latent tp": ("latent", {"tp": 2}, {"sequence": True, "columnwise": OF_LATENT}),
     "latent dp": ("latent", {"dp": 3}, {"columnwise": OF_LATENT}),
@@ -197,14 +197,17 @@ def test_losses_stay_near_those_of_one_orientation(format):
 def test_the_second_orientation_sends_as_many_bytes_as_the_first():
     layouts = [
         fs.plan_layout(
-            fs.models.decoder(replace(CONFIG, dim=64, hidden=128)), AbstractMesh(("dp",), (2,)), strategy=fs.zero(3),
+            fs.models.decoder(replace(CONFIG, dim=64, intermediate_size=128)), AbstractMesh(("dp",), (2,)), strategy=fs.zero(3),
             precision=in_columns(formats.MXFP8, columns),
         )
         for columns in ((), COLUMNS)
     ]  # fmt: skip
     tokens = torch.zeros(4, 8, dtype=torch.int64)
-    batch, model = {"tokens": tokens, "targets": tokens}, fs.models.decoder(replace(CONFIG, dim=64, hidden=128))
-    one, two = (fs.expected_traffic(model, fs.adamw(1e-3), layout, batch, coord={"dp": 0}) for layout in layouts)
+    batch, model = (
+        {"tokens": tokens, "targets": tokens},
+        fs.models.decoder(replace(CONFIG, dim=64, intermediate_size=128)),
+    )
+    one, two = (fs.debug.expected_traffic(model, fs.adamw(1e-3), layout, batch, coord={"dp": 0}) for layout in layouts)
     assert two.by_axes["dp",].bytes == one.by_axes["dp",].bytes
 
 
@@ -220,13 +223,13 @@ def alive(columnwise, policy):
     params = fs.shard(values, layout)
 
     def block(unit, x):
-        return x + torch.tanh(fs.ops.product(x, unit["up"], 1)) * fs.ops.product(x, unit["gate"], 1)
+        return x + torch.tanh(fs.ops.scaled_matmul(x, unit["up"], 1)) * fs.ops.scaled_matmul(x, unit["gate"], 1)
 
     def loss(params, x):
         return fs.scan_units(block, params, x, policy=policy).float().square().sum()
 
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
-    with fs.recording() as counts:
+    with fs.debug.record_collectives() as counts:
         fs.value_and_grad(loss, precision=in_columns(formats.MXFP8, columnwise))(params, x)
     return counts[0].gathers, counts[0].peak_bytes
 
@@ -247,11 +250,11 @@ def refused(call):
 
 
 def test_copies_at_rest_and_pipelines_have_one_orientation():
-    calls = [(fs.zero(1), {"dp": 2}), (fs.HFSDP, {"replica": 2}), (fs.zero(3), {"pp": 2})]
+    calls = [(fs.zero(1), {"dp": 2}), (fs.hybrid(opt_state=True), {"replica": 2}), (fs.zero(3), {"pp": 2})]
     for texts in run_ranks(refused, 2, calls):
         assert texts[0] == (
             "Precision.columnwise cannot serve copies of weights, which zero1 keeps: they have one orientation.\n"
-            "Use fs.zero(3) or fs.HSDP, which round main parameters; or leave columnwise out."
+            "Use fs.zero(3) or fs.hybrid(), which round main parameters; or leave columnwise out."
         )
         assert texts[1].startswith("Precision.columnwise cannot serve copies of weights")
         assert texts[2] == (

@@ -13,12 +13,14 @@ from fsharding.testing import run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import cpu_multiplies_codes, full, mesh_of, refusal
 
-SIZES = {"vocab": 40, "dim": 48, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 72}
+SIZES = {"vocab_size": 40, "dim": 48, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 72}
 MODELS = {
     "dense": fs.models.DecoderConfig(**SIZES),
-    "experts": fs.models.DecoderConfig(**SIZES, experts=fs.models.Experts(count=4, active=2, hidden=24, shared=1)),
+    "experts": fs.models.DecoderConfig(
+        **SIZES, experts=fs.models.Experts(count=4, active=2, intermediate_size=24, shared=1)
+    ),
     "latent": fs.models.DecoderConfig(
-        **SIZES, attention=fs.models.Latent(heads=4, q_rank=16, kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8)
+        **SIZES, attention=fs.models.MLA(heads=4, q_rank=16, kv_rank=16, plain_dim=8, rotary_dim=4, value_dim=8)
     ),
 }
 ZERO3 = fs.zero(3)
@@ -122,8 +124,8 @@ WIDTH, LAYERS = 128, 5
 
 
 def a_block(unit, x):
-    hidden = fs.ops.product(F.silu(fs.ops.product(x, unit["up"], 1)), unit["down"], 0)
-    return x + hidden + F.linear(x, fs.dequantize(unit["other"]))
+    hidden = fs.ops.scaled_matmul(F.silu(fs.ops.scaled_matmul(x, unit["up"], 1)), unit["down"], 0)
+    return x + hidden + F.linear(x, fs.formats.dequantize(unit["other"]))
 
 
 def peaks(format, policy):
@@ -136,7 +138,7 @@ def peaks(format, policy):
     layout = fs.plan_layout(values, mesh, strategy=ZERO3, names=dict.fromkeys(NAMES, ("layers", None, None)))
     params = fs.shard(values, layout)
     for computes in (True, False):
-        with fs.recording() as counts:
+        with fs.debug.record_collectives() as counts:
             (loss), grads = fs.value_and_grad(
                 lambda p, x: fs.scan_units(a_block, p, x, policy=policy).float().square().sum(),
                 precision=in_format(format, computes=computes),

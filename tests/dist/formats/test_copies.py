@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 import fsharding as fs
 from fsharding import formats
 from fsharding.comm import rounded_moves
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.formats import Blocks, codec
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.abstract_mesh import AXES
@@ -30,7 +30,10 @@ FORMATS = {
 }  # fmt: skip
 FORMATS |= {f"{name} keyed": FORMATS[name].with_rounding("keyed") for name in ("mx", "nvfp4", "tensor")}
 INNER = replace(fs.zero(1), replica_params=True)
-STRATEGIES = {f"zero{level}": fs.zero(level) for level in range(3)} | {"hfsdp": fs.HFSDP, "params over replica": INNER}
+STRATEGIES = {f"zero{level}": fs.zero(level) for level in range(3)} | {
+    "hfsdp": fs.hybrid(opt_state=True),
+    "params over replica": INNER,
+}
 
 # Sizes that ranks cut evenly and not, on borders of blocks and through blocks; one has fewer rows than there are ranks.
 SHAPES = {
@@ -102,10 +105,10 @@ def spread(cases):
         given = bits(main)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rounded_moves, "BUCKET_BYTES", limit)
-            first = fs.spread_main(before, placed, layout, key=key)
-            copies = fs.spread_main(main, placed, layout, key=key)
+            first = fs.params_from_main(before, placed, layout, key=key)
+            copies = fs.params_from_main(main, placed, layout, key=key)
             memory = [local_of(x).data_ptr() for x in fs.tree.leaves(first)]
-            donated = fs.spread_main(main, first, layout, donate=True, key=key)
+            donated = fs.params_from_main(main, first, layout, donate=True, key=key)
         assert_bitwise_equal(bits(main), given, "main parameters stay")
         assert_bitwise_equal(bits(donated), bits(copies), "donated or not")
         leaves = zip(*map(fs.tree.leaves, (main, copies, donated)), layout.leaves, memory, strict=True)
@@ -169,8 +172,8 @@ def test_no_transport_changes_a_copy(transport):
 
 
 # ----------------------------------------------------------------------------------------------------------------- bytes
-ODD = fs.models.DecoderConfig(vocab=48, dim=48, layers=4, heads=4, kv_heads=4, hidden=72)
-EVEN = fs.models.DecoderConfig(vocab=64, dim=128, layers=4, heads=4, kv_heads=4, hidden=256)
+ODD = fs.models.DecoderConfig(vocab_size=48, dim=48, layers=4, heads=4, kv_heads=4, intermediate_size=72)
+EVEN = fs.models.DecoderConfig(vocab_size=64, dim=128, layers=4, heads=4, kv_heads=4, intermediate_size=256)
 
 
 def trained(cases):
@@ -186,7 +189,9 @@ def test_a_step_sends_what_is_foreseen_and_no_strategy_changes_a_bit(axes):
     """`DecoderCase.train` compares each step with `expected_traffic`."""
     pipe = {"microbatches": 2} if "pp" in axes else {}
     case = DecoderCase(ODD, fs.AbstractMesh(tuple(axes), tuple(axes.values())), rows=24, length=4, steps=2, **pipe)
-    strategies = [fs.zero(level) for level in range(4)] + ([fs.HSDP, fs.HFSDP, INNER] if "replica" in axes else [])
+    strategies = [fs.zero(level) for level in range(4)] + (
+        [fs.hybrid(), fs.hybrid(opt_state=True), INNER] if "replica" in axes else []
+    )
     for name, keep in (("mx", "all"), ("nvfp4 keyed", "some")):
         precision = with_format(name, keep=KEEPS[keep])
         cases = [replace(case, strategy=s, precision=precision, donate=bool(i % 2)) for i, s in enumerate(strategies)]
@@ -204,8 +209,8 @@ def sent(precisions, strategy, axes):
         model = fs.models.decoder(EVEN)
         layout = fs.plan_layout(model, mesh_of(axes), strategy=strategy, precision=precision)
         state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
-        with counting_bytes() as traffic:
-            fs.spread_main(state.main, state.params, layout)
+        with count_bytes() as traffic:
+            fs.params_from_main(state.main, state.params, layout)
         others = [leaf for leaf in layout.leaves if with_format("mx").format_of(leaf.path, len(leaf.shape) - 1) is None]
         without = sum(math.prod(leaf.main.local_shape(leaf.shape)) for leaf in others if leaf.main != leaf.params)
         result.append(traffic.bytes - without * 2 * (axes["dp"] - 1))

@@ -22,8 +22,10 @@ from fsharding.testing import run_ranks
 from fsharding.transforms.unit_plan import whole
 from tests.helpers import examples, full, mesh_of, refusal
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=48, layers=3, heads=4, kv_heads=2, hidden=80))
-MODELS = {"dense": fs.models.DecoderConfig(vocab=50, dim=48, layers=4, heads=4, kv_heads=4, hidden=72)}
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=64, dim=48, layers=3, heads=4, kv_heads=2, intermediate_size=80)
+)
+MODELS = {"dense": fs.models.DecoderConfig(vocab_size=50, dim=48, layers=4, heads=4, kv_heads=4, intermediate_size=72)}
 MODELS["experts"] = dataclasses.replace(MODELS["dense"], experts=fs.models.Experts(4, 2, 20))
 SMALL = Blocks(formats.E4M3, (32, 32))
 FORMATS = {
@@ -126,7 +128,7 @@ MORE_MESHES += ["pp=2,dp=2,ep=2", "pp=2,cp=2,tp=2", "replica=2,dp=2,tp=2"]
 @pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=full) for mesh in MORE_MESHES)])
 def test_every_leaf_on_every_mesh_is_rounded_as_the_whole(mesh):
     axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
-    for strategy in (fs.zero(3), fs.HFSDP):
+    for strategy in (fs.zero(3), fs.hybrid(opt_state=True)):
         for seen in run_ranks(leaves_both_ways, math.prod(axes.values()), axes, strategy):
             assert {case for case, same in seen.items() if same != (True, True)} == set()
 
@@ -180,7 +182,7 @@ def test_no_strategy_changes_a_bit(axes, names):
 def test_hsdp_hfsdp_and_pipelines_see_the_same_weights():
     mx = with_format(KEYED["mx keyed"], keep=(*KEEP, "blocks[-1]"))
     outer = {"replica": 2, "dp": 2}
-    cases = [(outer, strategy, mx, {}) for strategy in (fs.HSDP, fs.HFSDP)]
+    cases = [(outer, strategy, mx, {}) for strategy in (fs.hybrid(), fs.hybrid(opt_state=True))]
     (hsdp, hfsdp), *_ = run_ranks(trained, 4, cases)
     assert hsdp == hfsdp
     one = run_ranks(trained, 1, [({"dp": 1}, fs.zero(3), mx, {})])[0][0]
@@ -233,7 +235,7 @@ def poisoned():
         state = fs.init_state(MODEL, opt, fs.random.key(0), layout)
         kept = state.main or state.params
         bad = fs.tree.map_with_path(lambda p, x: x * math.inf if p == "blocks.wq" else x, kept)
-        params = fs.spread_main(bad, state.params, layout) if state.main is not None else bad
+        params = fs.params_from_main(bad, state.params, layout) if state.main is not None else bad
         state = state.replace(params=params, main=bad if state.main is not None else None)
         tokens = torch.zeros(2, 8, dtype=torch.int64)
         with pytest.raises(NonFiniteError) as error:
@@ -250,7 +252,7 @@ def test_no_cast_hides_what_is_not_finite():
 
 # ---------------------------------------------------------------------------------------------------------- refusals
 def test_cuts_on_borders_of_blocks():
-    sizes = fs.models.DecoderConfig(vocab=64, dim=96, layers=2, heads=4, kv_heads=4, hidden=128)
+    sizes = fs.models.DecoderConfig(vocab_size=64, dim=96, layers=2, heads=4, kv_heads=4, intermediate_size=128)
     mesh, model = fs.AbstractMesh(("dp",), (2,)), fs.models.decoder(sizes)
     layout = fs.plan_layout(model, mesh, precision=MXFP8, align=True)
     specs = {leaf.path: leaf.params.spec for leaf in layout.leaves}

@@ -31,9 +31,9 @@ class Int8:
 
 
 fs.formats.register_element(torch.int8, Int8())
-INT8 = fs.Blocks(torch.int8, (1, 64))
+INT8 = fs.formats.Blocks(torch.int8, (1, 64))
 SENT = fs.Precision(params=torch.float32, compute=torch.bfloat16, gather=INT8.with_rounding("keyed"), reduce=INT8)
-CONFIG = fs.models.DecoderConfig(vocab=34, dim=64, layers=3, heads=2, kv_heads=2, hidden=96)
+CONFIG = fs.models.DecoderConfig(vocab_size=34, dim=64, layers=3, heads=2, kv_heads=2, intermediate_size=96)
 
 
 def losses(mesh, precision):
@@ -45,7 +45,7 @@ def losses(mesh, precision):
 def test_numbers_are_off_by_half_a_step_at_most():
     x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     step = x.view(6, 2, 64).abs().amax(-1, keepdim=True) / 127
-    error = fs.dequantize(fs.quantize(x, INT8)) - x
+    error = fs.formats.dequantize(fs.formats.quantize(x, INT8)) - x
     assert (error.view(6, 2, 64).abs() <= 0.5001 * step).all()
 
 

@@ -14,7 +14,7 @@ from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.decoders import DecoderCase
 from tests.helpers import full
 
-CONFIG = fs.models.DecoderConfig(vocab=40, dim=48, layers=6, heads=4, kv_heads=2, hidden=72)
+CONFIG = fs.models.DecoderConfig(vocab_size=40, dim=48, layers=6, heads=4, kv_heads=2, intermediate_size=72)
 MX = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP8)
 PRECISIONS = {
     "mx": MX,
@@ -67,7 +67,7 @@ def test_stages_as_codes_have_the_bits_of_copies(precision, name):
 
 
 def test_a_stage_in_mxfp8_sends_as_many_bytes_as_a_unit():
-    wide = replace(CONFIG, dim=64, hidden=128)
+    wide = replace(CONFIG, dim=64, intermediate_size=128)
     schedule, model = fs.pipeline.plan_schedule("1f1b", 2, 4), fs.models.decoder(wide)
     mesh, stages = AbstractMesh(("pp", "dp"), (2, 2)), fs.pipeline.stages_of(model, schedule)
 
@@ -75,7 +75,7 @@ def test_a_stage_in_mxfp8_sends_as_many_bytes_as_a_unit():
         layout = fs.plan_layout(model, mesh, strategy=fs.zero(3), precision=precision, stages=stages)
         where = {"pp": 1, "dp": 0}
         tokens = torch.zeros(8, 8, dtype=torch.int64)
-        traffic = fs.expected_traffic(
+        traffic = fs.debug.expected_traffic(
             model,
             fs.adamw(1e-3),
             layout,

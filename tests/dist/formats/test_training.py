@@ -12,7 +12,9 @@ from fsharding.formats.precision import FP8, FP8_BLOCK, KEEP, MXFP8, Precision
 from fsharding.testing import run_ranks
 from tests.helpers import full
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=256, dim=64, layers=4, heads=4, kv_heads=2, hidden=160))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=256, dim=64, layers=4, heads=4, kv_heads=2, intermediate_size=160)
+)
 # A text that no change of the library changes: losses are compared to within 1 %.
 TEXT = torch.frombuffer(bytearray((Path(__file__).parents[3] / "LICENSE").read_bytes()), dtype=torch.uint8).long()
 NVFP4 = Precision(

@@ -54,8 +54,8 @@ def refusals():
     state = fs.init_state(net.init, opt, key, layout)
     result["step"] = refusal(fs.make_train_step(loss_of(net), opt), state, BATCH, kind=RankError)
     result["evaluate"] = refusal(fs.evaluate(loss_of(net)), state, BATCH, kind=RankError)
-    fs.check_replicas(state)
-    result["check_replicas"] = refusal(fs.check_replicas, state, net, kind=ReplicaError)
+    fs.debug.check_replicas(state)
+    result["check_replicas"] = refusal(fs.debug.check_replicas, state, net, kind=ReplicaError)
     return result
 
 
@@ -97,7 +97,7 @@ PARTS = fs.hf.families.Parts(
 
 
 def refusals_of_model():
-    model = fs.model_from(Staged(torch.distributed.get_rank()), ("embed", "layers.*", "head"), PARTS)
+    model = fs.model_from_module(Staged(torch.distributed.get_rank()), ("embed", "layers.*", "head"), PARTS)
     layout, opt, key = fs.plan_layout(model, mesh_of({"dp": 2})), fs.sgd(0.1), fs.random.key(0)
     first = refusal(fs.init_state, model, opt, key, layout, kind=ConfigError)
     state, batch = fs.init_state(model.init, opt, key, layout), {"x": torch.arange(3)}
@@ -115,7 +115,7 @@ def trained(seed):
     state, step = fs.setup(net, loss_of(net), fs.sgd(0.1), fs.random.key(0), mesh=mesh)
     for _ in range(2):
         state, metrics = step(state, BATCH)
-    fs.check_replicas(state, net)
+    fs.debug.check_replicas(state, net)
     return float(metrics.loss)
 
 
@@ -194,13 +194,13 @@ def steps_of_torch(kind, rows, microbatches=1):
 
 
 def batch_of(x, mesh):
-    index, count = fs.data_position(mesh)
+    index, count = fs.data_rank_and_size(mesh)
     return {"x": x.chunk(count)[index]}
 
 
 def run_steps(net, mesh, strategy="zero3", state=None, rows=ROWS, **options):
     """The losses of a run, and the state at its end."""
-    layout = fs.plan_layout(net, mesh, strategy=fs.parse_strategy(strategy))
+    layout = fs.plan_layout(net, mesh, strategy=fs.Strategy.parse(strategy))
     opt, losses = fs.sgd(0.05), []
     state = fs.init_state(net, opt, fs.random.key(0), layout) if state is None else state
     step = fs.make_train_step(trained_loss(net), opt, **options)
@@ -228,7 +228,7 @@ def every_strategy(kind, options):
     for strategy in ("zero0", "zero1", "zero2", "zero3"):
         for policy in (fs.policies.save_except_gathered, FRUGAL):
             losses, state = run_steps(made(kind, policy=policy), mesh, strategy, **options)
-            fs.check_replicas(state)
+            fs.debug.check_replicas(state)
             result[f"{strategy}, {policy.name}"] = losses, *bits(state)
     return result
 
@@ -238,8 +238,8 @@ def every_strategy(kind, options):
     [
         (nn.BatchNorm1d, {}),
         (nn.SyncBatchNorm, {"microbatches": 2}),
-        pytest.param(nn.BatchNorm1d, {"microbatches": 2, "check": "next"}, marks=full),
-        pytest.param(nn.SyncBatchNorm, {"check": "next", "donate": True}, marks=full),
+        pytest.param(nn.BatchNorm1d, {"microbatches": 2, "check": "async"}, marks=full),
+        pytest.param(nn.SyncBatchNorm, {"check": "async", "donate": True}, marks=full),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -360,12 +360,12 @@ def losses_of(rank_seed):
     layout, opt, key = fs.plan_layout(net, mesh), fs.sgd(0.1), fs.random.key(0)
     params = fs.init_state(net.init, opt, key, layout).params
     first = refusal(fs.init_state, net, opt, key, layout, kind=ConfigError)
-    return first, refusal(fs.state_from, params, opt, key, layout, buffers=net.init_buffers(), kind=ConfigError)
+    return first, refusal(fs.state_from_params, params, opt, key, layout, buffers=net.init_buffers(), kind=ConfigError)
 
 
 def test_written_buffers_that_begin_differently_are_refused():
     for texts in run_ranks(losses_of, 2, True, timeout=60.0):
-        for function, text in zip(("fs.init_state", "fs.state_from"), texts, strict=True):
+        for function, text in zip(("fs.init_state", "fs.state_from_params"), texts, strict=True):
             assert text.startswith(f"{function} got other first values on different ranks.")
             assert "buffers.1.parametrizations.weight.0._u: rank 1 has float32[3] of checksum" in text
 
@@ -379,7 +379,7 @@ def by_hand():
         grad_fn = fs.value_and_grad(loss_fn, has_aux=True, grads=state.layout.main)
         (_, buffers), grads = grad_fn(state.params, batch_of(x, mesh), state.buffers)
         state = fs.update(state, grads, opt).replace(buffers=fs.sync_buffers(buffers, mesh))
-    fs.check_replicas(state)
+    fs.debug.check_replicas(state)
     _, want = run_steps(net, mesh)
     assert_bitwise_equal(dict(state.buffers), dict(want.buffers))
     assert_trees_close(fs.unshard(state.params), fs.unshard(want.params), rtol=1e-5, atol=1e-6, what="by hand")
@@ -396,7 +396,7 @@ def captured_steps(axes, how):
     rows, runs = [batch_of(x, mesh) for x in (*ROWS, ROWS[0] * torch.inf)], []
     for capture in (False, True):
         state = fs.init_state(net, opt, fs.random.key(0), layout)
-        step, seen = fs.make_train_step(trained_loss(net), opt, check="next", **how), []
+        step, seen = fs.make_train_step(trained_loss(net), opt, check="async", **how), []
         step = captured(step, state, rows[0], Tape()) if capture else step
         for x in rows:
             state, metrics = step(state, x)
@@ -436,7 +436,7 @@ def test_modules_that_draw_are_not_captured():
     def loss(params, batch, key):
         return net(params, batch["x"], random_key=key).square().sum()
 
-    state, step = fs.setup(net, loss, fs.sgd(0.1), fs.random.key(0), mesh=mesh_of({"dp": 1}), check="next")
+    state, step = fs.setup(net, loss, fs.sgd(0.1), fs.random.key(0), mesh=mesh_of({"dp": 1}), check="async")
     text = refusal(fs.testing.assert_capturable, step, state, BATCH, kind=TransformError)
     assert text.startswith("fs.capture cannot capture a step in which the host reads the device.")
     assert "Drop with fs.random.dropout: a module with random_key= is seeded by the host." in text
@@ -467,7 +467,7 @@ def on_meshes():
     for name, axes in MESHES.items():
         mesh, strategy = mesh_of(axes), "hsdp" if name == "hsdp" else "zero3"
         losses, state = run_steps(made(nn.SyncBatchNorm), mesh, strategy)
-        fs.check_replicas(state)
+        fs.debug.check_replicas(state)
         close_to_module(state, steps_of_torch(nn.BatchNorm1d, torch.arange(8))[1], name)
         result[name] = losses
     return result

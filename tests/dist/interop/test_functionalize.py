@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import Local, to_local
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import full, token_batch
@@ -32,7 +32,7 @@ def net_loss(net, key=None):
 
 
 def mine(batch, mesh):
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     return {name: x.chunk(count)[index] for name, x in batch.items()}
 
 
@@ -78,7 +78,7 @@ def train_net(units):
         ("bf16", fs.zero(3), fs.BF16, net),
     ):
         layout = fs.plan_layout(one, mesh, strategy=strategy, precision=precision)
-        with fs.recording() as calls:
+        with fs.debug.record_collectives() as calls:
             losses, state = our_losses(one, net_loss(one), batch, layout)
         found[name] = losses, len(calls[0].gathers), calls[0].peak_units
         if name == "remat":
@@ -294,7 +294,7 @@ def check_module(name, module, batch, want, losses, trained, folder):
 
 def check_model(name, module, batch, losses, axes):
     """The module in stages."""
-    model = fs.model_from(module)
+    model = fs.model_from_module(module)
     stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", 2, 2)) if "pp" in axes else None
     layout = fs.plan_layout(model, fs.make_mesh(**axes), stages=stages)
     with fs.set_mesh(layout.mesh):
@@ -373,7 +373,7 @@ def train_as_fsdp2():
     net = fs.functionalize(module, "layers.*")
     layout = fs.plan_layout(net, mesh, strategy=fs.zero(3), precision=fs.BF16)
     state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), layout)
-    mine = inputs.chunk(2)[data_position(mesh)[0]]
+    mine = inputs.chunk(2)[data_rank_and_size(mesh)[0]]
     (loss, _), grads = fs.value_and_grad(
         lambda params: (net(params, mine).float().square().sum(), 1), precision=fs.BF16, mean=False
     )(state.params)

@@ -17,7 +17,7 @@ from fsharding.apps.bench.rounds import allocated
 from fsharding.base.errors import CheckpointError, ConfigError, RankError
 from fsharding.foreign.safetensors_layout import tensor_files
 from fsharding.interop import hf
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import LeafType, sharding_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import full
@@ -85,8 +85,8 @@ def logits_of(config, params, mesh, tokens):
 
     def head(params, stream, batch):
         logits_BTV = F.linear(ops.rms_norm(stream.x, params["norm"], eps=config.eps), params["unembed"])
-        whole = logits_BTV.shape[-1] == config.vocab
-        return logits_BTV if whole else ops.gather(logits_BTV, "tp", dim=2, size=config.vocab)
+        whole = logits_BTV.shape[-1] == config.vocab_size
+        return logits_BTV if whole else ops.all_gather(logits_BTV, "tp", dim=2, size=config.vocab_size)
 
     with fs.set_mesh(mesh), torch.no_grad():
         return fs.model_loss(model._replace(head=head))(params, {"tokens": tokens})
@@ -95,7 +95,7 @@ def logits_of(config, params, mesh, tokens):
 def loss_of(config, params, layout, tokens):
     """The mean token loss of all ranks, by a step that changes nothing."""
     opt = fs.sgd(0.0)
-    state = fs.state_from(params, opt, fs.random.key(0), layout)
+    state = fs.state_from_params(params, opt, fs.random.key(0), layout)
     pieces = 2 if "pp" in layout.mesh.mesh_dim_names else 1
     step = fs.make_train_step(fs.models.decoder(config), opt, microbatches=pieces)
     return step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})[1].loss
@@ -106,10 +106,10 @@ def in_and_out(folder, axes, strategy, out):
     config = hf.config_of(folder)
     layout = layout_of(config, axes, strategy)
     params = hf.load(folder, layout)
-    ready = fs.spread_main(params, params, layout)
+    ready = fs.params_from_main(params, params, layout)
     hf.save(out, ready, config, layout, max_file_bytes=4000)
     assert_bitwise_equal(params, hf.load(out, layout))
-    index, count = data_position(layout.mesh)
+    index, count = data_rank_and_size(layout.mesh)
     rows = slice(index * 4 // count, (index + 1) * 4 // count)
     logits = None if "pp" in axes else logits_of(config, ready, layout.mesh, TOKENS[rows])
     return rows, logits, loss_of(config, params, layout, TOKENS[rows])
@@ -123,7 +123,7 @@ LAYOUTS = {
     "pp": ({"pp": 2}, fs.zero(3)),
     "zero0": ({"dp": 2}, fs.zero(0)),
     "zero1": ({"dp": 2}, fs.zero(1)),
-    "hsdp": ({"replica": 2, "dp": 2}, fs.HSDP),
+    "hsdp": ({"replica": 2, "dp": 2}, fs.hybrid()),
     "tp4": ({"tp": 4}, fs.zero(3)),
     "dp_tp": ({"dp": 2, "tp": 2}, fs.zero(3)),
     "pp_tp": ({"pp": 2, "tp": 2}, fs.zero(1)),
@@ -225,7 +225,7 @@ def bytes_read(folder, axes):
         params = hf.load(folder, layout)
     finally:
         os.preadv = read
-    return sum(count), fs.state_bytes(params)
+    return sum(count), fs.debug.state_bytes(params)
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"ep": 2}], ids=str)
@@ -237,10 +237,10 @@ def test_a_rank_reads_what_it_holds_and_nothing_else(axes, theirs):
 
 # ----------------------------------------------------------------------------------------------------------------- codes
 CODES = fs.formats.Blocks(fs.formats.E4M3, (5, 6))
-CODED = fs.models.DecoderConfig(vocab=40, dim=16, layers=2, heads=4, kv_heads=2, hidden=26)
+CODED = fs.models.DecoderConfig(vocab_size=40, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=26)
 CODED_LAYOUTS = {
     "zero3": ({"dp": 4}, fs.zero(3)), "zero1": ({"dp": 4}, fs.zero(1)), "dp_tp": ({"tp": 2, "dp": 2}, fs.zero(3)),
-    "tp4": ({"tp": 4}, fs.zero(0)), "pp_tp": ({"pp": 2, "tp": 2}, fs.zero(3)), "hsdp": ({"replica": 2, "dp": 2}, fs.HSDP),
+    "tp4": ({"tp": 4}, fs.zero(0)), "pp_tp": ({"pp": 2, "tp": 2}, fs.zero(3)), "hsdp": ({"replica": 2, "dp": 2}, fs.hybrid()),
 }  # fmt: skip
 
 
@@ -298,7 +298,7 @@ def test_transformers_reads_the_same_numbers_out_of_codes(transformers, tmp_path
     """By the operation with which it reads such a directory where there is no GPU; the rest of it wants accelerate."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    config = fs.models.DecoderConfig(vocab=40, dim=256, layers=1, heads=4, kv_heads=2, hidden=384)
+    config = fs.models.DecoderConfig(vocab_size=40, dim=256, layers=1, heads=4, kv_heads=2, intermediate_size=384)
     layout = layout_of(config, {"dp": 1}, fs.zero(3))
     state = fs.init_state(fs.models.decoder(config), fs.sgd(0.1), fs.random.key(0), layout)
     hf.save(tmp_path / "out", state, config, format=fs.formats.E4M3_128x128)
@@ -491,7 +491,9 @@ def test_files_with_other_buffers_than_the_module_are_refused(transformers, tmp_
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
-BIG = fs.models.DecoderConfig(vocab=8192, dim=1024, layers=4, heads=8, kv_heads=8, hidden=3072, tied=True)
+BIG = fs.models.DecoderConfig(
+    vocab_size=8192, dim=1024, layers=4, heads=8, kv_heads=8, intermediate_size=3072, tied=True
+)
 
 
 def peak(folder, out):
@@ -568,7 +570,7 @@ def over_one_rank(folder, out):
     layout = fs.plan_layout(fs.models.decoder(config), fs.make_mesh(device="cpu", dp=1, ranks=(1,)))
     params = hf.load(folder, layout)
     hf.save(out, params, config)
-    return fs.state_bytes(params)
+    return fs.debug.state_bytes(params)
 
 
 def test_ranks_outside_of_the_mesh_hold_nothing(theirs, tmp_path):
@@ -580,7 +582,7 @@ def test_ranks_outside_of_the_mesh_hold_nothing(theirs, tmp_path):
 
 
 def save_on_a_full_disk(out):
-    config = fs.models.DecoderConfig(vocab=8, dim=8, layers=1, heads=2, kv_heads=2, hidden=8)
+    config = fs.models.DecoderConfig(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
     layout = layout_of(config, {"dp": 2}, fs.zero(3))
     state = fs.init_state(fs.models.decoder(config), fs.sgd(0.1), fs.random.key(0), layout)
     put = os.pwrite

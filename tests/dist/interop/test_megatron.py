@@ -15,13 +15,13 @@ from tests import megatron_format as theirs
 TOKENS = torch.randint(40, (4, 9), generator=torch.Generator().manual_seed(1))
 LAYOUTS = [
     *((({"dp": 2}, fs.zero(level))) for level in range(4)),
-    ({"replica": 2, "dp": 1}, fs.HSDP),
+    ({"replica": 2, "dp": 1}, fs.hybrid()),
     ({"tp": 2}, fs.zero(3)),
 ]
 
 
 def config_of(experts=0, **options):
-    mixture = fs.models.Experts(experts, 2, theirs.SIZES["hidden"]) if experts else None
+    mixture = fs.models.Experts(experts, 2, theirs.SIZES["intermediate_size"]) if experts else None
     return fs.models.DecoderConfig(**theirs.SIZES, experts=mixture, **options)
 
 
@@ -84,7 +84,7 @@ def test_the_loss_of_a_directory_is_that_of_plain_torch(tmp_path):
     folder, models = written(tmp_path / "iter_0000007", "core")
     config, opt = config_of(), fs.sgd(0.0)
     layout = layout_of(config, {"dp": 1}, fs.zero(3))
-    state = fs.state_from(fs.megatron.load(folder, layout, config), opt, fs.random.key(0), layout)
+    state = fs.state_from_params(fs.megatron.load(folder, layout, config), opt, fs.random.key(0), layout)
     batch = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
     loss = fs.make_train_step(fs.models.decoder(config), opt)(state, batch)[1].loss
     torch.testing.assert_close(torch.as_tensor(float(loss)), theirs.loss_of(models[0], TOKENS), rtol=1e-5, atol=1e-6)

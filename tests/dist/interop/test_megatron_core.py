@@ -71,7 +71,7 @@ def written(tmp_path_factory):
 
 
 def config_of(experts=0, **options):
-    mixture = fs.models.Experts(experts, 2, core.SIZES["hidden"]) if experts else None
+    mixture = fs.models.Experts(experts, 2, core.SIZES["intermediate_size"]) if experts else None
     return fs.models.DecoderConfig(**core.SIZES, experts=mixture, **options)
 
 
@@ -137,7 +137,7 @@ def test_the_loss_is_the_loss_of_megatron(written, name, experts):
     config, opt = config_of(experts), fs.sgd(0.0)
     layout = layout_of(config)
     params = fs.megatron.load(written[name] / "iter_0000003", layout, config)
-    state = fs.state_from(params, opt, fs.random.key(0), layout)
+    state = fs.state_from_params(params, opt, fs.random.key(0), layout)
     batch = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
     loss = fs.make_train_step(fs.models.decoder(config), opt)(state, batch)[1].loss
     assert float(loss) == pytest.approx(written["losses"][experts > 0][0], rel=1e-5)
@@ -158,7 +158,7 @@ def test_each_argument_that_changes_megatrons_loss_is_refused(written, tmp_path,
     changes = {name: args for name, (args, _) in (EXPERTS if experts else CHANGES).items()}
     for (name, args), loss in zip(changes.items(), losses, strict=True):
         assert abs(loss - base) > 1e-4 * base, f"{name} changes nothing: {loss} and {base}"
-        config = dataclasses.replace(config_of(experts), vocab=40)
+        config = dataclasses.replace(config_of(experts), vocab_size=40)
         said = refusal(tmp_path / name, config, {**core.ARGS, "num_experts": experts or None, **args}, experts)
         for argument, value in args.items():
             assert f"{argument} is {value!r} there" in said, said
@@ -185,7 +185,7 @@ def test_trained_weights_without_their_main_parameters_are_refused(tmp_path):
     models = [theirs.layers_of(seed) for seed in range(3)]
     rounded = tree.map(lambda x: x.bfloat16(), models[0])
     theirs.write_core(tmp_path / "a", rounded, models[1:])
-    config = dataclasses.replace(config_of(), vocab=40)
+    config = dataclasses.replace(config_of(), vocab_size=40)
     with pytest.raises(CheckpointError, match=r"blocks.wq: the main parameter of .*linear_qkv.weight is missing"):
         fs.megatron.load(tmp_path / "a", layout_of(config), config)
     theirs.write_core(tmp_path / "b", rounded)

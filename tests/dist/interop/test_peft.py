@@ -60,7 +60,7 @@ def adapters_on_ranks(folder, strategy):
     }
     moments = sum(x.to_local().numel() for x in fs.tree.leaves(state.opt_state.mu) if x is not None)
     module.load_state_dict(net.state_dict(full))
-    if fs.is_main():
+    if fs.is_rank0():
         module.save_pretrained(folder)
     return losses, changed, moments
 

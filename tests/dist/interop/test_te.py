@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests import te_standin
 
@@ -30,7 +30,7 @@ class Net(torch.nn.Module):
 
 def batch(mesh, number):
     x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(number))
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     return x.chunk(count)[index]
 
 

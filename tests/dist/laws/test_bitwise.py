@@ -33,7 +33,7 @@ def test_strategies_agree_bitwise(ranks, precision):
 
 def test_strategies_agree_bitwise_where_rows_are_long():
     """Then gradients are summed where they end, or copied there in the second microbatch."""
-    how = {"config": fs.models.DecoderConfig(**{**vars(CONFIG), "dim": 128, "hidden": 192}), "steps": 3}
+    how = {"config": fs.models.DecoderConfig(**{**vars(CONFIG), "dim": 128, "intermediate_size": 192}), "steps": 3}
     for microbatches in (1, 2):
         runs = [on_ranks(2, strategy, DP, microbatches=microbatches, **how) for strategy in ZEROS]
         for run in runs:
@@ -44,7 +44,7 @@ def test_strategies_agree_bitwise_where_rows_are_long():
 
 @pytest.mark.parametrize(
     "strategy",
-    [s if s == fs.HFSDP else pytest.param(s, marks=full) for s in HYBRIDS],
+    [s if s == fs.hybrid(opt_state=True) else pytest.param(s, marks=full) for s in HYBRIDS],
     ids=name_of,
 )
 def test_hybrids_agree_bitwise_with_zero3(strategy):
@@ -94,14 +94,14 @@ def test_gradients_do_not_depend_on_the_policy(strategy):
             assert_bitwise_equal(result, found["everything_saveable"], f"{name} and everything_saveable")
 
 
-@pytest.mark.parametrize("strategy", crossed([fs.zero(1), fs.zero(3), fs.HFSDP], kept=["hfsdp"]))
+@pytest.mark.parametrize("strategy", crossed([fs.zero(1), fs.zero(3), fs.hybrid(opt_state=True)], kept=["hfsdp"]))
 def test_all_transports_agree_bitwise(strategy):
     native, *others = (on_ranks(4, strategy, transport=transport, axes=OUTER) for transport in TRANSPORTS)
     for other in others:
         assert_bitwise_equal(native, other)
 
 
-@pytest.mark.parametrize("strategy", crossed([fs.zero(0), fs.zero(3), fs.HFSDP], kept=["zero3"]))
+@pytest.mark.parametrize("strategy", crossed([fs.zero(0), fs.zero(3), fs.hybrid(opt_state=True)], kept=["zero3"]))
 def test_two_runs_of_one_program_agree_bitwise(strategy):
     again = run_ranks(train, 4, strategy, placed(strategy), opt="adamw", microbatches=3)[0]
     assert_bitwise_equal(again, on_ranks(4, strategy, opt="adamw", microbatches=3))

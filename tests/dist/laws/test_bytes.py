@@ -32,7 +32,9 @@ def measure(name, strategy, mesh, precision, opt):
     first = (state.params, state.main, grads, state.opt_state, state.buffers)
     after, _ = fs.make_train_step(loss, optim)(state, batch)
     stepped = (after.params, after.main, grads, after.opt_state, after.buffers)
-    return tuple(layout.memory(optim)), *(tuple(fs.state_bytes(part) for part in parts) for parts in (first, stepped))
+    return tuple(layout.memory(optim)), *(
+        tuple(fs.debug.state_bytes(part) for part in parts) for parts in (first, stepped)
+    )
 
 
 SIZED = ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf", "dtypes"]
@@ -43,7 +45,7 @@ SIZED = ["decoder", "16-17-8", "smaller than the ranks", "scalars", "frozen leaf
     crossed(SIZED, PRECISIONS, kept=["smaller than the ranks-bf16", "frozen leaf-bf16", "dtypes-fp32"], name=name_of),
 )
 def test_bytes_are_those_that_the_layout_says(name, precision):
-    strategies = [*ZEROS, fs.HFSDP, fs.hybrid(params=True), fs.hybrid(fs.zero(1), grads=True)]
+    strategies = [*ZEROS, fs.hybrid(opt_state=True), fs.hybrid(params=True), fs.hybrid(fs.zero(1), grads=True)]
     strategies += HYBRIDS if name == "decoder" else []
     for opt in ("adamw", "sgd", "momentum") if name == "decoder" and precision == fs.FP32 else ("adamw",):
         for results in run_ranks(measured, 4, name, strategies, OUTER, precision, opt):

@@ -22,7 +22,7 @@ def peaks(strategy, axes, policy, microbatches, frozen=()):
     opt = optimizer("adamw")
     state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, frozen=frozen))
     step = fs.make_train_step(MODEL, opt, policy=policy, microbatches=microbatches)
-    with point_to_point(), fs.recording() as seen:
+    with point_to_point(), fs.debug.record_collectives() as seen:
         for batch in batches(2, mesh):
             state, _ = step(state, batch)
     return [(counts.peak_units, len(counts.gathers), len(counts.reductions)) for counts in seen]
@@ -165,7 +165,7 @@ def storages(strategy, axes, policy, microbatches, patched):
 )
 def test_at_most_two_units_are_alive_and_none_after_the_step(policy):
     kept = policy == fs.policies.everything_saveable
-    for ranks, axes, strategy in ((2, DP, fs.zero(3)), (4, OUTER, fs.HFSDP)):
+    for ranks, axes, strategy in ((2, DP, fs.zero(3)), (4, OUTER, fs.hybrid(opt_state=True))):
         for peak, taken, left in run_ranks(storages, ranks, strategy, axes, policy, 3, True):
             assert taken > 2 * UNITS
             assert left == 0
@@ -187,7 +187,7 @@ def garbage(strategy, precision):
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
-            with fs.recording() as seen:
+            with fs.debug.record_collectives() as seen:
                 step(state, batch)
             gc.collect()
             return sum(isinstance(x, torch.Tensor) for x in gc.garbage), max(counts.peak_units for counts in seen)
@@ -213,7 +213,7 @@ def communicated(strategy, axes, policy):
     counts = []
     for batch in batches(3, mesh):
         mode = CommDebugMode()
-        with mode, fs.recording() as seen:
+        with mode, fs.debug.record_collectives() as seen:
             state, _ = step(state, batch)
         found = {str(op).rpartition(".")[2]: n for op, n in mode.get_comm_counts().items()}
         counts.append((len(seen[0].gathers), len(seen[0].reductions), found))

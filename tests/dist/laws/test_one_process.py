@@ -34,7 +34,7 @@ def test_losses_are_those_of_one_process(strategy, microbatches, opt):
 @pytest.mark.parametrize(
     ("strategy", "ranks", "microbatches", "opt"),
     crossed(
-        (fs.HSDP, fs.HFSDP), (2, 4), (1, 3), ("sgd", "adamw"),
+        (fs.hybrid(), fs.hybrid(opt_state=True)), (2, 4), (1, 3), ("sgd", "adamw"),
         kept=["hfsdp-4-3-adamw", "hfsdp-2-3-adamw"], name=name_of,
     ),
 )  # fmt: skip
@@ -90,7 +90,7 @@ def plain_torch(opt, steps):
 def test_plain_torch_agrees(opt):
     reference = plain_torch(opt, 6)
     assert max(reference.norms) > 0.5, "the clip must clip"
-    for strategy in (fs.zero(1), fs.zero(3), fs.HFSDP):
+    for strategy in (fs.zero(1), fs.zero(3), fs.hybrid(opt_state=True)):
         run = on_ranks(4, strategy, opt=opt, steps=6, microbatches=3)
         assert_trees_close(run.losses, reference.losses, rtol=1e-5)
         assert_trees_close(run.norms, reference.norms, rtol=1e-5)

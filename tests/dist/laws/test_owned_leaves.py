@@ -17,7 +17,7 @@ OWNED = {
 }
 OWNERS = [
     Home(AbstractMesh(("ep", "dp"), (2, 2)), fs.zero(1)),
-    Home(AbstractMesh(("replica", "ep"), (2, 2)), fs.HFSDP),
+    Home(AbstractMesh(("replica", "ep"), (2, 2)), fs.hybrid(opt_state=True)),
     Home(AbstractMesh(("dp", "ep", "tp"), (2, 2, 2)), fs.zero(3)),
     Home(AbstractMesh(("dp", "cp"), (2, 2)), fs.zero(2), fs.DEFAULT_RULES.replace(expert=("cp", "dp"))),
     Home(AbstractMesh(("ep", "cp"), (3, 2)), fs.zero(0)),

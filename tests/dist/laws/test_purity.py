@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding.base.errors import DonatedError, NonFiniteError
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import bits, crossed, mesh_of
@@ -48,7 +48,9 @@ def pure(strategy, axes, precision, opt, microbatches):
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    crossed([*ZEROS, fs.HFSDP], PRECISIONS, kept=["zero0-bf16", "zero3-fp32", "hfsdp-bf16"], name=name_of),
+    crossed(
+        [*ZEROS, fs.hybrid(opt_state=True)], PRECISIONS, kept=["zero0-bf16", "zero3-fp32", "hfsdp-bf16"], name=name_of
+    ),
 )
 def test_a_step_changes_nothing_that_went_in(strategy, precision):
     opt, microbatches = ("adamw", 1) if precision == fs.FP32 else ("momentum", 3)
@@ -65,7 +67,11 @@ def donated(axes):
         with pytest.raises(DonatedError) as caught:
             getattr(state, field)
         texts[field] = str(caught.value)
-    for use in (fs.tree.leaves, fs.state_bytes, lambda s: fs.make_train_step(MODEL, opt)(s, next(batches(1, mesh)))):
+    for use in (
+        fs.tree.leaves,
+        fs.debug.state_bytes,
+        lambda s: fs.make_train_step(MODEL, opt)(s, next(batches(1, mesh))),
+    ):
         with pytest.raises(DonatedError):
             use(state)
     assert int(after.step) == 1
@@ -100,7 +106,7 @@ def refused(strategy, axes, where):
     """A step with one NaN or infinity, then a good one; returns the text of the refusal."""
     mesh = mesh_of(axes)
     opt = fs.sgd(0.1)
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     draws = {"w": fs.random.full((4, 4), 0.5), "b": fs.random.zeros((4,))}
 
     def loss_fn(params, batch):
@@ -124,7 +130,7 @@ def refused(strategy, axes, where):
 @pytest.mark.parametrize(
     ("strategy", "where"),
     crossed(
-        [*ZEROS, fs.HFSDP], ["batch", "weights"],
+        [*ZEROS, fs.hybrid(opt_state=True)], ["batch", "weights"],
         kept=["zero0-batch", "zero1-weights", "zero2-batch", "zero3-batch", "zero3-weights", "hfsdp-weights"],
     ),
 )  # fmt: skip
@@ -147,7 +153,7 @@ def test_nan_on_one_rank_is_refused_on_all(strategy, where):
     }
 
 
-@pytest.mark.parametrize("strategy", crossed([*ZEROS, fs.HFSDP], kept=["zero3", "hfsdp"]))
+@pytest.mark.parametrize("strategy", crossed([*ZEROS, fs.hybrid(opt_state=True)], kept=["zero3", "hfsdp"]))
 def test_an_infinite_loss_of_one_rank_is_refused_on_all(strategy):
     texts = run_ranks(refused, 4, strategy, placed(strategy), "infinite loss")
     assert set(texts) == {

@@ -38,7 +38,7 @@ class Case(NamedTuple):
     strategy: str = "zero3"
     when: int = 0
     swap: tuple[int, int] = (1, 2)
-    check: str = "now"
+    check: str = "sync"
     microbatches: int = 1
 
 
@@ -146,7 +146,7 @@ def test_rows_that_should_be_the_same_are_compared(axis, when):
 
 
 def test_with_next_the_error_comes_a_call_later_and_the_state_stays():
-    kind, step, text = refused(Case("order", when=1, check="next"))
+    kind, step, text = refused(Case("order", when=1, check="async"))
     assert (kind, "gathers c" in text, "gathers b" in text) == ("RankError", True, True) and step in (1, 2)
 
 
@@ -207,7 +207,7 @@ CASES = st.builds(
     strategy=st.sampled_from(["zero0", "zero1", "zero2", "zero3"]),
     when=st.integers(0, STEPS - 1),
     swap=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    check=st.sampled_from(["now", "next"]),
+    check=st.sampled_from(["sync", "async"]),
     microbatches=st.sampled_from([1, 2]),
 )
 
@@ -225,9 +225,9 @@ def test_ranks_that_differ_compute_what_one_process_does_or_all_raise(case):
     assert results[0] == results[1]
     if differs:
         kind, step, _ = results[0]
-        # With "next" the host looks at the end of a step, or in the next one.
+        # With "async" the host looks at the end of a step, or in the next one.
         first = {"rate": 0, "schedule": case.when + 1}.get(case.what, case.when)
-        assert kind in ("RankError", "ConfigError") and first <= step <= first + (case.check == "next")
+        assert kind in ("RankError", "ConfigError") and first <= step <= first + (case.check == "async")
     else:
         assert results[0] == pytest.approx(alone(), rel=1e-5)
 
@@ -236,7 +236,7 @@ def test_ranks_that_differ_compute_what_one_process_does_or_all_raise(case):
 def on_cp(cut):
     mesh = mesh_of({"cp": 2})
     state, step = fs.setup(MODEL, None, fs.sgd(0.1), fs.random.key(0), mesh=mesh)
-    tokens = torch.randint(0, CONFIG.vocab, (4, 17), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, CONFIG.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if not cut:
         return refusal(step, state, batch, kind=BatchError)
@@ -253,7 +253,7 @@ def test_cp_ranks_with_whole_sequences_are_refused_and_local_batch_cuts_them():
             "Cut global batches with fs.local_batch(batch, mesh), or rows with fs.ops.cut_sequence(batch, mesh=mesh).",
         ]
     state, step = fs.setup(MODEL, None, fs.sgd(0.1), fs.random.key(0), mesh=fs.make_mesh(device="cpu"))
-    tokens = torch.randint(0, CONFIG.vocab, (4, 17), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, CONFIG.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0))
     _, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     for weight, loss in run_ranks(on_cp, 2, True):
         assert weight == 64 and loss == pytest.approx(float(metrics.loss), rel=1e-5)
@@ -343,7 +343,7 @@ def in_shard_map():
         return forward(lambda name: fs.gather_unit(params[name]), names, INPUT[:4])[0]
 
     def run_one():
-        with fs.compare_units(mesh):
+        with fs.debug.compare_units(mesh):
             fs.shard_map(torch.func.grad(loss))(params)
 
     return refusal(run_one, kind=RankError)
@@ -351,5 +351,5 @@ def in_shard_map():
 
 def test_units_in_shard_map_are_compared_on_request():
     for text in run_ranks(in_shard_map, 2):
-        assert text.startswith("fs.compare_units does different things on rank 1 (dp=1) than on rank 0 (dp=0).\n")
+        assert text.startswith("fs.debug.compare_units does different things on rank 1 (dp=1) than on rank 0 (dp=0).\n")
         assert "gathers 0.0.c[4, 4] at" in text and "gathers 0.0.b[4, 4] at" in text

@@ -38,9 +38,9 @@ def state_moves(case):
     """A whole state: parameters or main copies, moments, step, key; and the bytes that the plan says (law 8)."""
     source, target = (layout_here(case.leaves, home) for home in (case.source, case.target))
     state = some_state(case.leaves, case.source)
-    with fs.counting_bytes() as traffic:
+    with fs.debug.count_bytes() as traffic:
         there = fs.reshard(state, target)
-    assert traffic.bytes == fs.explain_reshard(state, target).sent
+    assert traffic.bytes == fs.debug.explain_reshard(state, target).sent
     content_is_whole(there, target)
     content_is_whole(fs.reshard(there, source), source)
 

@@ -8,8 +8,10 @@ from fsharding import checkpoint as ck
 from fsharding.testing import run_ranks
 from tests.helpers import full, token_batch
 
-FP16 = fs.Precision(params=torch.float32, compute=torch.float16, loss_scale=fs.LossScale(initial=64.0, interval=3))
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
+FP16 = fs.Precision(
+    params=torch.float32, compute=torch.float16, loss_scale=fs.formats.LossScale(initial=64.0, interval=3)
+)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=20)
 
 
 def train_on(state, step, mesh, steps):
@@ -44,7 +46,10 @@ def train_with_a_break(path, axes, pairs):
         ),
         (2, {"dp": 2}, [(fs.zero(3), fs.zero(0), fs.FP32), (fs.zero(1), fs.zero(3), fs.BF16)]),
         pytest.param(
-            4, {"replica": 2, "dp": 2}, [(fs.HSDP, fs.HSDP, fs.FP32), (fs.HFSDP, fs.HFSDP, fs.BF16)], marks=full
+            4,
+            {"replica": 2, "dp": 2},
+            [(fs.hybrid(), fs.hybrid(), fs.FP32), (fs.hybrid(opt_state=True), fs.hybrid(opt_state=True), fs.BF16)],
+            marks=full,
         ),
         (2, {"dp": 2}, [(fs.zero(1), fs.zero(1), FP16)]),
     ],

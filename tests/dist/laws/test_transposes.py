@@ -36,7 +36,7 @@ class Map:
 @st.composite
 def maps(draw):
     mesh = draw(strategies.meshes())
-    op = draw(st.sampled_from(["vary", "psum", "gather", "scatter", "all_to_all", "ppermute"]))
+    op = draw(st.sampled_from(["pvary", "psum", "all_gather", "reduce_scatter", "all_to_all", "ppermute"]))
     many = 1 if op == "ppermute" else len(mesh.names)
     axes = tuple(draw(st.lists(st.sampled_from(mesh.names), min_size=1, max_size=many, unique=True)))
     shape = [*draw(strategies.shapes(2)), draw(st.sampled_from([1, 2, 3, 5, 8, 0]))]
@@ -54,18 +54,18 @@ def maps(draw):
 def is_adjoint(case):
     mesh, axes, dim = device_mesh(case.mesh), case.axes, case.dims[0]
     shape, same_in, same_out = list(case.shape), (), ()
-    if case.op in ("vary", "psum"):
-        op, dual = (functools.partial(getattr(ops, name), axis=axes, mesh=mesh) for name in ("vary", "psum"))
+    if case.op in ("pvary", "psum"):
+        op, dual = (functools.partial(getattr(ops, name), axis=axes, mesh=mesh) for name in ("pvary", "psum"))
         same_in = axes
         if case.op == "psum":
             op, dual, same_in, same_out = dual, op, (), axes
-    elif case.op in ("gather", "scatter"):
+    elif case.op in ("all_gather", "reduce_scatter"):
         size, index = shape[dim], 0
         for axis in axes:
             index = index * case.mesh.axis_size(axis) + coordinate(mesh)[axis]
-        op = functools.partial(ops.gather, axis=axes, dim=dim, size=size, mesh=mesh)
-        dual = functools.partial(ops.scatter, axis=axes, dim=dim, mesh=mesh)
-        if case.op == "gather":
+        op = functools.partial(ops.all_gather, axis=axes, dim=dim, size=size, mesh=mesh)
+        dual = functools.partial(ops.reduce_scatter, axis=axes, dim=dim, mesh=mesh)
+        if case.op == "all_gather":
             start, stop = chunk(size, case.members, index)
             shape[dim] = stop - start
         else:

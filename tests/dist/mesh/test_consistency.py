@@ -15,7 +15,7 @@ from fsharding.base import _compat
 from fsharding.base.errors import BatchError, ConfigError
 from fsharding.testing import RankPool, run_ranks
 
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=4, heads=4, kv_heads=2, intermediate_size=20)
 DEFAULT = {
     "axes": {"dp": 2, "tp": 2}, "strategy": fs.zero(3), "rate": 1e-3, "microbatches": 2, "schedule": "1f1b", "dim": 16,
 }  # fmt: skip
@@ -72,7 +72,7 @@ def test_steps_that_differ_are_refused_on_every_rank():
     assert "  strategy: rank 0 has zero1, ranks 1, 2, 3 have zero3\n" in text
     text = all_say(take_step, 4, 0, dim=32)
     assert text.startswith("fs.init_state got other first values on different ranks.\n")
-    assert "  params.blocks.down: rank 0 has Draw(shape=(4, 20, 32), dtype=torch.float32, kind='normal', " in text
+    assert "  params.blocks.down: rank 0 has LazyTensor(shape=(4, 20, 32), dtype=torch.float32, kind='normal', " in text
 
 
 def uneven(rows, pieces):

@@ -19,7 +19,7 @@ def groups(order):
         group = device_mesh.axis_group(mesh, axes)
         assert group.ranks[group.index] == torch.distributed.get_rank()
         found[axes] = group.ranks, group.terms
-    return device_mesh.coordinate(mesh), device_mesh.data_position(mesh), found
+    return device_mesh.coordinate(mesh), device_mesh.data_rank_and_size(mesh), found
 
 
 @pytest.mark.parametrize("order", [AXES, ("dp", "replica", "pp", "ep", "cp", "tp")])

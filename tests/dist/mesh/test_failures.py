@@ -30,7 +30,7 @@ PLACES = {
     "sums": (executor._Run, "sums"),
     "norm": (step_module, "square_sums"),
 }
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=32, layers=4, heads=4, kv_heads=2, intermediate_size=36)
 
 
 def step_of(schedule, timeout, **axes):

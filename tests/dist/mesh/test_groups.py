@@ -15,7 +15,9 @@ from fsharding.mesh import device_mesh
 from fsharding.testing import run_ranks
 from tests.helpers import full, token_batch
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=20)
+)
 OPT = fs.adamw(1e-2)
 SHAPES = (
     {"dp": 4},

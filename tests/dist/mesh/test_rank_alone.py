@@ -22,7 +22,7 @@ from fsharding.mesh.backends import default_store
 from fsharding.testing import RankPool
 from tests.helpers import full
 
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=2, heads=4, kv_heads=2, hidden=36)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=36)
 SECONDS = 2
 
 
@@ -101,7 +101,7 @@ class Run:
 
     def backward_of_psum(self):
         x = torch.ones(3, requires_grad=True)
-        torch.autograd.grad(ops.vary(x, "dp", mesh=self.mesh).sum(), x)
+        torch.autograd.grad(ops.pvary(x, "dp", mesh=self.mesh).sum(), x)
 
     def full_tensor(self):
         time.sleep(0.5)

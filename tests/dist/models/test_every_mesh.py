@@ -93,7 +93,7 @@ def check_together(axes, strategies):
 
 
 def strategies_on(axes):
-    return [*map(fs.zero, range(4)), *([fs.HSDP, fs.HFSDP] if "replica" in axes else [])]
+    return [*map(fs.zero, range(4)), *([fs.hybrid(), fs.hybrid(opt_state=True)] if "replica" in axes else [])]
 
 
 @pytest.mark.parametrize("axes", PAIRS, ids="-".join)

@@ -9,13 +9,15 @@ import pytest
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import run_ranks
 from tests.helpers import full, mesh_of, refusal, token_batch
 
 CONFIGS = {
-    "grouped": fs.models.DecoderConfig(vocab=50, dim=32, layers=3, heads=8, kv_heads=2, hidden=36),
-    "fused": fs.models.DecoderConfig(vocab=51, dim=32, layers=2, heads=8, kv_heads=4, hidden=36, tied=True, fused=True),
+    "grouped": fs.models.DecoderConfig(vocab_size=50, dim=32, layers=3, heads=8, kv_heads=2, intermediate_size=36),
+    "fused": fs.models.DecoderConfig(
+        vocab_size=51, dim=32, layers=2, heads=8, kv_heads=4, intermediate_size=36, tied=True, fused=True
+    ),
     "experts": fs.models.presets.recipe("tiny-moe").config,
     "latent": fs.models.presets.tiny_deepseek_v3().config,
 }
@@ -26,7 +28,7 @@ COUNT = 12
 def state_of(name, axes, strategy="zero3", **options):
     """A state whose weights are large enough that tokens differ."""
     model, mesh = fs.models.decoder(CONFIGS[name], **options), mesh_of(axes)
-    layout = fs.plan_layout(model, mesh, strategy=fs.parse_strategy(strategy))
+    layout = fs.plan_layout(model, mesh, strategy=fs.Strategy.parse(strategy))
 
     def init(key):
         return fs.tree.map(lambda draw: dataclasses.replace(draw, scale=5 * draw.scale), model.init(key))
@@ -89,7 +91,7 @@ def traffic(name, axes, strategy):
         lambda: fs.models.generate(model, state, PROMPTS, COUNT),
         lambda: fs.evaluate(model)(state, batch),
     ):
-        with fs.counting_bytes() as counted, fs.recording() as counts:
+        with fs.debug.count_bytes() as counted, fs.debug.record_collectives() as counts:
             call()
         sent.append({"over dp": counted.by_axes.get(("dp",), (0, 0))[0], "in all": counted.calls})
     return sent, len(counts[0].gathers)
@@ -118,7 +120,7 @@ def test_over_tp_each_token_sends_activations_and_no_parameters(ranks, before):
 def own_prompts(name, axes):
     """Prompts of a rank's own, and a key."""
     model, state = state_of(name, axes)
-    index, _ = data_position(state.layout.mesh)
+    index, _ = data_rank_and_size(state.layout.mesh)
     rows, ends = PROMPTS[index : index + 1 + index], [[], [*range(0, 256, 2)]][index]
     key = fs.random.for_rank(fs.random.key(2), state.layout.mesh)
     tokens = fs.models.generate(model, state, rows, COUNT, key=key, eos=ends)
@@ -167,13 +169,13 @@ def of_a_function(axes):
 
     def apply(params, tokens):
         x = model.embed(fs.gather_unit(params["embed"]), {"tokens": tokens})
-        x = fs.scan_units(model.block, params["blocks"], x, prefetch=params["head"])
+        x = fs.scan_units(model.block, params["blocks"], x, next_unit=params["head"])
         head = fs.gather_unit(params["head"])
         logits = fs.ops.column_linear(fs.ops.rms_norm(x.x, head["norm"]), head["unembed"])[0]
-        whole = logits.shape[-1] == CONFIGS["grouped"].vocab
-        return logits if whole else fs.ops.gather(logits, "tp", dim=2, size=CONFIGS["grouped"].vocab)
+        whole = logits.shape[-1] == CONFIGS["grouped"].vocab_size
+        return logits if whole else fs.ops.all_gather(logits, "tp", dim=2, size=CONFIGS["grouped"].vocab_size)
 
-    with fs.counting_bytes() as sent:
+    with fs.debug.count_bytes() as sent:
         tokens = fs.models.generate(apply, state, PROMPTS, COUNT).tolist()
     return tokens, sent.by_axes.get(("dp",), (0, 0))[0]
 

@@ -50,7 +50,7 @@ def test_two_runs_are_bitwise_the_same(case):
     assert_bitwise_equal(trained(case), trained(case))
 
 
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=4, heads=4, kv_heads=2, intermediate_size=20)
 MEGATRON = [("tp", "cp", "ep", "dp", "pp"), ("tp", "pp", "dp")]
 
 
@@ -91,7 +91,7 @@ def test_products_that_are_kept_are_walked_once():
 
 def test_parameters_that_cannot_take_what_comes_travel_with_those_that_can():
     """Of two leaves cut over `replica` one is contiguous: the other gets memory of its own, and both one gather."""
-    small = fs.models.DecoderConfig(vocab=2, dim=2, layers=1, heads=1, kv_heads=1, hidden=2)
+    small = fs.models.DecoderConfig(vocab_size=2, dim=2, layers=1, heads=1, kv_heads=1, intermediate_size=2)
     strategy = replace(fs.zero(1), replica_params=True)
     mesh = ordered((), replica=2, dp=2)
     trained(DecoderCase(small, mesh, strategy, rows=4, length=1, steps=2, donate=True))
@@ -112,9 +112,9 @@ def test_every_rank_order(axes):
 
 
 # -------------------------------------------------------------------------------------------------------- bytes by axes
-LARGE = fs.models.DecoderConfig(vocab=64, dim=64, layers=4, heads=8, kv_heads=4, hidden=160)
+LARGE = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=4, heads=8, kv_heads=4, intermediate_size=160)
 ROUTED = fs.models.DecoderConfig(
-    vocab=50, dim=32, layers=4, heads=2, kv_heads=1, experts=fs.models.Experts(4, 2, 8, balance=0.01)
+    vocab_size=50, dim=32, layers=4, heads=2, kv_heads=1, experts=fs.models.Experts(4, 2, 8, balance=0.01)
 )
 UNLIKE = replace(
     LARGE,
@@ -124,7 +124,9 @@ FUSED = replace(LARGE, fused=True, bias=True)
 SENT = [
     ({"tp": 2}, {"strategy": fs.zero(0)}),
     pytest.param({"dp": 2, "tp": 2}, {"config": FUSED, "strategy": fs.zero(1), "microbatches": 2}, marks=full),
-    pytest.param({"replica": 2, "tp": 2}, {"config": replace(FUSED, vocab=8192), "strategy": fs.zero(0)}, marks=full),
+    pytest.param(
+        {"replica": 2, "tp": 2}, {"config": replace(FUSED, vocab_size=8192), "strategy": fs.zero(0)}, marks=full
+    ),
     ({"dp": 2, "tp": 2}, {"sequence": True, "microbatches": 2, "precision": fs.BF16}),
     ({"cp": 2, "tp": 2}, {"attention": "ulysses", "strategy": fs.zero(1)}),
     pytest.param(
@@ -132,8 +134,10 @@ SENT = [
         {"schedule": "zbv", "microbatches": 4, "gather": "microbatch", "precision": fs.BF16},
         marks=full,
     ),
-    pytest.param({"replica": 2, "dp": 2}, {"strategy": fs.HFSDP, "microbatches": 2}, marks=full),
-    pytest.param({"replica": 2, "dp": 2}, {"config": replace(LARGE, vocab=8192), "strategy": fs.HSDP}, marks=full),
+    pytest.param({"replica": 2, "dp": 2}, {"strategy": fs.hybrid(opt_state=True), "microbatches": 2}, marks=full),
+    pytest.param(
+        {"replica": 2, "dp": 2}, {"config": replace(LARGE, vocab_size=8192), "strategy": fs.hybrid()}, marks=full
+    ),
     pytest.param({"cp": 2}, {"attention": "ring", "policy": "nothing_saveable"}, marks=full),
     pytest.param({"cp": 4}, {"attention": "gather", "strategy": fs.zero(0)}, marks=full),
     pytest.param(

@@ -97,7 +97,9 @@ def test_rules_that_leave_a_dim_whole_change_no_loss(whole):
 def test_heads_of_every_kind_and_tied_embeddings():
     """More ranks than key heads, as many, fewer; 2 key heads over 4 ranks are each on two."""
     for kv_heads in (1, 8):
-        config = fs.models.DecoderConfig(vocab=50, dim=32, layers=1, heads=8, kv_heads=kv_heads, hidden=36, tied=True)
+        config = fs.models.DecoderConfig(
+            vocab_size=50, dim=32, layers=1, heads=8, kv_heads=kv_heads, intermediate_size=36, tied=True
+        )
         close(on_ranks({"tp": 4}, fs.zero(3), config=config), config)
 
 
@@ -109,7 +111,7 @@ def refused(axes, config, **how):
 
 
 def test_what_tp_cannot_cut_is_refused():
-    config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, hidden=1)
+    config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, intermediate_size=1)
     assert refused({"tp": 4}, config) == (
         "models.decoder cannot be cut over the mesh {tp: 4}.\n"
         "  6 heads: no multiple of 4\n"

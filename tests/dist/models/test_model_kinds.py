@@ -7,22 +7,24 @@ import torch
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.models import DecoderConfig, Latent, Stack
+from fsharding.models import MLA, DecoderConfig, Stack
 from fsharding.testing import run_ranks
 from tests.helpers import full
 from tests.models import close, on_ranks
 
-LATENT = Latent(
+LATENT = MLA(
     4, q_rank=12, kv_rank=8, plain_dim=6, rotary_dim=4, value_dim=5, rope_scaling=ops.YarnScaling(length=8, fast=2.0)
 )
-BASE = DecoderConfig(vocab=50, dim=16, layers=2, heads=4, kv_heads=2, hidden=20)
+BASE = DecoderConfig(vocab_size=50, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=20)
 BIASED = replace(BASE, heads=8, bias=True, head_size=6, rope_scaling=ops.LlamaScaling(length=4), qk_norm=True)
 NARROW = replace(BASE, attention=LATENT)
 UNLIKE = replace(
-    BASE, layers=8, stacks=(Stack("first", 3, LATENT), Stack("second", 1), Stack("third", 4, hidden=12))
+    BASE, layers=8, stacks=(Stack("first", 3, LATENT), Stack("second", 1), Stack("third", 4, intermediate_size=12))
 )  # fmt: skip
-SHORT = replace(UNLIKE, layers=4, stacks=(Stack("first", 1, LATENT), Stack("second", 2), Stack("third", 1, hidden=12)))
-FUSED = replace(BASE, fused=True, bias=True, hidden=21)
+SHORT = replace(
+    UNLIKE, layers=4, stacks=(Stack("first", 1, LATENT), Stack("second", 2), Stack("third", 1, intermediate_size=12))
+)
+FUSED = replace(BASE, fused=True, bias=True, intermediate_size=21)
 PACKED = {"packed": True}
 
 CASES = [

@@ -14,7 +14,7 @@ from tests.models import alone, batches, close, on_ranks
 
 # Biases go up and down by as much as scores differ, so that they change who gets which token at every step.
 BIASED = Experts(4, 2, 12, shared=1, score="sigmoid", scale=2.5, groups=2, kept_groups=2, z=1e-2, bias_rate=1e-2)
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=16, layers=2, heads=4, kv_heads=2, experts=BIASED)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=2, heads=4, kv_heads=2, experts=BIASED)
 BALANCED = replace(CONFIG, experts=Experts(4, 2, 12, balance=5e-2, z=1e-2))
 AGAIN = {"policy": fs.policies.nothing_saveable}
 
@@ -88,7 +88,7 @@ def biases(axes, strategies, steps=3):
     for strategy in strategies:
         layout = fs.plan_layout(model, mesh, strategy=strategy)
         state, step = fs.init_state(model, opt, fs.random.key(0), layout), fs.make_train_step(model, opt)
-        for _, batch in zip(range(steps), batches(mesh, CONFIG.vocab), strict=False):
+        for _, batch in zip(range(steps), batches(mesh, CONFIG.vocab_size), strict=False):
             state, _ = step(state, batch)
         found.append(state.params["blocks"]["experts"]["bias"].full_tensor())
     return found

@@ -251,9 +251,9 @@ def memory_of_a_ring(case):
         return x
 
     with mock.patch.object(MODULE, "_TILE", case.tile), Largest() as largest:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), fs.counting_bytes() as forward:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), fs.debug.count_bytes() as forward:
             out = ops.attention(q, k, v, documents=of, mesh=mesh)
-        with fs.counting_bytes() as backward:
+        with fs.debug.count_bytes() as backward:
             torch.autograd.grad(out, (q, k, v), w)
     return sum(x.untyped_storage().nbytes() for x in kept.values()), largest.elements, forward.bytes, backward.bytes
 

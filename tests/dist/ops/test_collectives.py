@@ -49,14 +49,14 @@ def dense(op, xs, how):
         n = len(ranks)
         for place, rank in enumerate(ranks):
             mine = [xs[r] for r in ranks]
-            if op == "gather":
+            if op == "all_gather":
                 result[rank] = torch.cat(mine, how["dim"])
-            elif op == "scatter":
+            elif op == "reduce_scatter":
                 start, stop = chunk(xs[rank].shape[how["dim"]], n, place)
                 result[rank] = sum(mine[1:], mine[0]).narrow(how["dim"], start, stop - start)
             elif op == "psum":
                 result[rank] = sum(mine[1:], mine[0])
-            elif op == "vary":
+            elif op == "pvary":
                 result[rank] = xs[rank]
             elif op == "all_to_all":
                 result[rank] = torch.cat([x.chunk(n, how["split_dim"])[place] for x in mine], how["concat_dim"])
@@ -68,10 +68,10 @@ def dense(op, xs, how):
 
 def apply(op, x, how, mesh):
     axes = how["axes"]
-    if op == "gather":
-        return ops.gather(x, axes, dim=how["dim"], size=how.get("size"), mesh=mesh)
-    if op == "scatter":
-        return ops.scatter(x, axes, dim=how["dim"], mesh=mesh)
+    if op == "all_gather":
+        return ops.all_gather(x, axes, dim=how["dim"], size=how.get("size"), mesh=mesh)
+    if op == "reduce_scatter":
+        return ops.reduce_scatter(x, axes, dim=how["dim"], mesh=mesh)
     if op == "all_to_all":
         return ops.all_to_all(x, axes, split_dim=how["split_dim"], concat_dim=how["concat_dim"], mesh=mesh)
     if op == "ppermute":
@@ -80,15 +80,15 @@ def apply(op, x, how, mesh):
 
 
 def dual(op, how):
-    if op == "gather":
-        return "scatter", how
-    if op == "scatter":
-        return "gather", how
+    if op == "all_gather":
+        return "reduce_scatter", how
+    if op == "reduce_scatter":
+        return "all_gather", how
     if op == "all_to_all":
         return op, {**how, "split_dim": how["concat_dim"], "concat_dim": how["split_dim"]}
     if op == "ppermute":
         return op, {**how, "pairs": [(b, a) for a, b in how["pairs"]]}
-    return {"psum": "vary", "vary": "psum"}[op], how
+    return {"psum": "pvary", "pvary": "psum"}[op], how
 
 
 def size_of(axes):
@@ -109,9 +109,9 @@ def cases():
                     start, stop = chunk(size, n, place)
                     pieces[rank] = [*shape]
                     pieces[rank][dim] = stop - start
-            yield "gather", how, [pieces[rank] for rank in range(RANKS)]
-            yield "scatter", how, [shape] * RANKS
-        for op in ("psum", "vary"):
+            yield "all_gather", how, [pieces[rank] for rank in range(RANKS)]
+            yield "reduce_scatter", how, [shape] * RANKS
+        for op in ("psum", "pvary"):
             yield op, {"axes": axes}, [[3, 2]] * RANKS
             yield op, {"axes": axes}, [[]] * RANKS
         for split_dim, concat_dim in ((0, 1), (1, 0), (0, 0), (-1, 0), (2, 1)):
@@ -153,16 +153,20 @@ def run_all(dtype):
     mesh, rank, found = square(), dist.get_rank(), []
     for op, how, shapes in CASES:
         xs = values(shapes, dtype)
-        xs = shared(xs, how) if op == "vary" else xs
+        xs = shared(xs, how) if op == "pvary" else xs
         out = apply(op, xs[rank], how, mesh)
-        y = values([list(out.shape)] * RANKS, dtype, seed=7)[rank] if op not in ("gather", "scatter") else None
+        y = (
+            values([list(out.shape)] * RANKS, dtype, seed=7)[rank]
+            if op not in ("all_gather", "reduce_scatter")
+            else None
+        )
         if y is None:
             y = values([list(t.shape) for t in dense(op, xs, how)], dtype, seed=7)[rank]
         if op == "psum":
             y = shared(values([list(out.shape)] * RANKS, dtype, seed=7), how)[rank]
         back = apply(*(lambda o, h: (o, y, h))(*dual(op, how)), mesh)
         # A value that is one for all ranks of a family counts once for them, not once for each.
-        outer, inner = (size_of(how["axes"]) if op == name else 1 for name in ("psum", "vary"))
+        outer, inner = (size_of(how["axes"]) if op == name else 1 for name in ("psum", "pvary"))
         found.append(
             (
                 out,
@@ -182,7 +186,7 @@ def test_every_collective_is_what_dense_math_says_and_has_its_transpose(dtype, r
     results = run_ranks(run_all, RANKS, dtype)
     for (op, how, shapes), *seen in zip(CASES, *results, strict=True):
         xs = values(shapes, dtype)
-        xs = shared(xs, how) if op == "vary" else xs
+        xs = shared(xs, how) if op == "pvary" else xs
         for (out, _, _), want in zip(seen, dense(op, xs, how), strict=True):
             assert out.dtype == dtype
             assert_trees_close(out, want, rtol=rtol, atol=rtol, what=f"{op} {how}")
@@ -205,7 +209,7 @@ def dense_smooth(op, how, xs, weights):
 def problem(op, how, shapes, dtype=torch.float64):
     """Inputs, weights and tangents of all ranks. Where a loss is of a sum, it is the same loss on all its ranks."""
     xs, ts = values(shapes, dtype), values(shapes, dtype, seed=2)
-    if op == "vary":
+    if op == "pvary":
         xs, ts = shared(xs, how), shared(ts, how)
     weights = values([list(x.shape) for x in dense(op, xs, how)], dtype, seed=3)
     return xs, shared(weights, how) if op == "psum" else weights, ts
@@ -232,7 +236,7 @@ def transform_all(cases):
             "jvp": torch.func.jvp(f, (x,), (t,))[1],
             "jacrev": torch.func.jacrev(f)(x),
         }
-        if op not in ("psum", "vary"):
+        if op not in ("psum", "pvary"):
             # Sums of losses are not one loss of all ranks, but their forward derivative is still one number a rank.
             row["hvp"] = torch.func.jvp(torch.func.grad(f), (x,), (t,))[1]
         many = torch.stack([x, 2 * x, -x])
@@ -249,8 +253,8 @@ def transform_all(cases):
 def dense_derivatives(op, how, shapes):
     """Per rank: gradient, tangent and Hessian times tangent of the sum of all ranks' losses."""
     xs, weights, ts = problem(op, how, shapes)
-    xs = [x.requires_grad_() for x in xs] if op != "vary" else xs
-    if op == "vary":
+    xs = [x.requires_grad_() for x in xs] if op != "pvary" else xs
+    if op == "pvary":
         # One value for each family: its gradient sums over the members.
         heads = {ranks[0]: xs[ranks[0]].clone().requires_grad_() for ranks in families(how["axes"])}
         owner = {rank: ranks[0] for ranks in families(how["axes"]) for rank in ranks}
@@ -292,14 +296,16 @@ def jacobians():
     """The Jacobian of a rank's outputs, by reverse and by forward mode: SPMD, so rows of all ranks at once."""
     mesh, rank = square(), dist.get_rank()
     x = values([[2, 3]] * RANKS, torch.float64)[rank]
-    f = functools.partial(ops.gather, axis=("cp", "dp"), dim=1, mesh=mesh)
+    f = functools.partial(ops.all_gather, axis=("cp", "dp"), dim=1, mesh=mesh)
     return torch.func.jacrev(lambda x: f(x.sin()))(x), torch.func.jacfwd(lambda x: f(x.sin()))(x)
 
 
 def test_jacobians_through_a_gather():
     xs = values([[2, 3]] * RANKS, torch.float64)
     how = {"axes": ("cp", "dp"), "dim": 1}
-    full = torch.autograd.functional.jacobian(lambda *xs: tuple(dense("gather", [x.sin() for x in xs], how)), tuple(xs))
+    full = torch.autograd.functional.jacobian(
+        lambda *xs: tuple(dense("all_gather", [x.sin() for x in xs], how)), tuple(xs)
+    )
     for rank, (reverse, forward) in enumerate(run_ranks(jacobians, RANKS)):
         # Reverse: the k-th cotangent is set on every rank, so what comes back is the sum over ranks' k-th outputs.
         assert_trees_close(reverse, sum(full[r][rank] for r in range(RANKS)), rtol=1e-9, atol=1e-12)
@@ -315,10 +321,10 @@ def identities():
         x = values([[n, 2 * n, 3]] * RANKS)[rank]
         there = ops.all_to_all(x, axes, split_dim=1, concat_dim=0, mesh=mesh)
         assert_bitwise_equal(ops.all_to_all(there, axes, split_dim=0, concat_dim=1, mesh=mesh), x)
-        joined = ops.gather(x, axes, dim=1, mesh=mesh)
-        mine = ops.scatter(joined, axes, dim=1, mesh=mesh) / n
+        joined = ops.all_gather(x, axes, dim=1, mesh=mesh)
+        mine = ops.reduce_scatter(joined, axes, dim=1, mesh=mesh) / n
         assert_bitwise_equal(mine, x)
-        assert_bitwise_equal(ops.vary(x, axes, mesh=mesh), x)
+        assert_bitwise_equal(ops.pvary(x, axes, mesh=mesh), x)
         # One balanced tree: axis by axis it is the minor axis first.
         both = ops.psum(ops.psum(x, "cp", mesh=mesh), "dp", mesh=mesh)
         assert_bitwise_equal(ops.psum(x, ("dp", "cp"), mesh=mesh), both)
@@ -327,7 +333,7 @@ def identities():
         assert_bitwise_equal(ops.psum(x, "dp"), ops.psum(x, "dp", mesh=mesh))
         # An axis that the mesh lacks has size 1.
         assert_bitwise_equal(ops.psum(x, "tp"), x)
-        assert_bitwise_equal(ops.gather(x, ("tp", "ep"), dim=0), x)
+        assert_bitwise_equal(ops.all_gather(x, ("tp", "ep"), dim=0), x)
     large = torch.arange(100_003, dtype=torch.float32) * (rank + 1)
     assert_bitwise_equal(ops.psum(large, ("dp", "cp"), mesh=mesh), torch.arange(100_003, dtype=torch.float32) * 10)
 
@@ -340,7 +346,7 @@ def sums_in_float32():
     """Terms in bfloat16 whose sum in bfloat16 would lose the small ones."""
     x = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)[dist.get_rank()].expand(8).contiguous()
     mesh = square()
-    return ops.psum(x, ("dp", "cp"), mesh=mesh), ops.scatter(x, ("dp", "cp"), dim=0, mesh=mesh)
+    return ops.psum(x, ("dp", "cp"), mesh=mesh), ops.reduce_scatter(x, ("dp", "cp"), dim=0, mesh=mesh)
 
 
 def test_narrow_terms_are_summed_wide():
@@ -381,9 +387,9 @@ def bad_axes():
     texts = []
     for call in (
         lambda: ops.psum(x, "dpp", mesh=mesh),
-        lambda: ops.vary(x, ("dp", "model"), mesh=mesh),
-        lambda: ops.gather(x, "cpp", dim=0, mesh=mesh),
-        lambda: ops.scatter(x, "dqp", dim=0, mesh=mesh),
+        lambda: ops.pvary(x, ("dp", "model"), mesh=mesh),
+        lambda: ops.all_gather(x, "cpp", dim=0, mesh=mesh),
+        lambda: ops.reduce_scatter(x, "dqp", dim=0, mesh=mesh),
     ):
         with pytest.raises(MeshError) as caught:
             call()
@@ -396,9 +402,9 @@ def test_an_axis_that_does_not_exist_is_refused():
     for texts in run_ranks(bad_axes, RANKS):
         assert texts == [
             f"ops.psum knows no axis 'dpp'. {known} Did you mean 'dp'?",
-            f"ops.vary knows no axis 'model'. {known}",
-            f"ops.gather knows no axis 'cpp'. {known} Did you mean 'cp'?",
-            f"ops.scatter knows no axis 'dqp'. {known} Did you mean 'dp'?",
+            f"ops.pvary knows no axis 'model'. {known}",
+            f"ops.all_gather knows no axis 'cpp'. {known} Did you mean 'cp'?",
+            f"ops.reduce_scatter knows no axis 'dqp'. {known} Did you mean 'dp'?",
         ]
 
 
@@ -406,8 +412,8 @@ def bad_dims():
     mesh, texts = square(), []
     for x, dim in ((torch.zeros(()), 0), (torch.zeros(3, 3), 2), (torch.zeros(3, 3), -3)):
         for call in (
-            lambda x=x, dim=dim: ops.gather(x, "dp", dim=dim, mesh=mesh),
-            lambda x=x, dim=dim: ops.scatter(x, "dp", dim=dim, mesh=mesh),
+            lambda x=x, dim=dim: ops.all_gather(x, "dp", dim=dim, mesh=mesh),
+            lambda x=x, dim=dim: ops.reduce_scatter(x, "dp", dim=dim, mesh=mesh),
             lambda x=x, dim=dim: ops.all_to_all(x, "dp", split_dim=dim, concat_dim=dim, mesh=mesh),
         ):
             try:
@@ -693,7 +699,7 @@ def test_torch_func_through_scan_units(policy):
     for strategy, axes in (
         (fs.zero(3), {"dp": 4}),
         (fs.zero(0), {"dp": 2, "cp": 2}),
-        (fs.HSDP, {"replica": 2, "dp": 2}),
+        (fs.hybrid(), {"replica": 2, "dp": 2}),
     ):
         run_ranks(scanned, RANKS, policy, strategy, axes)
 

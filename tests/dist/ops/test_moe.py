@@ -13,7 +13,7 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import LayoutError, SpecError
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import axis_group, coordinate, data_position
+from fsharding.mesh.device_mesh import axis_group, coordinate, data_rank_and_size
 from fsharding.ops.moe import owned_experts
 from fsharding.sharding.boxes import chunk
 from fsharding.testing import assert_adjoint, assert_bitwise_equal, assert_trees_close, rank_values, run_ranks
@@ -204,7 +204,7 @@ def loss_of(policy, aux):
 
 
 def batches(mesh, steps):
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     for step in range(steps):
         x, y = values(ROWS, DIM, seed=step), values(ROWS, DIM, seed=50 + step).clamp(-1, 1)
         yield {"x": x.chunk(count)[index], "y": y.chunk(count)[index]}
@@ -216,7 +216,7 @@ def train(axes, strategies, *, policy="save_except_gathered", aux=0.05, microbat
     for strategy in strategies:
         layout = fs.plan_layout(draws(fs.random.key(0)), mesh, RULES, strategy, names=NAMES, precision=precision)
         state = fs.init_state(draws, OPT, fs.random.key(3), layout)
-        assert fs.state_bytes((state.params, state.main, state.opt_state)) == layout.memory(OPT).state
+        assert fs.debug.state_bytes((state.params, state.main, state.opt_state)) == layout.memory(OPT).state
         step = fs.make_train_step(loss_of(fs.policies.POLICIES[policy], aux), OPT, microbatches=microbatches)
         seen = []
         for batch in batches(mesh, steps):
@@ -274,7 +274,7 @@ def test_experts_train_with_remat_and_in_microbatches(how):
 def in_bfloat16():
     """Losses of zero(1) and zero(3) agree in every bit with bfloat16 compute too, and a replica is just another copy."""
     runs = train({"dp": 2, "ep": 2}, [fs.zero(1), fs.zero(3)], precision=fs.BF16, steps=2)
-    outer = train({"replica": 2, "ep": 2}, [fs.HSDP, fs.HFSDP], precision=fs.BF16, steps=2)
+    outer = train({"replica": 2, "ep": 2}, [fs.hybrid(), fs.hybrid(opt_state=True)], precision=fs.BF16, steps=2)
     return [seen for seen, _ in (*runs, *outer)]
 
 
@@ -289,7 +289,7 @@ def what_moves():
     mesh = mesh_of({"ep": 2})
     shapes = {"gate": torch.zeros(EXPERTS, HIDDEN, DIM), "dense": torch.zeros(DIM, DIM)}
     layout = fs.plan_layout(shapes, mesh, names={"gate": EXPERT_NAMES[1:], "dense": (None, "embed")})
-    place = data_position(mesh)[0]
+    place = data_rank_and_size(mesh)[0]
     params = fs.shard({"gate": values(EXPERTS, HIDDEN, DIM, seed=1), "dense": values(DIM, DIM, seed=2)}, layout)
 
     def loss(params, batch):
@@ -298,7 +298,7 @@ def what_moves():
         assert gate.shape == (EXPERTS // 2, HIDDEN, DIM) and dense.shape == (DIM, DIM)
         return (gate.square().sum() + dense.square().sum()) * (place + 1.0) / 2, 1
 
-    with fs.recording() as seen:
+    with fs.debug.record_collectives() as seen:
         (total, _), grads = fs.value_and_grad(loss, mean=False)(params, None)
     assert_bitwise_equal(grads["gate"].to_local(), params["gate"].to_local() * (place + 1))
     assert_trees_close(grads["dense"].full_tensor(), 3 * params["dense"].full_tensor(), rtol=1e-6)

@@ -88,17 +88,22 @@ def adjoint(axes):
     shared, cut = rank_values((4, 8), mesh, same=("tp",)), rank_values((4, 2), mesh)
     size = axes["tp"]
     assert_adjoint(
-        partial(ops.enter, mesh=mesh), partial(ops.leave, mesh=mesh), shared, mesh=mesh, same_in=("tp",), what="shared"
+        partial(ops.copy_to_tp, mesh=mesh),
+        partial(ops.reduce_from_tp, mesh=mesh),
+        shared,
+        mesh=mesh,
+        same_in=("tp",),
+        what="shared",
     )
     assert_adjoint(
-        partial(ops.enter, sequence_dim=1, mesh=mesh),
-        partial(ops.leave, sequence_dim=1, mesh=mesh),
+        partial(ops.copy_to_tp, sequence_dim=1, mesh=mesh),
+        partial(ops.reduce_from_tp, sequence_dim=1, mesh=mesh),
         cut,
         mesh=mesh,
         what="cut",
     )
     with pytest.raises(SpecError) as refusal:
-        ops.leave(torch.ones(2, 3), sequence_dim=1, mesh=mesh)
+        ops.reduce_from_tp(torch.ones(2, 3), sequence_dim=1, mesh=mesh)
     return str(refusal.value), size
 
 
@@ -106,7 +111,7 @@ def adjoint(axes):
 def test_entering_and_leaving_a_region_are_transposes(axes):
     text, size = run_ranks(adjoint, axes["tp"], axes)[0]
     assert text == (
-        f"ops.leave cannot cut dim 1 of size 3 over tp of size {size}.\n"
+        f"ops.reduce_from_tp cannot cut dim 1 of size 3 over tp of size {size}.\n"
         f"Make the sequence of each rank a multiple of {size}."
     )
 

@@ -14,7 +14,7 @@ import torch
 import fsharding as fs
 from fsharding import checkpoint, optim
 from fsharding.base.errors import LayoutError
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import full, mesh_of, normal_tree, whole
 
@@ -123,7 +123,7 @@ def stepped(state, opt, steps, *, donate=False):
         context = optim.UpdateContext(donate=donate)
         updates, inner = opt.with_context().update(grads, state.opt_state, main, context)
         main = fs.optim.apply_updates(main, updates, donate=donate)
-        params = fs.spread_main(main, state.params, layout)
+        params = fs.params_from_main(main, state.params, layout)
         state = state.replace(
             step=state.step + 1, params=params, main=main if state.main is not None else None, opt_state=inner
         )
@@ -137,7 +137,7 @@ def run_all(levels, names):
         for level in levels:
             opt, layout = OPTIMIZERS[name](), planned(fs.zero(level))
             state = stepped(first(opt, layout), opt, range(1, STEPS + 1), donate=level % 2 == 1)
-            sizes = fs.state_bytes(state.opt_state), layout.memory(opt).opt_state
+            sizes = fs.debug.state_bytes(state.opt_state), layout.memory(opt).opt_state
             found[name, level] = whole(state.params), whole(state.opt_state), sizes
     return found
 
@@ -263,7 +263,7 @@ def test_a_file_of_two_ranks_is_loaded_by_one(name, moved):
 
 
 # ------------------------------------------------------------------------------------------------------------ a decoder
-CONFIG = fs.models.DecoderConfig(vocab=32, dim=24, layers=3, heads=2, kv_heads=1, hidden=40)
+CONFIG = fs.models.DecoderConfig(vocab_size=32, dim=24, layers=3, heads=2, kv_heads=1, intermediate_size=40)
 TRAINED = {
     "muon": lambda: fs.optim.multi_transform(
         {"matrix": optim.muon(0.02, dtype=torch.float32), "other": fs.adamw(3e-3, eps=1e-3)}, optim.label_matrices()
@@ -275,9 +275,9 @@ TRAINED = {
 
 def batches(mesh, steps=3):
     generator = torch.Generator().manual_seed(1)
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     for _ in range(steps):
-        tokens = torch.randint(0, CONFIG.vocab, (8, 9), generator=generator)
+        tokens = torch.randint(0, CONFIG.vocab_size, (8, 9), generator=generator)
         yield {"tokens": tokens[:, :-1].chunk(count)[index], "targets": tokens[:, 1:].chunk(count)[index]}
 
 
@@ -338,7 +338,7 @@ def muon_traffic():
     opt = optim.muon(0.1)
     state = opt.init(x)
     opt.update(x, state, x)
-    with fs.counting_bytes() as traffic:
+    with fs.debug.count_bytes() as traffic:
         opt.update(x, state, x)
     return traffic.bytes
 
@@ -366,7 +366,7 @@ def norm_of(axes, specs):
     mesh, noise = mesh_of(axes), torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=noise) for shape in [(600, 501), (7, 6)] for _ in specs]
     cuts = [fs.NamedSharding(mesh, fs.P(*spec)) for spec in specs] * 2
-    with fs.counting_bytes() as sent:
+    with fs.debug.count_bytes() as sent:
         found = fs.global_norm(fs.shard(values, cuts))
     exact = torch.cat([x.double().reshape(-1) for x in values]).norm().float()
     return found.item(), exact.item(), {axes: calls for axes, (calls, _) in sent.by_axes.items()}
@@ -424,13 +424,13 @@ def on_parts(name, levels, stages=None, **axes):
         opt, mesh = OPTIMIZERS[name](), mesh_of(axes)
         layout = fs.plan_layout(of_parts(0), mesh, RULES, fs.zero(level), names=PART_NAMES, stages=stages)
         state = fs.init_state(lambda key: of_parts(0), opt, fs.random.key(0), layout)
-        sizes = fs.state_bytes(state.opt_state), layout.memory(opt).opt_state
+        sizes = fs.debug.state_bytes(state.opt_state), layout.memory(opt).opt_state
         for step in range(1, STEPS + 1):
             grads = fs.shard(of_parts(step), layout.main)
             context = optim.UpdateContext(shardings=layout.main, donate=level % 2 == 1)
             main = state.main if state.main is not None else fs.main_params(state.params, layout)
             main, inner = optim.apply_gradients(opt, grads, state.opt_state, main, context)
-            params, kept = fs.spread_main(main, state.params, layout), main if state.main is not None else None
+            params, kept = fs.params_from_main(main, state.params, layout), main if state.main is not None else None
             state = state.replace(params=params, main=kept, opt_state=inner)
         one = fs.reshard(state, fs.plan_layout(of_parts(0), mesh_of({"dp": -1}), RULES, fs.zero(0), names=PART_NAMES))
         found.append((whole(one.params), whole(one.opt_state), sizes))

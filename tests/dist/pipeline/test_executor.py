@@ -27,7 +27,7 @@ from fsharding.transforms import policies
 from fsharding.transforms.saved_tensors import SavedTensors
 from tests.helpers import full, token_batch
 
-CONFIG = fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36)
+CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=32, layers=4, heads=4, kv_heads=2, intermediate_size=36)
 MODEL = fs.models.decoder(CONFIG)
 
 
@@ -42,9 +42,9 @@ def counted(gather, ahead):
     """Bytes of state, and for each microbatch of each stage the units that were gathered."""
     schedule = fs.pipeline.plan_schedule("1f1b", 2, 4, gather=gather, ahead=ahead)
     state, opt = started(schedule, pp=2, dp=2)
-    memory, held = state.layout.memory(opt), fs.state_bytes((state.params, state.main, state.opt_state))
+    memory, held = state.layout.memory(opt), fs.debug.state_bytes((state.params, state.main, state.opt_state))
     step = fs.make_train_step(MODEL, opt, microbatches=4, schedule=schedule)
-    with fs.recording() as counts:
+    with fs.debug.record_collectives() as counts:
         step(state, {name: x.chunk(2)[0] for name, x in token_batch(0, vocab=50, rows=16).items()})
     return memory.state == held, [(len(c.gathers), c.peak_units) for c in counts]
 
@@ -76,7 +76,7 @@ def followed(name, how, ahead):
         return made
 
     def watched(run, action):
-        with fs.counting_bytes() as sent:
+        with fs.debug.count_bytes() as sent:
             do(run, action)
         done.append((action, sent.by_axes.get(("dp",), (0, 0))[0]))
 
@@ -118,7 +118,7 @@ def digested(schedule, model, steps=2, policy=policies.save_except_gathered, **a
     state, opt = started(schedule, model, **axes)
     step = fs.make_train_step(model, opt, microbatches=4, schedule=schedule, policy=policy)
     digest, mesh = hashlib.sha256(), state.layout.mesh
-    with fs.counting_bytes() as sent:
+    with fs.debug.count_bytes() as sent:
         for i in range(steps):
             with following() as events:
                 state, metrics = step(state, fs.local_batch(token_batch(i, vocab=50, rows=16), mesh))

@@ -37,9 +37,9 @@ def message_of(check, *args, **kwargs):
 
 def adjoint_checks():
     mesh = device_mesh(MESH)
-    gather = functools.partial(ops.gather, axis="dp", dim=0, mesh=mesh)
-    scatter = functools.partial(ops.scatter, axis="dp", dim=0, mesh=mesh)
-    psum, vary = (functools.partial(op, axis="dp", mesh=mesh) for op in (ops.psum, ops.vary))
+    gather = functools.partial(ops.all_gather, axis="dp", dim=0, mesh=mesh)
+    scatter = functools.partial(ops.reduce_scatter, axis="dp", dim=0, mesh=mesh)
+    psum, vary = (functools.partial(op, axis="dp", mesh=mesh) for op in (ops.psum, ops.pvary))
     x = rank_values((2, 3), mesh)
     same = rank_values((2, 3), mesh, same=("dp",))
     return {

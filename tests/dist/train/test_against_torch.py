@@ -80,7 +80,7 @@ def test_tensor_parallel_modules_and_loss_are_those_of_torch():
 
 
 # ------------------------------------------------------------------------------------------------------------ pipelines
-CONFIG = fs.models.DecoderConfig(vocab=VOCAB, dim=D, layers=8, heads=4, kv_heads=2, hidden=HIDDEN)
+CONFIG = fs.models.DecoderConfig(vocab_size=VOCAB, dim=D, layers=8, heads=4, kv_heads=2, intermediate_size=HIDDEN)
 MODEL = fs.models.decoder(CONFIG)
 THEIRS = {
     "gpipe": schedules.ScheduleGPipe,

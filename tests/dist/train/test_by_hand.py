@@ -101,7 +101,7 @@ def test_losses_that_do_unusual_things_with_their_parameters(name):
     total, _ = BY_HAND[name].loss(params, next(toy_batches(BY_HAND[name], mesh_of(ALONE), 1)))
     paths, leaves = fs.tree.paths(params), fs.tree.leaves(params)
     reference = dict(zip(paths, torch.autograd.grad(total, leaves), strict=True))
-    strategies = [*ZEROS, fs.HSDP, fs.HFSDP, fs.hybrid(params=True)]
+    strategies = [*ZEROS, fs.hybrid(), fs.hybrid(opt_state=True), fs.hybrid(params=True)]
     for microbatches in (1, 3):
         results = run_ranks(summed_gradients, 4, name, strategies, OUTER, microbatches, timeout=30)
         for strategy, found in zip(strategies, results[0], strict=True):

@@ -31,7 +31,7 @@ def started(axes, strategy, precision=fs.FP32, model=MODEL, opt=None, **how):
     state = fs.init_state(
         MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy, precision=precision)
     )
-    return state, fs.make_train_step(model, opt, **{"check": "next", **how}), [*batches(5, mesh)]
+    return state, fs.make_train_step(model, opt, **{"check": "async", **how}), [*batches(5, mesh)]
 
 
 def reports(step, state, rows):
@@ -71,7 +71,9 @@ def test_captured_steps_have_the_bits_of_the_steps_themselves(cases):
 
 @full
 def test_hybrids_are_captured_too():
-    run_ranks(both, 4, OUTER, [(s, p, True, 1) for s in (fs.HSDP, fs.HFSDP) for p in (fs.FP32, FP16)])
+    run_ranks(
+        both, 4, OUTER, [(s, p, True, 1) for s in (fs.hybrid(), fs.hybrid(opt_state=True)) for p in (fs.FP32, FP16)]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -81,7 +83,7 @@ BATCH = {"x": torch.arange(8.0).view(2, 4)}
 
 def alone(loss, **how):
     """A state and a step of a small loss function on one process."""
-    return fs.setup(WEIGHTS, loss, fs.adamw(1e-2), fs.random.key(0), **{"check": "next", **how})
+    return fs.setup(WEIGHTS, loss, fs.adamw(1e-2), fs.random.key(0), **{"check": "async", **how})
 
 
 def squares(params, batch):
@@ -134,7 +136,7 @@ def line_of(function, text):
 def test_buffers_that_the_first_call_allocates_are_no_difference():
     """A gradient of such a size that no data axis cuts lives in a buffer that later steps use again."""
     params = {"w": torch.ones(1 << 11, 1 << 11)}
-    state, step = fs.setup(params, squares, fs.adamw(1e-2), fs.random.key(0), check="next")
+    state, step = fs.setup(params, squares, fs.adamw(1e-2), fs.random.key(0), check="async")
     fs.testing.assert_capturable(step, state, {"x": torch.ones(2, 1 << 11)})
 
 
@@ -174,9 +176,9 @@ def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
         "fs.capture needs a state on a CUDA device; this one is on cpu.\nThere are no graphs elsewhere: call the step"
         " itself. fs.testing.assert_capturable(step, state, batch) says on any device whether it could be captured."
     )
-    assert refusal(fs.testing.assert_capturable, alone(squares, check="now")[1], state, BATCH, kind=ConfigError) == (
-        'fs.capture cannot capture a step with check="now".\n'
-        'Make it with fs.make_train_step(..., check="next"), which reads nothing.'
+    assert refusal(fs.testing.assert_capturable, alone(squares, check="sync")[1], state, BATCH, kind=ConfigError) == (
+        'fs.capture cannot capture a step with check="sync".\n'
+        'Make it with fs.make_train_step(..., check="async"), which reads nothing.'
     )
     assert refusal(fs.capture, squares, state, BATCH).startswith("fs.capture takes a step of fs.make_train_step, got ")
     assert refusal(fs.capture, step, state.params, BATCH) == (
@@ -188,7 +190,7 @@ def of_a_pipeline():
     model = fs.pipeline.plan_schedule("1f1b", 2, 2)
     layout = fs.plan_layout(MODEL, mesh_of({"pp": 2}), stages=fs.pipeline.stages_of(MODEL, model))
     state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), layout)
-    step = fs.make_train_step(MODEL, fs.sgd(0.1), microbatches=2, check="next")
+    step = fs.make_train_step(MODEL, fs.sgd(0.1), microbatches=2, check="async")
     return refusal(fs.testing.assert_capturable, step, state, next(batches(1, layout.mesh)), kind=ConfigError)
 
 

@@ -56,7 +56,7 @@ def both(axes, cases):
     """Compares the two ways, here; whether each kind of step was seen."""
     seen = set()
     for case in cases:
-        now, later = (run(axes, *case, check) for check in ("now", "next"))
+        now, later = (run(axes, *case, check) for check in ("sync", "async"))
         assert_bitwise_equal(later, now, str(case))
         seen |= {report[-1] for report in now[0]}
     return seen
@@ -71,16 +71,16 @@ def test_losses_norms_and_states_are_the_same_in_every_bit(on_one_axis):
     for ranks, axes, cases in (
         (2, DP, on_one_axis),
         (2, {"pp": 2}, [(fs.zero(3), FP16, "adamw", True)]),
-        (4, OUTER, [(fs.HSDP, FP16, "adamw", True), (fs.HFSDP, FP16, "momentum", False)]),
+        (4, OUTER, [(fs.hybrid(), FP16, "adamw", True), (fs.hybrid(opt_state=True), FP16, "momentum", False)]),
     ):
         for seen in run_ranks(both, ranks, axes, cases):
             assert seen == {True, False}, "some steps were skipped, and some were not"
 
 
 def refused(strategy, name, donate, axes=DP):
-    """A step with a NaN in the weights of one rank; what the next call says, and what `check="now"` says."""
+    """A step with a NaN in the weights of one rank; what the next call says, and what `check="sync"` says."""
     opt = OPTIMIZERS[name]()
-    state, step, rows = started(axes, strategy, fs.FP32, opt, donate=donate, check="next")
+    state, step, rows = started(axes, strategy, fs.FP32, opt, donate=donate, check="async")
     state, _ = step(state, rows[0])
     wrong = state.replace(main=state.main, params=fs.tree.map(torch.clone, state.params))
     if torch.distributed.get_rank() == 1 or not strategy.params:  # copies of a leaf are equal
@@ -88,7 +88,7 @@ def refused(strategy, name, donate, axes=DP):
     before, number = bits(wrong), int(wrong.step)
     texts = []
     with pytest.raises(NonFiniteError) as now:
-        fs.make_train_step(MODEL, opt, check="now")(wrong, rows[1])
+        fs.make_train_step(MODEL, opt, check="sync")(wrong, rows[1])
     texts.append(str(now.value))
     same, metrics = step(wrong, rows[1])
     assert bool(metrics.skipped) and int(same.step) == number
@@ -116,7 +116,7 @@ def test_a_refused_step_leaves_the_state_and_raises_at_the_next_call(strategy, n
         assert later.startswith(f"train step refused: loss or gradients are not finite.\n{step}\n  params.")
 
 
-def toy(check="next", **how):
+def toy(check="async", **how):
     """A step whose gradient is infinite where the batch says so."""
     draws = {"w": fs.random.ones((4,))}
     layout = fs.plan_layout(draws, mesh_of(ALONE))
@@ -155,7 +155,7 @@ def test_the_default_on_the_cpu_is_to_raise_in_the_step():
 
 
 def test_another_check_is_refused():
-    with pytest.raises(fs.errors.ConfigError, match=r'got check=.later.\.\nGive "now" to raise in the step'):
+    with pytest.raises(fs.errors.ConfigError, match=r'got check=.later.\.\nGive "sync" to raise in the step'):
         toy(check="later")
 
 

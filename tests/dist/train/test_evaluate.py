@@ -10,7 +10,9 @@ from fsharding.base.errors import ArgumentError, BatchError, ConfigError, Schedu
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import refusal, token_batch
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=50, dim=32, layers=4, heads=4, kv_heads=2, hidden=36))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=50, dim=32, layers=4, heads=4, kv_heads=2, intermediate_size=36)
+)
 ROWS = 8
 
 
@@ -26,7 +28,7 @@ def evaluated_beside_a_step(axes, strategy, precision, microbatches, schedule):
     options = {"microbatches": microbatches, "schedule": schedule}
     state, step, batch = started(axes, strategy, precision, **options)
     before = fs.tree.map(torch.clone, state)
-    with fs.recording() as counts:
+    with fs.debug.record_collectives() as counts:
         loss = fs.evaluate(MODEL, **options)(state, batch)
     again = fs.evaluate(MODEL, **options)(state, batch)
     assert_bitwise_equal(before, state)

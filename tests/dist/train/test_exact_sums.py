@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import crossed, mesh_of, whole
@@ -19,7 +19,7 @@ def counted(strategies, axes, microbatches):
 
 def count_with(strategy, mesh, microbatches):
     """Gradients, loss and update from small integers and powers of two, where float32 is exact."""
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     draws = {"w": fs.random.full((5, 3), 2.0), "b": fs.random.full((), 1.0)}
     layout = fs.plan_layout(draws, mesh, strategy=strategy)
 

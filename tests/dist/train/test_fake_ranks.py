@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.comm.counters import counting_bytes
+from fsharding.comm.counters import count_bytes
 from fsharding.formats.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import HostReads, counting_host_reads, run_ranks
@@ -32,7 +32,11 @@ from tests.training import optimizer
 pytestmark = pytest.mark.timeout(240)
 
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**8))
-STRATEGIES = {**{f"zero{level}": fs.zero(level) for level in range(4)}, "hsdp": fs.HSDP, "hfsdp": fs.HFSDP}
+STRATEGIES = {
+    **{f"zero{level}": fs.zero(level) for level in range(4)},
+    "hsdp": fs.hybrid(),
+    "hfsdp": fs.hybrid(opt_state=True),
+}
 EVERY_EXPERT = replace(MODELS["dense"], experts=replace(EXPERTS, active=EXPERTS.count))
 """With as many tokens for each expert, whatever the values: so it is where there are none."""
 
@@ -99,7 +103,7 @@ def trained(case, device):
         for number in range(case.steps):
             # The first step compares keys of ranks, which are the host's.
             host = counting_host_reads() if number else nullcontext(HostReads())
-            with counting_bytes() as traffic, fs.recording() as calls, host as read:
+            with count_bytes() as traffic, fs.debug.record_collectives() as calls, host as read:
                 state, _ = step(state, ops.cut_sequence({"tokens": tokens, "targets": tokens}, mesh=mesh))
             seen.sent.append(known(traffic))
             seen.reads.extend(read.reads)

@@ -5,7 +5,7 @@ import torch
 
 import fsharding as fs
 from fsharding.base.errors import NonFiniteError, TransformError
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import run_ranks
 
 LEVELS = [0, 1, 3]
@@ -16,7 +16,7 @@ def constant_on(ranks, level, microbatches):
     mesh = fs.make_mesh(device="cpu", dp=-1)
     layout = fs.plan_layout({"w": torch.zeros(4, 2)}, mesh, strategy=fs.zero(level))
     state = fs.init_state(lambda _: {"w": fs.random.ones((4, 2))}, fs.sgd(0.0), fs.random.key(0), layout)
-    rank = data_position(mesh)[0]
+    rank = data_rank_and_size(mesh)[0]
 
     def loss(params, x):
         w = fs.gather_unit(params)["w"]
@@ -45,7 +45,7 @@ def weighs_nothing(weights):
     mesh = fs.make_mesh(device="cpu", dp=-1)
     layout = fs.plan_layout({"w": torch.zeros(4, 2)}, mesh)
     state = fs.init_state(lambda _: {"w": fs.random.ones((4, 2))}, fs.sgd(0.1), fs.random.key(0), layout)
-    weight = weights[data_position(mesh)[0]]
+    weight = weights[data_rank_and_size(mesh)[0]]
     step = fs.make_train_step(lambda params, x: ((x @ fs.gather_unit(params)["w"]).sum(), weight), fs.sgd(0.1))
     try:
         return float(step(state, torch.ones(3, 4))[1].weight)

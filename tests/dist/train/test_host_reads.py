@@ -13,7 +13,7 @@ from tests.training import DP, MODEL, OUTER, ZEROS, batches, optimizer
 
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**8))
 PRECISIONS = {"fp32": fs.FP32, "bf16": fs.BF16, "fp16": FP16}
-READS = {"now": 1, "next": 0}
+READS = {"sync": 1, "async": 0}
 
 
 def reads(axes, strategy, precision, donate=False, schedule=None):
@@ -41,7 +41,7 @@ def all_reads(axes, cases, donate):
 
 
 ONE_MESH = [*itertools.product(ZEROS, PRECISIONS)]
-TWO_AXES = [(fs.HSDP, "fp16"), (fs.HFSDP, "fp32")]
+TWO_AXES = [(fs.hybrid(), "fp16"), (fs.hybrid(opt_state=True), "fp32")]
 
 
 @pytest.mark.parametrize("donate", [pytest.param(False, marks=full), True])
@@ -70,7 +70,7 @@ def of_optimizers(names):
     seen = {}
     for name in names:
         state = fs.init_state(MODEL, made[name], fs.random.key(0), fs.plan_layout(MODEL, mesh))
-        step = fs.make_train_step(MODEL, made[name], check="next")
+        step = fs.make_train_step(MODEL, made[name], check="async")
         first, second = batches(2, mesh)
         state, _ = step(state, first)
         with counting_host_reads() as counted:

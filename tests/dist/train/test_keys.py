@@ -6,7 +6,7 @@ import torch
 import fsharding as fs
 from fsharding.base.errors import ConfigError
 from fsharding.mesh.consistency import checksum
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_bitwise_equal, run_ranks
 
 ROWS, WIDTH = 8, 6
@@ -18,14 +18,14 @@ def init(key):
 
 
 def batches(mesh, steps):
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(ROWS, WIDTH, generator=generator).chunk(count)[index] for _ in range(steps)]
 
 
 def with_dropout(params, batch, *, key):
     """Drops hidden units by rows of the global batch, so that each layout drops the same ones."""
-    index, count = data_position(params["first"].sharding.mesh)
+    index, count = data_rank_and_size(params["first"].sharding.mesh)
     kept = fs.random.bernoulli(key, (len(batch) * count, WIDTH), 0.5).tensor().chunk(count)[index]
     hidden = torch.tanh(batch @ fs.gather_unit(params["first"]).T) * kept
     out = hidden @ fs.gather_unit(params["last"]).T
@@ -80,7 +80,9 @@ def test_a_loss_that_does_not_ask_gets_none():
         lambda params, batch, key="mine": (fs.gather_unit(params["first"]).sum(), len(key)), fs.sgd(0.1)
     )
     assert bound(state, torch.ones(2, 2))[1].weight == 4 and bound(state, torch.ones(2, 2))[1].aux == ()
-    model = fs.models.decoder(fs.models.DecoderConfig(vocab=8, dim=8, layers=1, heads=2, kv_heads=2, hidden=8))
+    model = fs.models.decoder(
+        fs.models.DecoderConfig(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
+    )
     with pytest.raises(ConfigError) as error:
         fs.make_train_step(model, fs.sgd(0.1), has_aux=True)
     assert str(error.value) == (
@@ -122,7 +124,7 @@ def test_ranks_that_begin_with_other_values_are_refused(strategy):
         " there; or give every rank the same key and tensors."
     )  # fmt: skip
     text, _ = run_ranks(begin, 2, strategy, (5, 5), (0, 1))
-    assert "\n  key: rank 1 has " in text and "\n  params.drawn: rank 1 has Draw(shape=(3,)," in text
+    assert "\n  key: rank 1 has " in text and "\n  params.drawn: rank 1 has LazyTensor(shape=(3,)," in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float64, torch.int64], ids=str)

@@ -69,8 +69,8 @@ def updated(axes, strategy, precision, name, updates):
     for i in range(updates):
         state = fs.update(state, fs.shard(values(i + 1, 10.0**-i), layout.main), opt)
     memory = layout.memory(opt)
-    assert memory.opt_state == fs.state_bytes(state.opt_state), "the plan's bytes are those of the state"
-    assert memory.state == fs.state_bytes((state.params, state.main, state.opt_state))
+    assert memory.opt_state == fs.debug.state_bytes(state.opt_state), "the plan's bytes are those of the state"
+    assert memory.state == fs.debug.state_bytes((state.params, state.main, state.opt_state))
     return state
 
 
@@ -117,7 +117,7 @@ def test_states_are_the_same_on_every_mesh(meshes, cases, strategies, updates):
                 assert_bitwise_equal(other, one, f"{case} on {axes}, rank {rank}")
 
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=96)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=2, heads=2, kv_heads=1, intermediate_size=96)
 MODEL = fs.models.decoder(CONFIG)
 
 
@@ -133,7 +133,7 @@ def losses(strategies):
     for i, strategy in enumerate(strategies):
         state, _, step = started({"dp": -1}, strategy, donate=bool(i % 2))
         rows = []
-        for batch in batches(3, state.layout.mesh, CONFIG.vocab):
+        for batch in batches(3, state.layout.mesh, CONFIG.vocab_size):
             state, metrics = step(state, batch)
             rows.append((metrics.loss, metrics.grad_norm))
         seen.append((rows, whole_state(state)))
@@ -154,7 +154,7 @@ def resumed(folder):
     """A run that is saved in the middle, and goes on from there in another layout, and from a state that was moved."""
     state, opt, step = started({"dp": -1}, fs.zero(3))
     other = state.layout.with_strategy(fs.zero(1))
-    first, *rest = batches(3, state.layout.mesh, CONFIG.vocab)
+    first, *rest = batches(3, state.layout.mesh, CONFIG.vocab_size)
     state, _ = step(state, first)
     fs.checkpoint.save(folder, state)
     moved = fs.reshard(state, other)
@@ -189,8 +189,8 @@ def planned_alone():
 
 def refused(donate):
     """A step with a NaN in the weights of one rank, at whose verdict nobody looks."""
-    state, _, step = started({"dp": -1}, fs.zero(3), donate=donate, check="next")
-    first, second = batches(2, state.layout.mesh, CONFIG.vocab)
+    state, _, step = started({"dp": -1}, fs.zero(3), donate=donate, check="async")
+    first, second = batches(2, state.layout.mesh, CONFIG.vocab_size)
     state, _ = step(state, first)
     wrong = state.replace(params=fs.tree.map(torch.clone, state.params))
     if torch.distributed.get_rank() == 1:
@@ -211,7 +211,7 @@ def test_a_refused_step_leaves_every_code_and_reads_nothing(donate):
 
 
 BIG = fs.models.decoder(
-    fs.models.DecoderConfig(vocab=512, dim=256, layers=2, heads=4, kv_heads=2, hidden=704, tied=True)
+    fs.models.DecoderConfig(vocab_size=512, dim=256, layers=2, heads=4, kv_heads=2, intermediate_size=704, tied=True)
 )
 
 
@@ -219,7 +219,7 @@ def held():
     layout = fs.plan_layout(BIG, mesh_of({"dp": -1}), strategy=fs.zero(3), precision=NARROW)
     opt = fs.adamw(1e-3)
     state = fs.init_state(BIG, opt, fs.random.key(0), layout)
-    measured = fs.state_bytes((state.params, state.main, state.opt_state))
+    measured = fs.debug.state_bytes((state.params, state.main, state.opt_state))
     assert measured == layout.memory(opt).state == layout.memory().state + 8, "and a count"
     return measured, sum(x.numel() for x in fs.tree.leaves(state.params))
 

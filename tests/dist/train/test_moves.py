@@ -12,7 +12,7 @@ from fsharding.testing import run_ranks
 from tests.helpers import full, mesh_of
 from tests.models import STEPS, alone, batches, optimizer
 
-DENSE = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20, tied=True)
+DENSE = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=4, heads=4, kv_heads=2, intermediate_size=20, tied=True)
 EXPERTS = Experts(4, 2, 12, shared=1, score="sigmoid", z=1e-2, bias_rate=1e-2)
 MOVED = 2
 

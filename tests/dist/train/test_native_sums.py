@@ -40,12 +40,12 @@ def trained(name, ranks, precision, sums):
         patch.object(dist, "all_to_all_single", counted("all_to_all", dist.all_to_all_single)),
     ):
         for batch in batches(3, mesh):
-            with fs.counting_bytes() as sent:
+            with fs.debug.count_bytes() as sent:
                 state, metrics = step(state, batch)
             losses.append(metrics.loss)
     tokens = torch.zeros(ROWS // ranks, POSITIONS, dtype=torch.int64)
     example = {"tokens": tokens, "targets": tokens}
-    expected = fs.expected_traffic(MODEL, fs.adamw(1e-2), layout, example, microbatches=microbatches)
+    expected = fs.debug.expected_traffic(MODEL, fs.adamw(1e-2), layout, example, microbatches=microbatches)
     return losses, whole(state.params), calls, (sent.by_axes, expected.by_axes)
 
 

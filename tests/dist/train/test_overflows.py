@@ -14,7 +14,7 @@ from tests.helpers import bits, full, mesh_of
 from tests.models import batches
 from tests.training import refusal_of_step
 
-DENSE = fs.models.DecoderConfig(vocab=50, dim=16, layers=4, heads=4, kv_heads=2, hidden=20)
+DENSE = fs.models.DecoderConfig(vocab_size=50, dim=16, layers=4, heads=4, kv_heads=2, intermediate_size=20)
 ROUTED = replace(DENSE, layers=2, experts=Experts(4, 2, 12, score="sigmoid", z=1e-2, bias_rate=1e-2))
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**22, interval=2))
 STEPS = 14
@@ -42,7 +42,7 @@ def started(axes, config, precision, microbatches=1, schedule="1f1b", **options)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule)
-    return state, step, next(batches(mesh, config.vocab))
+    return state, step, next(batches(mesh, config.vocab_size))
 
 
 def scaled(axes, config, how, precision):

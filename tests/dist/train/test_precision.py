@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fsharding as fs
 from fsharding.base.dtypes import wide
 from fsharding.formats.precision import Precision
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_trees_close, run_ranks
 from tests.helpers import full
 
@@ -62,18 +62,18 @@ def optimizer():
 
 def train(level):
     mesh, found = fs.make_mesh(device="cpu", dp=-1, timeout=timedelta(seconds=20)), {}
-    rank, _ = data_position(mesh)
+    rank, _ = data_rank_and_size(mesh)
     for name, how in ROLES.items():
         layout = fs.plan_layout(drawn(0, SHAPES), mesh, strategy=fs.zero(level), precision=how)
         opt = optimizer()
         state = fs.init_state(lambda key: drawn(0, SHAPES), opt, fs.random.key(0), layout)
-        assert fs.state_bytes(state.opt_state) == layout.memory(opt).opt_state
+        assert fs.debug.state_bytes(state.opt_state) == layout.memory(opt).opt_state
         step = fs.make_train_step(loss_fn, opt, microbatches=PIECES, donate=level % 2 == 1)
         for i in range(STEPS):
             state, _ = step(state, batch_of(i)[rank])
         main = state.main if state.main is not None else fs.main_params(state.params, layout)
         found[name] = {path: x.full_tensor() for path, x in main.items()}
-        assert fs.state_bytes(state.opt_state) == layout.memory(opt).opt_state
+        assert fs.debug.state_bytes(state.opt_state) == layout.memory(opt).opt_state
     return found
 
 

@@ -34,7 +34,7 @@ from fsharding.base.errors import RankError
 from fsharding.checkpoint.writer import Writer
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.mesh import preemption
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.mesh.launch import launch_ranks
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train import step as step_module
@@ -43,7 +43,7 @@ from tests.helpers import full
 
 pytestmark = pytest.mark.timeout(420)
 
-CONFIG = fs.models.DecoderConfig(vocab=32, dim=16, layers=2, heads=2, kv_heads=2, hidden=32)
+CONFIG = fs.models.DecoderConfig(vocab_size=32, dim=16, layers=2, heads=2, kv_heads=2, intermediate_size=32)
 ROWS, POSITIONS = 8, 8
 
 
@@ -54,7 +54,7 @@ def tell(rank: int, number: signal.Signals = signal.SIGTERM) -> None:
 
 def batch_of(number: int, mesh: Any) -> dict[str, torch.Tensor]:
     tokens = torch.randint(32, (ROWS, POSITIONS + 1), generator=torch.Generator().manual_seed(number))
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     mine = tokens.chunk(count)[index]
     batch = {"tokens": mine[:, :-1].contiguous(), "targets": mine[:, 1:].contiguous()}
     return fs.ops.cut_sequence(batch, mesh=mesh)
@@ -94,7 +94,7 @@ def steps(axes: dict[str, int], strategy: fs.Strategy, moments: list[tuple[int, 
     return results
 
 
-OVERFLOWS = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(2.0**40))
+OVERFLOWS = fs.Precision(compute=torch.float16, loss_scale=fs.formats.LossScale(2.0**40))
 MESHES = [
     pytest.param(2, {"dp": 2}, fs.zero(0), {"microbatches": 2}, id="zero0"),
     pytest.param(2, {"dp": 2}, fs.zero(1), {"microbatches": 2}, id="zero1", marks=full),
@@ -103,7 +103,7 @@ MESHES = [
     pytest.param(2, {"tp": 2}, fs.zero(0), {}, id="tp"),
     pytest.param(2, {"pp": 2}, fs.zero(0), {"microbatches": 2}, id="pp"),
     pytest.param(2, {"dp": 2}, fs.zero(3), {"layout": OVERFLOWS, "donate": True}, id="overflows"),
-    pytest.param(4, {"replica": 2, "dp": 2}, fs.HSDP, {"donate": True}, id="hsdp", marks=full),
+    pytest.param(4, {"replica": 2, "dp": 2}, fs.hybrid(), {"donate": True}, id="hsdp", marks=full),
     pytest.param(4, {"pp": 2, "tp": 2}, fs.zero(3), {"microbatches": 2}, id="ppxtp"),
     pytest.param(4, {"dp": 2, "tp": 2}, fs.zero(0), {}, id="dpxtp", marks=full),
     pytest.param(4, {"cp": 2, "tp": 2}, fs.zero(3), {}, id="cpxtp", marks=full),
@@ -154,7 +154,7 @@ def own_loss(who: int) -> list[bool]:
     mesh = fs.make_mesh(tp=2, device="cpu", timeout=timedelta(seconds=20))
     layout = fs.plan_layout({"w": fs.random.normal(fs.random.key(0), (4,))}, mesh)
     opt = fs.sgd(1e-3)
-    state = fs.state_from(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
+    state = fs.state_from_params(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
     step, told = fs.make_train_step(alike, opt), []
     with preemption.watch([signal.SIGTERM]):
         for number in range(2):

@@ -24,9 +24,9 @@ def trained(axes, strategy, depths, policy=SHARED, transport="auto"):
     mesh, opt, found = mesh_of(axes, transport=transport), optimizer("adamw"), {}
     for depth in depths:
         state = fs.init_state(MODEL, opt, fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy))
-        step = fs.make_train_step(MODEL, opt, microbatches=3, prefetch=depth, policy=policy)
+        step = fs.make_train_step(MODEL, opt, microbatches=3, prefetch_depth=depth, policy=policy)
         losses = []
-        with point_to_point(), fs.recording() as calls:
+        with point_to_point(), fs.debug.record_collectives() as calls:
             for batch in batches(2, mesh):
                 state, metrics = step(state, batch)
                 losses.append(metrics.loss)
@@ -48,7 +48,7 @@ def test_depth_bounds_the_units_alive_and_changes_no_bit(transport, policy):
 
 @full
 def test_depth_changes_no_bit_of_other_strategies():
-    for strategy, axes, ranks in ((fs.zero(0), DP, 2), (fs.zero(2), DP, 2), (fs.HFSDP, OUTER, 4)):
+    for strategy, axes, ranks in ((fs.zero(0), DP, 2), (fs.zero(2), DP, 2), (fs.hybrid(opt_state=True), OUTER, 4)):
         for found in run_ranks(trained, ranks, axes, strategy, DEPTHS):
             assert all(peak <= depth + 1 for depth, (_, counts) in found.items() for peak, _ in counts)
             for depth, (numbers, _) in found.items():
@@ -74,12 +74,12 @@ def started(depth):
             lambda unit, x: note(torch.tanh(x @ unit["w"])) @ unit["w"],
             {"w": params["w"]},
             torch.ones(2, 6),
-            prefetch=head,
+            next_unit=head,
         )
         head = fs.gather_unit(head)["w"]
         return (note(torch.tanh(x @ head)) @ head).sum()
 
-    fs.value_and_grad(loss_fn, prefetch=depth)(params)
+    fs.value_and_grad(loss_fn, prefetch_depth=depth)(params)
     return forward, [backward[number] for number in reversed(range(6))]
 
 
@@ -98,8 +98,8 @@ def piped(depth):
         MODEL, mesh_of({"pp": 2, "dp": 2}), strategy=fs.zero(3), stages=fs.pipeline.stages_of(MODEL, schedule)
     )
     state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), layout)
-    step = fs.make_train_step(MODEL, fs.sgd(0.1), microbatches=2, schedule=schedule, prefetch=depth)
-    with fs.recording() as calls:
+    step = fs.make_train_step(MODEL, fs.sgd(0.1), microbatches=2, schedule=schedule, prefetch_depth=depth)
+    with fs.debug.record_collectives() as calls:
         _, metrics = step(state, next(iter(batches(1, layout.mesh))))
     return float(metrics.loss), max(c.peak_units for c in calls)
 
@@ -116,19 +116,19 @@ def test_a_pipeline_gathers_as_far_ahead():
 def test_a_depth_is_a_number_from_0(given):
     shown = "'dict'" if isinstance(given, dict) else given
     for name, make in (
-        ("fs.value_and_grad", lambda: fs.value_and_grad(lambda params: params, prefetch=given)),
-        ("fs.make_train_step", lambda: fs.make_train_step(MODEL, fs.sgd(0.1), prefetch=given)),
+        ("fs.value_and_grad", lambda: fs.value_and_grad(lambda params: params, prefetch_depth=given)),
+        ("fs.make_train_step", lambda: fs.make_train_step(MODEL, fs.sgd(0.1), prefetch_depth=given)),
     ):
         assert refusal(make) == (
-            f"{name} got prefetch={shown}.\nGive the number of units to gather ahead: 1, or 0 for none."
-            " Units are named in fs.gather_unit(prefetch=)."
+            f"{name} got prefetch_depth={shown}.\nGive the number of units to gather ahead: 1, or 0 for none."
+            " Units are named in fs.gather_unit(next_unit=)."
         )
 
 
 def other_depths():
     mesh = mesh_of(DP)
     state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(MODEL, mesh))
-    step = fs.make_train_step(MODEL, fs.sgd(0.1), prefetch=torch.distributed.get_rank())
+    step = fs.make_train_step(MODEL, fs.sgd(0.1), prefetch_depth=torch.distributed.get_rank())
     return refusal(step, state, next(iter(batches(1, mesh))))
 
 
@@ -159,7 +159,7 @@ def apart(axes, strategies):
 def test_reductions_have_a_communicator_of_their_own_where_it_is_asked_for():
     for ranks, axes, strategies in (
         (2, {"dp": 2}, [fs.zero(i) for i in range(4)]),
-        (4, {"replica": 2, "dp": 2}, [fs.HFSDP]),
+        (4, {"replica": 2, "dp": 2}, [fs.hybrid(opt_state=True)]),
     ):
         for found in run_ranks(apart, ranks, axes, strategies):
             assert_bitwise_equal(found[2][0], found[1][0])

@@ -12,7 +12,7 @@ from fsharding.base.errors import ConfigError, NonFiniteError
 from fsharding.comm.reduce import sum_rows
 from fsharding.formats import codec
 from fsharding.formats.precision import KEEP
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.unit_plan import large_from
 from tests.decoders import DecoderCase
@@ -24,8 +24,8 @@ FORMATS = {
     "mxfp8": formats.MXFP8, "nvfp4": formats.NVFP4, "tensor": formats.TENSORWISE, "row": formats.ROWWISE,
     "128x128": formats.E4M3_128x128, "keyed": KEYED,
 }  # fmt: skip
-ROUGH = fs.models.DecoderConfig(vocab=32, dim=36, layers=2, heads=2, kv_heads=1, hidden=50, bias=True)
-LARGE = fs.models.DecoderConfig(vocab=32, dim=96, layers=1, heads=2, kv_heads=1, hidden=160)
+ROUGH = fs.models.DecoderConfig(vocab_size=32, dim=36, layers=2, heads=2, kv_heads=1, intermediate_size=50, bias=True)
+LARGE = fs.models.DecoderConfig(vocab_size=32, dim=96, layers=1, heads=2, kv_heads=1, intermediate_size=160)
 
 
 def reducing(format, **roles):
@@ -70,7 +70,12 @@ def test_strategies_agree_bitwise(ranks, axes, config, names):
 def test_hybrids_agree_bitwise():
     for format in (formats.MXFP8, KEYED):
         how = {"precision": reducing(format), "config": ROUGH, "steps": 1}
-        places = [(fs.zero(3), DP), (fs.HSDP, OUTER), (fs.HFSDP, OUTER), (fs.hybrid(fs.zero(0)), OUTER)]
+        places = [
+            (fs.zero(3), DP),
+            (fs.hybrid(), OUTER),
+            (fs.hybrid(opt_state=True), OUTER),
+            (fs.hybrid(fs.zero(0)), OUTER),
+        ]
         first, *others = on_ranks(4, [(strategy, axes, how) for strategy, axes in places])
         for run in others:
             assert_bitwise_equal(run, first)
@@ -120,7 +125,7 @@ def loss(params, rank, number):
 
 def gradients(format, level, microbatches, seed):
     mesh = fs.make_mesh(dp=-1)
-    rank, _ = data_position(mesh)
+    rank, _ = data_rank_and_size(mesh)
     how = fs.Precision(reduce=format)
     values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     layout = fs.plan_layout(values, mesh, strategy=fs.zero(level), precision=how)
@@ -209,7 +214,7 @@ def test_keyed_terms_need_a_key():
 def refused(format, level, value):
     """A step in which one element of one rank's gradient is not finite; the text of the refusal."""
     mesh = fs.make_mesh(dp=2)
-    rank, _ = data_position(mesh)
+    rank, _ = data_rank_and_size(mesh)
     draws = {name: fs.random.full(shape, 1.0) for name, shape in SHAPES.items()}
     how = fs.Precision(reduce=format)
     layout = fs.plan_layout(draws, mesh, strategy=fs.zero(level), precision=how)
@@ -257,8 +262,15 @@ SENT = [
     ("dp", (2,), ROUGH, fs.zero(2), 2, {"reduce": formats.MXFP4, "gather": formats.MXFP8, "sums": "native"}),
     ("dp", (3,), LARGE, fs.zero(0), 2, {"reduce": formats.MXFP8, "gather": formats.E4M3_128x128}),
     ("dp", (3,), LARGE, fs.zero(3), 1, {"reduce": formats.E4M3_1x128, "gather": formats.NVFP4}),
-    ("replica dp", (2, 2), LARGE, fs.HSDP, 2, {"reduce": formats.MXFP8, "gather": formats.MXFP8}),
-    ("replica dp", (2, 2), ROUGH, fs.HFSDP, 2, {"reduce": formats.TENSORWISE, "gather": formats.NVFP4}),
+    ("replica dp", (2, 2), LARGE, fs.hybrid(), 2, {"reduce": formats.MXFP8, "gather": formats.MXFP8}),
+    (
+        "replica dp",
+        (2, 2),
+        ROUGH,
+        fs.hybrid(opt_state=True),
+        2,
+        {"reduce": formats.TENSORWISE, "gather": formats.NVFP4},
+    ),
     ("dp tp", (2, 2), LARGE, fs.zero(3), 2, {"reduce": formats.MXFP8, "gather": formats.NVFP4}),
     ("dp tp", (2, 2), LARGE, fs.zero(0), 1, {"reduce": formats.NVFP4, "gather": formats.MXFP8}),
     ("pp dp", (2, 2), ROUGH, fs.zero(3), 2, {"reduce": KEYED, "gather": formats.ROWWISE, "keep": KEPT}),

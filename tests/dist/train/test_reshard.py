@@ -13,7 +13,7 @@ from fsharding.sharding.named_sharding import Assigned, local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests.helpers import crossed, mesh_of, refusal, token_batch
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, hidden=20)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=20)
 MODEL = fs.models.decoder(CONFIG)
 OPT = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
 
@@ -67,7 +67,7 @@ def shrink_and_grow():
         if fs.is_member(state.layout.mesh):
             state, metrics = step(state, token_batch(number, mesh=state.layout.mesh))
             seen.append(metrics.loss.item())
-    return seen, int(state.step), fs.state_bytes(state)
+    return seen, int(state.step), fs.debug.state_bytes(state)
 
 
 def test_a_run_shrinks_to_fewer_ranks_and_grows_again():
@@ -113,11 +113,11 @@ def count_bytes(budget):
 
     dist.isend = spy
     try:
-        with fs.counting_bytes() as traffic:
+        with fs.debug.count_bytes() as traffic:
             fs.reshard(state, b, budget=budget)
     finally:
         dist.isend = isend
-    told = fs.explain_reshard(state, b, budget=budget)
+    told = fs.debug.explain_reshard(state, b, budget=budget)
     return sum(seen), traffic.bytes, told.sent, told.total
 
 

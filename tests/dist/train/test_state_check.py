@@ -14,7 +14,7 @@ OPTIMIZERS = {
     "muon": lambda: fs.optim.muon(1e-2),
     "from_torch": lambda: fs.optim.from_torch(torch.optim.NAdam, lr=1e-2),
 }
-SIZES = fs.models.DecoderConfig(vocab=96, dim=64, layers=4, heads=4, kv_heads=2, hidden=80)
+SIZES = fs.models.DecoderConfig(vocab_size=96, dim=64, layers=4, heads=4, kv_heads=2, intermediate_size=80)
 
 
 def init(key):
@@ -124,7 +124,7 @@ def test_the_refusal_names_leaf_type_and_edit(tmp_path):
     found, _ = run_ranks(operate, 2, "adamw", fs.zero(1), fs.BF16, str(tmp_path))[0]
     assert found["params alone", False] == (
         "LayoutError: TrainState.replace got params without main.\n"
-        "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from."
+        "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from_params."
     )  # fmt: skip
 
 
@@ -136,13 +136,13 @@ def mended():
     (one, _), (two, _) = step(state, torch.ones(2, 8)), step(again, torch.ones(2, 8))
     assert_bitwise_equal(one, two)
     texts = [
-        typed_refusal(lambda: fs.spread_main(fs.unshard(state.params), state.params, layout)),
+        typed_refusal(lambda: fs.params_from_main(fs.unshard(state.params), state.params, layout)),
         typed_refusal(lambda: fs.main_params(fs.unshard(state.params), layout)),
         typed_refusal(
             lambda: fs.value_and_grad(loss_fn, grads=layout.main)(fs.unshard(state.params), torch.ones(2, 8))
         ),
         typed_refusal(lambda: fs.shard(state.params, layout)),
-        typed_refusal(lambda: fs.state_from(fs.unshard(state.params), fs.sgd(0.1), fs.random.key(0), layout)),
+        typed_refusal(lambda: fs.state_from_params(fs.unshard(state.params), fs.sgd(0.1), fs.random.key(0), layout)),
     ]
     return texts
 
@@ -150,7 +150,7 @@ def mended():
 def test_the_edit_mends_it_and_pieces_by_hand_refuse_the_same():
     for spread, main, grads, cut, made in run_ranks(mended, 2):
         assert spread.startswith(
-            "LayoutError: fs.spread_main got 2 leaves that are not what the layout says.\n  first is a plain"
+            "LayoutError: fs.params_from_main got 2 leaves that are not what the layout says.\n  first is a plain"
         )
         assert main.startswith("LayoutError: fs.main_params got 2 leaves") and main.endswith("fs.reshard for DTensors.")
         assert grads == (
@@ -161,7 +161,7 @@ def test_the_edit_mends_it_and_pieces_by_hand_refuse_the_same():
             "LayoutError: fs.shard cuts whole tensors.\n  first is float32[16@dp, 8] already\n"
             "  last is float32[3@dp, 16] already\nMove these with fs.reshard."
         )
-        assert made.startswith("LayoutError: fs.state_from got 2 leaves")
+        assert made.startswith("LayoutError: fs.state_from_params got 2 leaves")
 
 
 # ------------------------------------------------------------------------------------- leaves that cannot say where they are

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from tests.helpers import crossed, full, mesh_of, whole
 from tests.toys import TOYS, toy_batches, toy_draws
@@ -23,7 +23,7 @@ def train_toy(name, strategies, axes, microbatches, steps=2):
         opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(0.03, weight_decay=0.1))
         state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
         step = fs.make_train_step(toy.loss, opt, microbatches=microbatches, donate=True)
-        assert layout.memory(opt).state == fs.state_bytes((state.params, state.main, state.opt_state))
+        assert layout.memory(opt).state == fs.debug.state_bytes((state.params, state.main, state.opt_state))
         losses = []
         for batch in toy_batches(toy, mesh, steps):
             state, metrics = step(state, batch)
@@ -55,7 +55,7 @@ def toy_in_plain_torch(name, steps=2):
 def toys_on_ranks(name, ranks, outer, microbatches):
     # Over microbatches zero0 goes the way of zero1, and zero3 that of zero2.
     inner = ZEROS if microbatches == 1 else ZEROS[1:3]
-    strategies, axes = ([fs.HSDP, fs.HFSDP], OUTER) if outer else (inner, DP)
+    strategies, axes = ([fs.hybrid(), fs.hybrid(opt_state=True)], OUTER) if outer else (inner, DP)
     results = run_ranks(train_toy, ranks, name, strategies, axes, microbatches)
     for other in results[1:]:
         assert_bitwise_equal(other, results[0], "the ranks' results")
@@ -200,7 +200,7 @@ def train_strided(strategy, axes, opt):
     optim = fs.adamw(0.1) if opt == "adamw" else fs.sgd(0.01, momentum=0.9)
     layout = fs.plan_layout(Strided.params(fs.random.key(0)), mesh, strategy=strategy)
     state = fs.init_state(Strided.params, optim, fs.random.key(0), layout)
-    index, count = data_position(mesh)
+    index, count = data_rank_and_size(mesh)
     x = torch.linspace(-1, 2, 40).view(8, 5)
     for _ in range(3):
         state, _ = fs.make_train_step(Strided.loss, optim)(state, x.chunk(count)[index])

@@ -17,7 +17,7 @@ from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_m
 from tests.decoders import DecoderCase
 from tests.helpers import bits, whole
 
-CONFIG = fs.models.DecoderConfig(vocab=20, dim=16, layers=2, heads=4, kv_heads=2, hidden=24)
+CONFIG = fs.models.DecoderConfig(vocab_size=20, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=24)
 BASE = DecoderCase(CONFIG, rows=8, length=8, steps=3)
 ROUTED = replace(CONFIG, experts=Experts(2, 1, 12, z=1e-2))
 
@@ -34,8 +34,8 @@ PLACES = {
     "zero1": placed(fs.zero(1), dp=2),
     "zero2": placed(fs.zero(2), dp=2),
     "zero3": placed(fs.zero(3), dp=2),
-    "hsdp": placed(fs.HSDP, replica=2),
-    "hfsdp": placed(fs.HFSDP, replica=2),
+    "hsdp": placed(fs.hybrid(), replica=2),
+    "hfsdp": placed(fs.hybrid(opt_state=True), replica=2),
     "tp": placed(fs.zero(3), tp=2),
     "cp": placed(fs.zero(3), cp=2),
     "ep": placed(fs.zero(3), ep=2),
@@ -67,7 +67,8 @@ FEATURES = {
     "microbatches": Feature((("microbatches", 2),)),
     "bfloat16": Feature((("precision", fs.BF16),), tolerance=2e-2),
     "float16_loss_scale": Feature(
-        (("precision", fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=2.0**8))),), tolerance=1e-2
+        (("precision", fs.Precision(compute=torch.float16, loss_scale=fs.formats.LossScale(initial=2.0**8))),),
+        tolerance=1e-2,
     ),
     "remat": Feature((("policy", "nothing_saveable"),)),
     "dots_saveable": Feature((("policy", "dots_saveable"),)),

@@ -10,7 +10,9 @@ from fsharding.testing import run_ranks
 from tests.helpers import full, token_batch
 from tests.modules import UNITS, VOCAB, Net
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=4, kv_heads=2, hidden=24))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=24)
+)
 
 
 def losses(layout, loss):

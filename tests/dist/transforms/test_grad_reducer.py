@@ -75,10 +75,10 @@ def products(params, x):
 
     def block(p, x):
         x = x + fs.ops.embedding(IDS, p["table"])
-        x = torch.tanh(fs.ops.product(x, p["up"], 1))
-        x = torch.tanh(fs.ops.product(x, p["down"], 0)) * p["scale"]
-        x = fs.ops.product(fs.ops.product(x, p["twice"], 1), p["twice"], 0)
-        return fs.ops.product(x, p["mixed"], 1) + p["mixed"].sum(0) * p["mixed"].square().mean()
+        x = torch.tanh(fs.ops.scaled_matmul(x, p["up"], 1))
+        x = torch.tanh(fs.ops.scaled_matmul(x, p["down"], 0)) * p["scale"]
+        x = fs.ops.scaled_matmul(fs.ops.scaled_matmul(x, p["twice"], 1), p["twice"], 0)
+        return fs.ops.scaled_matmul(x, p["mixed"], 1) + p["mixed"].sum(0) * p["mixed"].square().mean()
 
     return fs.scan_units(block, params["blocks"], x, policy=POLICIES[params["policy"]]).square().mean()
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding.base.errors import LayoutError, TransformError
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.testing import assert_trees_close, run_ranks
 
 WIDTH, ROWS, STEPS, DECAY = 6, 8, 4, 0.05
-STRATEGIES = [fs.zero(0), fs.zero(1), fs.zero(2), fs.zero(3), fs.HSDP, fs.HFSDP]
+STRATEGIES = [fs.zero(0), fs.zero(1), fs.zero(2), fs.zero(3), fs.hybrid(), fs.hybrid(opt_state=True)]
 
 
 def init(key):
@@ -86,7 +86,7 @@ def train(axes, strategies, names, microbatches):
             state = fs.init_state(init, fs.sgd(0.05), fs.random.key(0), layout)
             step = fs.make_train_step(loss_with(name), fs.sgd(0.05), microbatches=microbatches)
             losses = []
-            for batch in batches(*data_position(mesh)):
+            for batch in batches(*data_rank_and_size(mesh)):
                 state, metrics = step(state, batch)
                 losses.append(metrics.loss.item())
             results[name, str(strategy)] = losses, fs.tree.leaves(fs.unshard(state.params))
@@ -132,7 +132,9 @@ def test_fused_dims_that_tp_cuts_count_once():
 
 
 def staged():
-    model = fs.models.decoder(fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=2, hidden=16))
+    model = fs.models.decoder(
+        fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=2, intermediate_size=16)
+    )
     stages = fs.pipeline.stages_of(model, fs.pipeline.plan_schedule("1f1b", 2, 2))
     layout = fs.plan_layout(model, fs.make_mesh(pp=2), stages=stages)
     params = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout).params

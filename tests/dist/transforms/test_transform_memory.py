@@ -8,8 +8,8 @@ import fsharding as fs
 from fsharding.apps.bench.rounds import allocated
 from fsharding.testing import run_ranks
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=128, layers=6, heads=4, kv_heads=2, hidden=384)
-SMALL = fs.models.DecoderConfig(vocab=32, dim=64, layers=6, heads=2, kv_heads=1, hidden=192)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=128, layers=6, heads=4, kv_heads=2, intermediate_size=384)
+SMALL = fs.models.DecoderConfig(vocab_size=32, dim=64, layers=6, heads=2, kv_heads=1, intermediate_size=192)
 
 
 def loss_of(model, batch, policy):
@@ -28,7 +28,7 @@ def peaks(config, rows, length, count=3, runs=1):
     """
     model, mesh = fs.models.decoder(config), fs.make_mesh(dp=-1)
     params = fs.shard(fs.tree.map(lambda d: d.tensor(), model.init(fs.random.key(0))), fs.plan_layout(model, mesh))
-    tokens = torch.arange(rows * (length + 1)).view(rows, -1) % config.vocab
+    tokens = torch.arange(rows * (length + 1)).view(rows, -1) % config.vocab_size
     loss = loss_of(model, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, fs.policies.nothing_saveable)
     ways = (
         fs.value_and_grad(loss, mean=False),

@@ -14,17 +14,17 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import SpecError, TransformError
 from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
-from fsharding.mesh.device_mesh import data_position
+from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.models.moe import Experts
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, local_part, run_ranks
 from tests.helpers import full
 
 pytestmark = pytest.mark.timeout(300)
 
-CONFIG = fs.models.DecoderConfig(vocab=16, dim=16, layers=2, heads=4, kv_heads=2, hidden=32)
+CONFIG = fs.models.DecoderConfig(vocab_size=16, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=32)
 MIXED = fs.models.DecoderConfig(
-    vocab=16, dim=16, layers=2, heads=4, kv_heads=2,
-    experts=Experts(count=4, active=2, hidden=16, balance=0.1, z=0.1, bias_rate=1e-3),
+    vocab_size=16, dim=16, layers=2, heads=4, kv_heads=2,
+    experts=Experts(count=4, active=2, intermediate_size=16, balance=0.1, z=0.1, bias_rate=1e-3),
 )  # fmt: skip
 ROWS, LENGTH = 4, 8
 ALONE = AbstractMesh(("dp",), (1,))
@@ -46,8 +46,8 @@ def whole(model, seed):
 
 def batch_of(mesh):
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(CONFIG.vocab, (ROWS, LENGTH + 1), generator=generator)
-    index, count = data_position(mesh)
+    rows = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+    index, count = data_rank_and_size(mesh)
     batch = {"tokens": rows[:, :-1].chunk(count)[index], "targets": rows[:, 1:].chunk(count)[index]}
     return ops.cut_sequence(batch, mesh=mesh)
 
@@ -157,14 +157,14 @@ CASES = [
     ({"dp": 2}, fs.zero(2), P.nothing_saveable, FEW),
     ({"dp": 2}, fs.zero(3), P.save_except_gathered, ALL),
     ({"dp": 2}, fs.zero(3), P.nothing_saveable, SOME),
-    ({"replica": 2}, fs.HSDP, P.dots_saveable, FEW),
+    ({"replica": 2}, fs.hybrid(), P.dots_saveable, FEW),
     ({"replica": 2}, fs.hybrid(params=True, grads=True, opt_state=True), P.save_except_gathered, FEW),
     pytest.param({"dp": 4}, fs.zero(3), P.nothing_saveable, ALL, marks=full),
-    pytest.param({"replica": 2, "dp": 2}, fs.HSDP, P.save_except_gathered, ALL, marks=full),
-    pytest.param({"replica": 2, "dp": 2}, fs.HFSDP, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"replica": 2, "dp": 2}, fs.hybrid(), P.save_except_gathered, ALL, marks=full),
+    pytest.param({"replica": 2, "dp": 2}, fs.hybrid(opt_state=True), P.nothing_saveable, ALL, marks=full),
     pytest.param({"dp": 2, "ep": 2}, fs.zero(1), P.nothing_saveable, ALL, marks=full),
     *(pytest.param({"dp": 2}, fs.zero(i), P.nothing_saveable, ALL, marks=full) for i in range(4)),
-    pytest.param({"replica": 2}, fs.HSDP, P.nothing_saveable, ALL, marks=full),
+    pytest.param({"replica": 2}, fs.hybrid(), P.nothing_saveable, ALL, marks=full),
     pytest.param({"dp": 4}, fs.zero(0), P.dots_saveable, ALL, marks=full),
     pytest.param({"dp": 4}, fs.zero(2), P.save_except_gathered, ALL, marks=full),
     pytest.param(

@@ -226,7 +226,9 @@ def index(folder: Path) -> tuple[bytes, Reader]:
 def config(folder: Path) -> tuple[bytes, Reader]:
     """A `config.json`, the plan of what it says, and weights beside it that it says are codes."""
     file = folder / "config.json"
-    decoder = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12, qk_norm=True)
+    decoder = fs.models.DecoderConfig(
+        vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12, qk_norm=True
+    )
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     entries = hf.config_json(decoder) | {"rope_parameters": scaled, "layer_types": ["full_attention"] * 2}
     coded = {"w": torch.ones(4, 6).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 2)}

@@ -146,12 +146,12 @@ def train(case, strategies):
         state = fs.init_state(lambda key, draws=draws: draws, opt, fs.random.key(0), layout)
         step = fs.make_train_step(loss_of(case), opt, microbatches=case.microbatches, donate=case.donate)
         losses, norms = [], []
-        with fs.recording() as seen, point_to_point(), large_from(case.early):
+        with fs.debug.record_collectives() as seen, point_to_point(), large_from(case.early):
             for batch in batches(case):
                 state, metrics = step(state, {name: x.chunk(case.ranks)[rank] for name, x in batch.items()})
                 losses.append(metrics.loss.item())
                 norms.append(metrics.grad_norm.item())
-        assert layout.memory(opt).state == fs.state_bytes((state.params, state.main, state.opt_state))
+        assert layout.memory(opt).state == fs.debug.state_bytes((state.params, state.main, state.opt_state))
         if case.policy != "everything_saveable" and case.transport == "pairwise":
             assert all(counts.peak_units <= 2 for counts in seen)
         params = {path: x.full_tensor() for path, x in fs.tree.named_leaves(state.params).items()}

@@ -35,7 +35,7 @@ from tests.checkpoints import (
 )
 from tests.helpers import slow
 
-FP32_SCALED = fs.Precision(loss_scale=fs.LossScale(initial=8.0))
+FP32_SCALED = fs.Precision(loss_scale=fs.formats.LossScale(initial=8.0))
 
 
 # ---------------------------------------------------------------------------------------------------------- round trips

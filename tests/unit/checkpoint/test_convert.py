@@ -290,7 +290,7 @@ def test_a_run_starts_from_weights_as_from_the_same_draws(kind, level, precision
         kind, tmp_path / "weights", foreign(fs.init_state(weight_draws, optimizer(), fs.random.key(3), planned()))
     )
     params = fs.foreign.load_weights(path, layout, MODEL_NAMES)
-    assert_bitwise_equal(fs.state_from(params, optimizer(), fs.random.key(3), layout), begun)
+    assert_bitwise_equal(fs.state_from_params(params, optimizer(), fs.random.key(3), layout), begun)
 
 
 def test_moments_are_read_into_a_tree_like_them(tmp_path):

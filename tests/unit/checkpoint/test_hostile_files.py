@@ -39,7 +39,7 @@ from tests import checkpoints
 from tests.checkpoints import reseal, small_draws
 from tests.helpers import refusal, slow
 
-CONFIG = fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12)
+CONFIG = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
 
 
 planned = functools.partial(checkpoints.planned, model=small_draws)

@@ -28,7 +28,7 @@ from tests.checkpoints import FORMATS, refusal, same_bits, weight_draws
 from tests.helpers import full, slow
 
 ROOT = Path(__file__).resolve().parents[3]
-FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.LossScale(initial=8.0))
+FP16_SCALED = fs.Precision(compute=torch.float16, loss_scale=fs.formats.LossScale(initial=8.0))
 NAMES = {"blocks.w": fs.foreign.Transposed("h.{i}.weight"), "blocks.b": "h.{i}.bias"}
 
 
@@ -96,7 +96,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
 @pytest.mark.parametrize("precision", [fs.FP32, fs.BF16, FP16_SCALED], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("axes", "strategy"),
-    [({"dp": 2, "tp": 2}, fs.zero(3)), ({"dp": 3}, fs.zero(1)), ({"pp": 2, "replica": 2}, fs.HSDP), ({}, None)],
+    [({"dp": 2, "tp": 2}, fs.zero(3)), ({"dp": 3}, fs.zero(1)), ({"pp": 2, "replica": 2}, fs.hybrid()), ({}, None)],
     ids=["dp_tp", "dp3_zero1", "pp_hsdp", "one_rank"],
 )
 def test_a_resharded_checkpoint_loads_as_its_source(axes, strategy, precision, window, tmp_path):

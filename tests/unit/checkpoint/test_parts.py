@@ -201,7 +201,9 @@ def flipped(data, at):
 
 
 # ------------------------------------------------------------------------------------------------------- manifests, plans
-@pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3), fs.HFSDP, fs.hybrid(fs.zero(2), grads=True)])
+@pytest.mark.parametrize(
+    "strategy", [fs.zero(1), fs.zero(3), fs.hybrid(opt_state=True), fs.hybrid(fs.zero(2), grads=True)]
+)
 @pytest.mark.parametrize("precision", [fs.FP32, fs.BF16, fs.FP16])
 def test_a_layout_comes_out_of_a_manifest(tmp_path, strategy, precision):
     names = {

@@ -53,7 +53,7 @@ class Counter:
 @pytest.fixture(scope="module")
 def state():
     layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu"))
-    return fs.state_from(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+    return fs.state_from_params(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
 
 
 @slow

@@ -16,8 +16,8 @@ from fsharding.apps.cli.generate import _Shown
 from fsharding.apps.cli.main import main
 from tests.helpers import slow
 
-CONFIG = fs.models.DecoderConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
-SMALL = fs.models.DecoderConfig(vocab=100, dim=16, layers=1, heads=2, kv_heads=2, hidden=24)
+CONFIG = fs.models.DecoderConfig(vocab_size=256, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
+SMALL = fs.models.DecoderConfig(vocab_size=100, dim=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
 OPTIONS = ["--seq", "32", "--batch", "8", "--steps", "4"]
 
 

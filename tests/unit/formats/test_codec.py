@@ -194,7 +194,7 @@ def test_blocks_that_cannot_be_are_refused():
     with pytest.raises(ConfigError) as error:
         Blocks(torch.float16, (0, 3), "float16", "up")
     assert str(error.value) == (
-        "fs.Blocks cannot be made so.\n"
+        "fs.formats.Blocks cannot be made so.\n"
         f"  dtype=torch.float16: use one of {', '.join(map(str, ELEMENTS))}\n"
         "  scale='float16': use one of float32, e8m0, e4m3\n"
         "  rounding='up': use one of nearest, keyed\n"

@@ -22,7 +22,7 @@ def a_function_that_holds(request):
     """A tensor to its numbers in a format."""
     format = FORMATS[request.param]
     key = torch.tensor([1, 2]) if format.keyed else None
-    return lambda x: fs.dequantize(fs.quantize(x, format, key=key))
+    return lambda x: fs.formats.dequantize(fs.formats.quantize(x, format, key=key))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -63,12 +63,12 @@ def test_a_product_is_that_of_the_numbers_in_every_derivative(dim, dtype):
     w, x = torch.randn(24, 24), torch.randn(4, 24).to(dtype)
 
     def quantized(w, x):
-        return ops.product(x, fs.quantize(w, formats.MXFP8, dtype=dtype), dim).float()
+        return ops.scaled_matmul(x, fs.formats.quantize(w, formats.MXFP8, dtype=dtype), dim).float()
 
     def plain(v, x):
-        return ops.product(x, v.to(dtype), dim).float()
+        return ops.scaled_matmul(x, v.to(dtype), dim).float()
 
-    numbers = fs.dequantize(fs.quantize(w, formats.MXFP8))
+    numbers = fs.formats.dequantize(fs.formats.quantize(w, formats.MXFP8))
     assert torch.equal(quantized(w, x), plain(numbers, x))
     ct, tangents = torch.randn(4, 24), (torch.randn(24, 24), torch.randn(4, 24).to(dtype))
     for got, want in zip(torch.func.vjp(quantized, w, x)[1](ct), torch.func.vjp(plain, numbers, x)[1](ct), strict=True):
@@ -83,49 +83,52 @@ def test_a_product_is_that_of_the_numbers_in_every_derivative(dim, dtype):
 
 def test_keys_may_differ_within_a_vmap():
     x, keys, format = torch.randn(4, 40), torch.tensor([[1, 2], [3, 4]]), FORMATS["keyed"]
-    out = torch.func.vmap(lambda k: fs.dequantize(fs.quantize(x, format, key=k)))(keys)
-    assert torch.equal(out[1], fs.dequantize(fs.quantize(x, format, key=keys[1])))
+    out = torch.func.vmap(lambda k: fs.formats.dequantize(fs.formats.quantize(x, format, key=k)))(keys)
+    assert torch.equal(out[1], fs.formats.dequantize(fs.formats.quantize(x, format, key=keys[1])))
     assert not torch.equal(out[0], out[1])
 
 
 def test_it_is_a_node_of_both_kinds_of_trees():
-    q = fs.quantize(torch.randn(3, 40), formats.NVFP4, dtype=torch.bfloat16)
+    q = fs.formats.quantize(torch.randn(3, 40), formats.NVFP4, dtype=torch.bfloat16)
     assert fs.tree.paths({"w": q}) == ("w.values", "w.scales", "w.outer")
     for back in (
         fs.tree.map(torch.clone, {"w": q})["w"],
         torch_pytree.tree_map(torch.clone, {"w": q})["w"],
     ):
-        assert torch.equal(fs.dequantize(back), fs.dequantize(q)) and (back.dtype, back.shape) == (q.dtype, q.shape)
-    stacked = torch.func.vmap(lambda x: fs.quantize(x, formats.NVFP4))(torch.randn(2, 3, 40))
-    assert stacked.shape == (2, 3, 40) and fs.dequantize(stacked).shape == (2, 3, 40)
+        assert torch.equal(fs.formats.dequantize(back), fs.formats.dequantize(q)) and (back.dtype, back.shape) == (
+            q.dtype,
+            q.shape,
+        )
+    stacked = torch.func.vmap(lambda x: fs.formats.quantize(x, formats.NVFP4))(torch.randn(2, 3, 40))
+    assert stacked.shape == (2, 3, 40) and fs.formats.dequantize(stacked).shape == (2, 3, 40)
     leaf = torch.randn(3, 40, requires_grad=True)
-    carrier = fs.quantize(leaf, formats.MXFP8).carrier
+    carrier = fs.formats.quantize(leaf, formats.MXFP8).carrier
     assert carrier is not None and carrier.untyped_storage().nbytes() == 4, "gradients need no memory"
-    assert fs.quantize(leaf.detach(), formats.MXFP8).carrier is None
+    assert fs.formats.quantize(leaf.detach(), formats.MXFP8).carrier is None
 
 
 def test_codes_and_scales_take_the_bytes_that_the_format_says():
     for name, format in FORMATS.items():
         key = torch.tensor([0, 0]) if format.keyed else None
-        assert fs.quantize(torch.randn(64, 96), format, key=key).nbytes == format.bytes((64, 96)), name
+        assert fs.formats.quantize(torch.randn(64, 96), format, key=key).nbytes == format.bytes((64, 96)), name
 
 
 def test_numbers_that_are_rounded_already_are_handed_on():
     x = torch.randn(4, 32, requires_grad=True)
-    q = fs.Quantized.of_numbers(x, formats.MXFP8)
-    assert fs.dequantize(q) is x and (q.shape, q.dtype, q.nbytes) == (x.shape, x.dtype, x.nbytes)
-    assert fs.dequantize(x) is x
+    q = fs.formats.Quantized.of_numbers(x, formats.MXFP8)
+    assert fs.formats.dequantize(q) is x and (q.shape, q.dtype, q.nbytes) == (x.shape, x.dtype, x.nbytes)
+    assert fs.formats.dequantize(x) is x
 
 
 def test_what_is_not_finite_shows():
     x = torch.randn(2, 64)
     x[1, 40] = torch.inf
-    got = fs.dequantize(fs.quantize(x, formats.MXFP8))
+    got = fs.formats.dequantize(fs.formats.quantize(x, formats.MXFP8))
     assert got[1, 32:].isnan().all() and got[0].isfinite().all() and got[1, :32].isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
-MEND = "Write fs.dequantize(w) for its numbers, or fs.ops.product(x, w, 1) for x @ w.T, and 0 for x @ w."
+MEND = "Write fs.formats.dequantize(w) for its numbers, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
 
 
 @pytest.mark.parametrize(
@@ -140,18 +143,18 @@ MEND = "Write fs.dequantize(w) for its numbers, or fs.ops.product(x, w, 1) for x
     ],
 )  # fmt: skip
 def test_another_function_of_torch_is_refused_with_the_line_to_write(use, said):
-    q = fs.quantize(torch.ones(4, 4), formats.MXFP8)
+    q = fs.formats.quantize(torch.ones(4, 4), formats.MXFP8)
     text = refusal(use, torch.ones(4, 4), q, kind=NotDequantizedError)
     row = "  Quantized(float32[4, 4] as float8_e4m3fn[1x32, e8m0])"
-    assert text == f"fs.dequantize was not called for a tensor that {said}.\n{row}\n{MEND}"
+    assert text == f"fs.formats.dequantize was not called for a tensor that {said}.\n{row}\n{MEND}"
     assert not hasattr(q, "grad_fn") and not hasattr(q, "_private")
 
 
 def test_a_function_of_trees_that_changes_codes_is_refused():
-    q = fs.quantize(torch.ones(4, 4), formats.MXFP8)
+    q = fs.formats.quantize(torch.ones(4, 4), formats.MXFP8)
     assert refusal(fs.tree.map, torch.Tensor.float, {"w": q}, kind=ArgumentError) == (
-        "fs.Quantized cannot have codes in torch.float32: a function of trees has changed them.\n"
-        "Dequantize first, fs.dequantize(w), and quantize the result."
+        "fs.formats.Quantized cannot have codes in torch.float32: a function of trees has changed them.\n"
+        "Dequantize first, fs.formats.dequantize(w), and quantize the result."
     )
 
 
@@ -166,15 +169,15 @@ def test_bad_arguments():
         ((torch.ones(2), formats.MXFP8), {"key": torch.tensor([0, 1])}, ConfigError, "without a key, and got one."),
     ]
     for args, more, kind, said in cases:
-        text = refusal(fs.quantize, *args, **more, kind=kind)
-        assert text.startswith("fs.quantize ") and said in text, text
-    assert refusal(fs.dequantize, "w", kind=ArgumentError) == (
-        "fs.dequantize takes a Quantized, got str.\nGive what fs.quantize gives, or a tensor."
+        text = refusal(fs.formats.quantize, *args, **more, kind=kind)
+        assert text.startswith("fs.formats.quantize ") and said in text, text
+    assert refusal(fs.formats.dequantize, "w", kind=ArgumentError) == (
+        "fs.formats.dequantize takes a Quantized, got str.\nGive what fs.formats.quantize gives, or a tensor."
     )
 
 
 def test_codes_are_those_of_the_codec():
     x = torch.randn(6, 70)
-    q = fs.quantize(x, formats.MXFP8)
+    q = fs.formats.quantize(x, formats.MXFP8)
     scales = codec.scales_of(codec.amaxes(x, (1, 32)), formats.MXFP8)
     assert torch.equal(q.values, codec.encode(x, scales, formats.MXFP8)) and torch.equal(q.scales, scales.blocks)

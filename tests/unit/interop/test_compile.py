@@ -98,7 +98,7 @@ def test_losses_and_gradients_have_the_bits_of_an_eager_call(graphs, key, precis
 def test_parts_of_a_model_run_between_graphs_as_well(graphs):
     module = made()
     del module.heat
-    model = fs.model_from(module, UNITS, net_parts())
+    model = fs.model_from_module(module, UNITS, net_parts())
     params = start(model).params
     eager = fs.value_and_grad(fs.model_loss(model))(params, BATCH)
     by_block = model._replace(block=torch.compile(model.block, backend=graphs))

@@ -199,7 +199,7 @@ def test_parts_of_a_model_see_weights_in_the_compute_dtype():
         block=lambda net, layer, x: layer(x, pair=(x, net.scale.to(x.dtype))),
         head=lambda net, x, batch: (net.head(x).square().sum().float(), 1),
     )
-    model = fs.model_from(module, ("first", "layers.*", "head"), parts)
+    model = fs.model_from_module(module, ("first", "layers.*", "head"), parts)
     opt = fs.sgd(0.0)
     state = fs.init_state(
         model, opt, fs.random.key(0), fs.plan_layout(model, fs.make_mesh(device="cpu"), precision=fs.BF16)

@@ -45,7 +45,7 @@ def test_experts_of_other_families_need_ep_1(kind, sizes):
 
 
 def test_parts_of_a_model_with_experts_are_refused_as_well():
-    model = fs.model_from(built("Mixtral", MIXTRAL))
+    model = fs.model_from_module(built("Mixtral", MIXTRAL))
     text = refusal(fs.plan_layout, model, mesh(ep=2), kind=ConfigError)
     assert "cannot shard the experts of this module over ep=2" in text
 

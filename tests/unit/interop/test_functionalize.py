@@ -533,8 +533,8 @@ operation (aten::add_.Tensor) that would mutate a captured Tensor. This is not s
 being transformed to explicitly accept the mutated Tensor(s) as inputs.
 Name the buffers that the forward writes: fs.functionalize(module, units, buffers='name'). Keep other state outside of \
 the module: give it as an input, and return it as an output."""),
-    "unlike but for weights": (lambda: fs.model_from(scaled(), UNITS, net_parts()), ConfigError, """
-fs.model_from runs all blocks as the first one, but for the weights.
+    "unlike but for weights": (lambda: fs.model_from_module(scaled(), UNITS, net_parts()), ConfigError, """
+fs.model_from_module runs all blocks as the first one, but for the weights.
   drop.p: 0.0 in layers.0, 0.1 in layers.1
   scale: float32[] in layers.0, float32[] in layers.1 of other values
   act: gelu in layers.0, relu in layers.2
@@ -542,8 +542,8 @@ fs.model_from runs all blocks as the first one, but for the weights.
   drop.p: 0.0 in layers.0, 0.2 in layers.2
   scale: float32[] in layers.0, float32[] in layers.2 of other values
 Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."""),
-    "layers that scale by their number": (lambda: fs.model_from(by_layer()), ConfigError, """
-fs.model_from has no parts for this config.
+    "layers that scale by their number": (lambda: fs.model_from_module(by_layer()), ConfigError, """
+fs.model_from_module has no parts for this config.
   scale_attn_by_inverse_layer_idx is True: every layer scales its attention by another number
 Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
     "no key": (lambda: call(Net(p=0.5), UNITS, TOKENS), TransformError, """
@@ -622,8 +622,8 @@ Make the module with real tensors, or pass reset=, a function that fills the par
     "axes": (lambda: plan(Net(), UNITS, {"*.up.weight": ("mlp", "embed"), "*": None}, {"*.up": "row"},
                           {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
 fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
-  pp=2: a forward in one piece has no stages; see fs.model_from
-  cp=2: the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp
+  pp=2: a forward in one piece has no stages; see fs.model_from_module
+  cp=2: the layers take whole sequences; the parts of fs.model_from_module may take parts of them, see Parts.cp
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
     "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
@@ -631,17 +631,17 @@ Leave the axis out of the mesh, set the rule to None (all ranks then compute ali
 fs.plan_layout cannot cut this module on mesh {tp: 2}.
   embed.weight is float32[13, 7], dim 0 ('vocab') over tp: head.weight is of a layer with no role
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
-    "no parts of a family": (lambda: fs.model_from(sliding()), ConfigError, """
-fs.model_from has no parts for this config.
+    "no parts of a family": (lambda: fs.model_from_module(sliding()), ConfigError, """
+fs.model_from_module has no parts for this config.
   attention is 'eager', not 'sdpa'
   layers have sliding_attention
   sliding_window is 8
 Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
-    "no parts": (lambda: fs.model_from(Net()), ConfigError, """
-fs.model_from does not know the units and parts of Net.
+    "no parts": (lambda: fs.model_from_module(Net()), ConfigError, """
+fs.model_from_module does not know the units and parts of Net.
 Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."""),
-    "no stages": (lambda: fs.model_from(half_frozen(), ("layers.*", "norm"), net_parts()), ConfigError, """
-fs.model_from needs units for an embedding, one stack of blocks, and a head.
+    "no stages": (lambda: fs.model_from_module(half_frozen(), ("layers.*", "norm"), net_parts()), ConfigError, """
+fs.model_from_module needs units for an embedding, one stack of blocks, and a head.
   heat is in no unit
   embed.weight is in no unit
   head.weight is in no unit
@@ -649,8 +649,8 @@ fs.model_from needs units for an embedding, one stack of blocks, and a head.
   norm.weight is frozen
   norm.bias is frozen
 Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."""),
-    "two stacks": (lambda: fs.model_from(Shared(), ("steps.*", "wide.*", "back.*"), net_parts()), ConfigError, """
-fs.model_from needs units for an embedding, one stack of blocks, and a head.
+    "two stacks": (lambda: fs.model_from_module(Shared(), ("steps.*", "wide.*", "back.*"), net_parts()), ConfigError, """
+fs.model_from_module needs units for an embedding, one stack of blocks, and a head.
   there are 3 stacks: 'steps', 'wide', 'back'
   there is no unit before the blocks
   there is no unit after the blocks
@@ -712,8 +712,8 @@ Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dim
     "no module": (lambda: fs.functionalize(Net, UNITS), ConfigError, """
 fs.functionalize needs an nn.Module; got class Net.
 Make one, or write the functions of a Model yourself: see fs.models.Model."""),
-    "no shapes": (lambda: fs.model_from(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))), ConfigError, """
-fs.model_from needs shapes.
+    "no shapes": (lambda: fs.model_from_module(nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))), ConfigError, """
+fs.model_from_module needs shapes.
   0.weight
   0.bias
   1.weight
@@ -723,8 +723,8 @@ Call the module once, with inputs as they will be."""),
 fs.functionalize cannot copy Linear.
   Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment
 Detach tensors that the module keeps between calls, and take out what else cannot be copied."""),
-    "written buffers, in stages": (lambda: fs.model_from(estimated(), ("0",), SimpleNamespace()), ConfigError, """
-fs.model_from has no place for buffers that the forward writes.
+    "written buffers, in stages": (lambda: fs.model_from_module(estimated(), ("0",), SimpleNamespace()), ConfigError, """
+fs.model_from_module has no place for buffers that the forward writes.
   1.running_mean of BatchNorm1d
   1.running_var of BatchNorm1d
   1.num_batches_tracked of BatchNorm1d
@@ -733,8 +733,8 @@ fs.model_from has no place for buffers that the forward writes.
 Use fs.functionalize, which carries them on meshes without pp; or put these modules in eval mode, or give them no running statistics, such as nn.GroupNorm."""),
     "hooks that assign weights": (lambda: fs.functionalize(hooked(), ()), ConfigError, f"""
 fs.functionalize {HOOKS}"""),
-    "hooks that assign weights, in stages": (lambda: fs.model_from(hooked(), ("4",), SimpleNamespace()), ConfigError, f"""
-fs.model_from {HOOKS}"""),
+    "hooks that assign weights, in stages": (lambda: fs.model_from_module(hooked(), ("4",), SimpleNamespace()), ConfigError, f"""
+fs.model_from_module {HOOKS}"""),
     "grouped products": (lambda: forward_mode(Grouped(), torch.ones(3, 16)), TransformError, """
 fs.functionalize cannot differentiate grouped products of experts by forward mode: torch has no such derivative.
 Make the module with experts_implementation='eager' in its config, or use reverse mode: torch.func.grad, vjp."""),
@@ -753,7 +753,7 @@ def test_a_module_in_stages_is_a_model_with_its_leaves_by_part():
     torch.manual_seed(0)
     module = Net()
     del module.heat
-    model = fs.model_from(module, UNITS, net_parts(), names={"*.up.weight": ("mlp", "embed"), "*": None})
+    model = fs.model_from_module(module, UNITS, net_parts(), names={"*.up.weight": ("mlp", "embed"), "*": None})
     assert model.names["blocks"]["up"]["weight"] == ("layers", "mlp", "embed")
     assert model.tied == (("head.weight", "embed.embed.weight"),)
     layout = fs.plan_layout(model, fs.make_mesh())
@@ -775,10 +775,10 @@ def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
     def block(module, layer, x):
         return F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(4, 4, dtype=torch.bool), dropout_p=0.5)
 
-    whole, cut = (fs.model_from(module, UNITS, net_parts()._replace(block=block, cp=cp)) for cp in (False, True))
+    whole, cut = (fs.model_from_module(module, UNITS, net_parts()._replace(block=block, cp=cp)) for cp in (False, True))
     with pytest.raises(ConfigError) as caught:
         fs.plan_layout(whole, mesh)
-    why = "the layers take whole sequences; the parts of fs.model_from may take parts of them, see Parts.cp"
+    why = "the layers take whole sequences; the parts of fs.model_from_module may take parts of them, see Parts.cp"
     assert str(caught.value).splitlines()[:-1] == [
         "fs.plan_layout cannot cut this module on mesh {cp: 2}.",
         f"  cp=2: {why}",
@@ -788,7 +788,7 @@ def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
     with fs.set_mesh(mesh), pytest.raises(TransformError) as refused:
         cut.block(first, torch.ones(1, 2, 4, 4))
     assert str(refused.value).splitlines() == [
-        "fs.model_from computes attention over cp without masks and dropout.",
+        "fs.model_from_module computes attention over cp without masks and dropout.",
         "  attn_mask is bool[4, 4]",
         "  dropout_p is 0.5",
         "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents.",

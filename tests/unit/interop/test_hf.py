@@ -16,11 +16,11 @@ from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.checkpoint import byte_ranges
 from fsharding.interop import hf
 from fsharding.interop.hf.config_tables import FAMILIES
-from fsharding.models import DecoderConfig, Experts, Latent, Stack
+from fsharding.models import MLA, DecoderConfig, Experts, Stack
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal
 
-SIZES = {"vocab": 10, "dim": 8, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 12, "eps": 1e-6}
+SIZES = {"vocab_size": 10, "dim": 8, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 12, "eps": 1e-6}
 CONFIGS = {
     "llama": DecoderConfig(**SIZES, rope_scaling=ops.LlamaScaling(length=32)),
     "tied": DecoderConfig(**SIZES, tied=True, head_size=6),
@@ -165,14 +165,14 @@ def test_a_mistral_without_a_window_is_a_decoder_and_stays_a_mistral():
 
 
 def test_decoders_that_no_family_is():
-    latent = Latent(4, 8, 8, 6, 4, 8)
+    latent = MLA(4, 8, 8, 6, 4, 8)
     stacks = (Stack("a", 1), Stack("b", 1))
     experts = Experts(4, 2, 8, shared=1, normalize=False, scale=2.0)
     odd = DecoderConfig(**SIZES, attention=latent, stacks=stacks, experts=experts, bias=True)
     assert refusal(hf.config_json, odd, kind=ConfigError) == (
         "fs.hf.config_json finds no family that computes as this decoder.\n"
         "  it has stacks of unlike blocks\n"
-        "  its attention is Latent\n"
+        "  its attention is MLA\n"
         "  its experts have shared=1\n"
         "  its experts have scale=2.0\n"
         "  weights of its experts are not normalized, which only qwen3_moe knows, with qk_norm\n"
@@ -219,7 +219,7 @@ def test_weights_come_back(name, tmp_path, monkeypatch):
 def test_a_state_is_saved_in_its_main_parameters_or_another_dtype(tmp_path):
     config = CONFIGS["qwen2"]
     layout = layout_of(config, precision=fs.BF16, strategy=fs.zero(1), frozen="embed")
-    state = fs.state_from(params_of(layout), fs.adamw(1e-3), fs.random.key(0), layout)
+    state = fs.state_from_params(params_of(layout), fs.adamw(1e-3), fs.random.key(0), layout)
     assert state.main is not None and state.params["blocks"]["wq"].dtype == torch.bfloat16
     hf.save(tmp_path / "main", state, config)
     assert_bitwise_equal(hf.load(tmp_path / "main", layout), params_of(layout))
@@ -359,7 +359,7 @@ def test_what_computes_nothing_is_written_as_it_was_read(tmp_path):
     (folder / "generation_config.json").write_text(json.dumps(generation))
     read = hf.config_of(folder)
     assert read == config and hash(read) == hash(config)
-    state = fs.state_from(params_of(layout), fs.sgd(0.1), fs.random.key(0), layout_of(read))
+    state = fs.state_from_params(params_of(layout), fs.sgd(0.1), fs.random.key(0), layout_of(read))
     for number, given in enumerate([read, {**hf.config_json(read)}]):
         out = hf.save(tmp_path / f"out{number}", state, given).path
         entries = json.loads((out / "config.json").read_text())

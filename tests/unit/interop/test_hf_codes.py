@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fs.hf.save writes .* not multipl
 """Blocks at edges are what many tests here are about."""
 
 SMALL = formats.Blocks(formats.E4M3, (6, 4))
-SIZES = {"vocab": 10, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 14}
+SIZES = {"vocab_size": 10, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 14}
 CONFIGS = {
     "llama": DecoderConfig(**SIZES),
     "fused": DecoderConfig(**SIZES, bias=True, tied=True, fused=True),
@@ -109,7 +109,7 @@ def test_what_is_loaded_is_what_was_saved_rounded_once(name, tmp_path, monkeypat
 
 
 def test_files_have_the_numbers_that_a_run_in_this_format_computes_with(tmp_path):
-    config = DecoderConfig(vocab=10, dim=144, layers=2, heads=4, kv_heads=2, hidden=200)
+    config = DecoderConfig(vocab_size=10, dim=144, layers=2, heads=4, kv_heads=2, intermediate_size=200)
     precision = fs.Precision(
         params=torch.float32,
         compute=torch.bfloat16,

@@ -279,11 +279,11 @@ def test_blocks_in_stages_may_not_differ_in_what_their_functions_carry(bind):
         lambda net, x, batch: (net.head(x).sum(), 1),
     )
     units = ("embed", "layers.*", "head")
-    fs.model_from(scaled_blocks((2.0, 2.0), bind), units, parts)
+    fs.model_from_module(scaled_blocks((2.0, 2.0), bind), units, parts)
     with pytest.raises(
         ConfigError, match=r"(?s)runs all blocks as the first one.*forward: .* in layers.0, .* in layers.1"
     ):
-        fs.model_from(scaled_blocks((2.0, 3.0), bind), units, parts)
+        fs.model_from_module(scaled_blocks((2.0, 3.0), bind), units, parts)
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)])

@@ -43,7 +43,7 @@ OLDER = {
     "heterogeneous_block_specs": False,
 }  # fmt: skip
 CONFIG = DecoderConfig(
-    vocab=40, dim=16, layers=2, heads=4, kv_heads=2, hidden=12, rope_base=500_000.0, experts=Experts(4, 2, 12),
+    vocab_size=40, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=12, rope_base=500_000.0, experts=Experts(4, 2, 12),
     rope_scaling=fs.ops.LlamaScaling(8.0, 8192, 1.0, 4.0),
 )  # fmt: skip
 

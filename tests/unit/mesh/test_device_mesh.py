@@ -48,7 +48,7 @@ def test_one_process_without_a_launcher_has_a_mesh_without_a_group():
     assert device_mesh.abstract(mesh) == AbstractMesh(("dp",), (1,))
     assert device_mesh.coordinate(mesh) == {"dp": 0}
     assert device_mesh.data_axes(mesh) == ()
-    assert device_mesh.data_position(mesh) == (0, 1)
+    assert device_mesh.data_rank_and_size(mesh) == (0, 1)
     group = device_mesh.axis_group(mesh, ("dp", "cp"))
     assert (group.ranks, group.index, group.process_group, group.order) == ((0,), 0, None, (0,))
 
@@ -67,7 +67,7 @@ def test_an_axis_that_is_nowhere_has_size_one():
 def test_data_axes_and_positions():
     mesh = AbstractMesh(("pp", "replica", "dp", "ep", "cp", "tp"), (2, 2, 3, 2, 2, 2))
     assert device_mesh.data_axes(mesh) == ("dp", "ep", "cp", "replica")
-    assert device_mesh.data_position(mesh) == (0, 12)
+    assert device_mesh.data_rank_and_size(mesh) == (0, 12)
     assert device_mesh.coordinate(mesh) == dict.fromkeys(AXES, 0)
 
 

@@ -17,7 +17,9 @@ from fsharding.optim.clip import carrier_sum
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import slow
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=32, dim=16, layers=2, heads=2, kv_heads=1, hidden=24))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=32, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=24)
+)
 TOKENS = torch.arange(4 * 9).view(4, 9) % 32
 BATCH = {"tokens": TOKENS[:, :-1].contiguous(), "targets": TOKENS[:, 1:].contiguous()}
 

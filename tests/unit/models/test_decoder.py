@@ -9,10 +9,10 @@ import torch.nn.functional as F
 import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import ConfigError, SpecError
-from fsharding.models import DecoderConfig, Grouped, Stack, decoder
+from fsharding.models import GQA, DecoderConfig, Stack, decoder
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 
-CONFIG = DecoderConfig(vocab=17, dim=24, layers=2, heads=4, kv_heads=2, hidden=20)
+CONFIG = DecoderConfig(vocab_size=17, dim=24, layers=2, heads=4, kv_heads=2, intermediate_size=20)
 
 
 def params_of(config, std=8.0):
@@ -22,7 +22,7 @@ def params_of(config, std=8.0):
 
 
 def tokens(batch=2, positions=7):
-    return torch.randint(0, CONFIG.vocab, (batch, positions), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, CONFIG.vocab_size, (batch, positions), generator=torch.Generator().manual_seed(0))
 
 
 def logits_loss(config, params, batch):
@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_the_book(tied):
     assert int(count) == 14 - 3 and total.dtype == torch.float32
     assert_trees_close(total, by_the_book(config, params, batch), rtol=1e-5)
     uniform, count = logits_loss(config, fs.tree.map(torch.zeros_like, params), batch)
-    assert_trees_close(uniform, count * torch.log(torch.tensor(float(CONFIG.vocab))), rtol=1e-6)
+    assert_trees_close(uniform, count * torch.log(torch.tensor(float(CONFIG.vocab_size))), rtol=1e-6)
 
 
 def test_no_position_sees_a_later_one():
@@ -92,7 +92,7 @@ def test_no_position_sees_a_later_one():
 
     ids = tokens()
     changed = ids.clone()
-    changed[:, 4] = (changed[:, 4] + 1) % CONFIG.vocab
+    changed[:, 4] = (changed[:, 4] + 1) % CONFIG.vocab_size
     a, b = hidden(ids), hidden(changed)
     assert_trees_close(a[:, :4], b[:, :4], rtol=1e-5, atol=1e-6)
     assert (a[:, 4:] - b[:, 4:]).abs().amax(-1).min() > 1e-3
@@ -133,18 +133,18 @@ def test_fused_leaves_are_the_others_joined():
 
 
 def test_parts_of_another_leaf_are_refused():
-    q, k = ops.split_parts(torch.arange(6).view(1, 6), (4, 2))
+    q, k = ops.split_fused(torch.arange(6).view(1, 6), (4, 2))
     assert q.tolist() == [[0, 1, 2, 3]] and k.tolist() == [[4, 5]]
     with fs.set_mesh(fs.AbstractMesh(("tp",), (2,))), pytest.raises(SpecError) as caught:
-        ops.split_parts(torch.zeros(5, 3), (4, 3), dim=0)
+        ops.split_fused(torch.zeros(5, 3), (4, 3), dim=0)
     assert str(caught.value) == (
-        "ops.split_parts cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
+        "ops.split_fused cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
         "Give the sizes of the leaf's Fused name."
     )
 
 
 def test_init_is_narrow_where_blocks_write_to_the_stream():
-    draws = decoder(DecoderConfig(layers=8, dim=128, hidden=256)).init(fs.random.key(0))
+    draws = decoder(DecoderConfig(layers=8, dim=128, intermediate_size=256)).init(fs.random.key(0))
     assert draws["blocks"]["wq"].scale == draws["embed"]["table"].scale == 0.02
     assert draws["blocks"]["wo"].scale == draws["blocks"]["down"].scale == 0.02 / 4
     assert_bitwise_equal(draws["head"]["norm"].tensor(), torch.ones(128))
@@ -172,12 +172,14 @@ def test_sizes_that_do_not_fit():
     )
     assert DecoderConfig(dim=64, heads=8).head_dim == 8
     with pytest.raises(ConfigError) as caught:
-        DecoderConfig(vocab=0, dim=30, layers=-3, heads=4, kv_heads=0, hidden=0, stacks=(Stack("a", 0),))
+        DecoderConfig(
+            vocab_size=0, dim=30, layers=-3, heads=4, kv_heads=0, intermediate_size=0, stacks=(Stack("a", 0),)
+        )
     assert str(caught.value).splitlines()[1:] == [
-        "  vocab=0: at least 1",
+        "  vocab_size=0: at least 1",
         "  layers=-3: at least 1",
         "  kv_heads=0: at least 1",
-        "  hidden=0: at least 1",
+        "  intermediate_size=0: at least 1",
         "  dim 30 over 4 heads is not an even head dim",
         "  stack 'a': layers=0: at least 1",
         "  the stacks have 0 layers, not -3",
@@ -185,6 +187,6 @@ def test_sizes_that_do_not_fit():
     with pytest.raises(ConfigError, match="heads=0: at least 1"):
         DecoderConfig(heads=0)
     with pytest.raises(ConfigError, match="kv_heads=-1: at least 1"):
-        Grouped(4, -1, 8)
+        GQA(4, -1, 8)
     with pytest.raises(ConfigError, match="dim 12 over 4 heads is not an even head dim"):
         DecoderConfig(dim=12, heads=4)

@@ -18,19 +18,19 @@ from fsharding.base.errors import (
     TransformError,
     TreeError,
 )
-from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
+from fsharding.models import GQA, MLA, DecoderConfig, Stack, decoder
 from fsharding.models.generate import generate
 from fsharding.models.stacks import stacks_of
 from tests.helpers import refusal, slow
 
 FAMILIES = ["tiny", "tiny-moe", "tiny_llama3", "tiny_qwen2_5", "tiny_mixtral", "tiny_deepseek_v3"]
-LATENT = Latent(4, q_rank=10, kv_rank=6, plain_dim=6, rotary_dim=4, value_dim=5)
+LATENT = MLA(4, q_rank=10, kv_rank=6, plain_dim=6, rotary_dim=4, value_dim=5)
 CONFIGS = {
     **{name: fs.models.presets.recipe(name).config for name in FAMILIES},
     "fused, tied": DecoderConfig(50, 24, 2, 4, 2, 20, tied=True, fused=True, bias=True, qk_norm=True),
     "stacks": DecoderConfig(
         50, 24, 4,
-        stacks=(Stack("zero", 1, LATENT), Stack("a", 2, Grouped(4, 4, 6), hidden=8), Stack("m", 1, Grouped(3, 1, 8))),
+        stacks=(Stack("zero", 1, LATENT), Stack("a", 2, GQA(4, 4, 6), intermediate_size=8), Stack("m", 1, GQA(3, 1, 8))),
     ),
 }  # fmt: skip
 SMALL = CONFIGS["fused, tied"]
@@ -65,7 +65,7 @@ def greedy(config, params, prompt, count):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_through_the_cache_are_those_of_all_tokens(name):
     config, params = CONFIGS[name], params_of(CONFIGS[name])
-    tokens = torch.randint(config.vocab, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     want, model = logits_of(config)(params, tokens).detach(), decoder(config)
     decode, found = model.decode, []
     runs = dict(stacks_of(decode))
@@ -199,7 +199,7 @@ def of_losses():
     parts = fs.hf.families.Parts(lambda *_: None, lambda *_: None, lambda *_: None)
     module = torch.nn.Module()
     module.embed, module.layers, module.head = net[0], torch.nn.ModuleList([net[1]]), net[2]
-    return fs.model_from(module, ("embed", "layers.*", "head"), parts)
+    return fs.model_from_module(module, ("embed", "layers.*", "head"), parts)
 
 
 def shortened(params, tokens):
@@ -226,7 +226,7 @@ WRONG = {
     "a seed": (RandomKeyError, SMALL, [[1]], {"key": 3}, "needs a key int64[2]"),
     "context": (ConfigError, SMALL, [[1]], {"context": 8}, "Leave context= out"),
     "another model": (TreeError, CONFIGS["tiny"], [[1]], {}, "blocks.wq"),
-    "other sizes": (TreeError, replace(SMALL, vocab=51), [[1]], {}, "embed.table is float64[50, 24], and [51, 24]"),
+    "other sizes": (TreeError, replace(SMALL, vocab_size=51), [[1]], {}, "embed.table is float64[50, 24], and [51, 24]"),
     "a module": (ArgumentError, torch.nn.Linear(2, 2), [[1]], {}, "fs.functionalize(module)"),
     "losses": (ConfigError, of_losses(), [[1]], {}, "it has losses and no logits"),
     "another function": (ArgumentError, lambda params: None, [[1]], {}, "a function (params, tokens) -> logits"),

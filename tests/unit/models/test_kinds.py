@@ -11,15 +11,15 @@ import torch.nn.functional as F
 import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import ConfigError, SpecError
-from fsharding.models import DecoderConfig, Grouped, Latent, Stack, decoder
+from fsharding.models import GQA, MLA, DecoderConfig, Stack, decoder
 from fsharding.models.stacks import stacks_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import token_batch
 
 LLAMA = ops.LlamaScaling(factor=8.0, length=16)
 YARN = ops.YarnScaling(factor=40.0, length=16, fast=2.0)
-LATENT = Latent(4, q_rank=10, kv_rank=6, plain_dim=6, rotary_dim=4, value_dim=5, rope_scaling=YARN)
-SIZES = {"vocab": 17, "dim": 24, "heads": 4, "kv_heads": 2, "hidden": 20}
+LATENT = MLA(4, q_rank=10, kv_rank=6, plain_dim=6, rotary_dim=4, value_dim=5, rope_scaling=YARN)
+SIZES = {"vocab_size": 17, "dim": 24, "heads": 4, "kv_heads": 2, "intermediate_size": 20}
 KINDS = {
     "bias": DecoderConfig(**SIZES, layers=2, bias=True),
     "wide heads": DecoderConfig(**SIZES, layers=2, head_size=10),
@@ -29,7 +29,7 @@ KINDS = {
     "latent": DecoderConfig(**SIZES, layers=2, attention=LATENT),
     "stacks": DecoderConfig(
         **SIZES, layers=4, tied=True,
-        stacks=(Stack("zero", 1, LATENT), Stack("a", 2, hidden=8), Stack("m", 1, Grouped(3, 1, 8, bias=True))),
+        stacks=(Stack("zero", 1, LATENT), Stack("a", 2, intermediate_size=8), Stack("m", 1, GQA(3, 1, 8, bias=True))),
     ),
 }  # fmt: skip
 
@@ -132,7 +132,7 @@ def plain_row(config, params, tokens_T, targets_T):
         for layer in range(stack.layers if stack else config.layers):
             p = {name: leaf[layer] for name, leaf in leaves.items()}
             h = plain_norm(p["norm1"], x_TD, config.eps)
-            if isinstance(attention, Latent):
+            if isinstance(attention, MLA):
                 x_TD = x_TD + plain_latent(attention, p, h, at_T, config.eps)
             else:
                 x_TD = x_TD + plain_grouped(attention, p, h, at_T, config.eps)
@@ -227,8 +227,8 @@ def test_sizes_that_do_not_fit():
     )
     with pytest.raises(ConfigError, match="head_size 5 is not even"):
         DecoderConfig(head_size=5)
-    with pytest.raises(ConfigError, match=r"models\.Latent has sizes that do not fit\.\n  rotary_dim 3 is not even"):
-        Latent(4, 8, 8, 8, 3, 8)
+    with pytest.raises(ConfigError, match=r"models\.MLA has sizes that do not fit\.\n  rotary_dim 3 is not even"):
+        MLA(4, 8, 8, 8, 3, 8)
     with pytest.raises(ConfigError, match=r"slow 4\.0, fast 4\.0: 0 < slow < fast"):
         ops.LlamaScaling(slow=4.0)
     mesh = fs.AbstractMesh(("cp", "tp"), (4, 2))

@@ -60,7 +60,7 @@ def test_the_load_comes_as_the_gradient_of_the_bias():
     logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0], [2.0, 1.0, 0.0], [0.0, 1.0, 2.0]], requires_grad=True)
     bias = torch.zeros(3, requires_grad=True)
 
-    def total(logits, bias, tell=ops.tell_load):
+    def total(logits, bias, tell=ops.record_load):
         return tell(ops.route(logits, top_k=1, normalize=False), bias).weights.square().sum()
 
     x, load = torch.autograd.grad(total(logits, bias), [logits, bias])
@@ -142,7 +142,7 @@ def test_trees_without_loads_are_handed_on():
 
 
 def test_leaves_of_the_decoder():
-    model = decoder(DecoderConfig(vocab=16, dim=DIM, layers=3, heads=2, kv_heads=2, experts=DEEP))
+    model = decoder(DecoderConfig(vocab_size=16, dim=DIM, layers=3, heads=2, kv_heads=2, experts=DEEP))
     shapes = {path: x.shape for path, x in fs.tree.named_leaves(model.init(fs.random.key(0))["blocks"]).items()}
     assert shapes["experts.gate"] == (3, 6, 5, DIM) and shapes["experts.shared.down"] == (3, 10, DIM)
     assert "gate" not in shapes and model.balanced == (("blocks.experts.bias", 0.01),)
@@ -158,7 +158,7 @@ refusal = functools.partial(helpers.refusal, kind=ConfigError)
 def test_refusals():
     assert refusal(lambda: Experts(4, 5, 0, shared=-1, bias_rate=-0.1)) == (
         "Experts has numbers that do not fit.\n"
-        "  hidden=0: at least 1\n  shared=-1: at least 0\n  bias_rate=-0.1: at least 0\n"
+        "  intermediate_size=0: at least 1\n  shared=-1: at least 0\n  bias_rate=-0.1: at least 0\n"
         "  top_k=5: a token sees 4 experts"
     )
     model = decoder(DecoderConfig(experts=Experts(6, 2, 9)))
@@ -166,7 +166,7 @@ def test_refusals():
     assert refusal(lambda: fs.plan_layout(model, mesh)) == (
         "models.decoder cannot be cut over the mesh {ep: 4, tp: 2}.\n"
         "  6 experts: no multiple of ep=4\n"
-        "  9 hidden of an expert: no multiple of tp=2\n"
+        "  9 intermediate_size of an expert: no multiple of tp=2\n"
         "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
     )
     rules = fs.DEFAULT_RULES.replace(expert=("dp", "ep"), mlp=None)

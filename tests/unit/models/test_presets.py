@@ -49,7 +49,7 @@ def test_a_published_model_has_its_parameters_and_a_plan(name):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("tiny")])
 def test_twins_are_small_and_take_bytes(name):
     config = recipe(name).config
-    assert config.vocab == 256 and 1e5 < count(recipe(name).model().init(fs.random.key(0))) < 3e6
+    assert config.vocab_size == 256 and 1e5 < count(recipe(name).model().init(fs.random.key(0))) < 3e6
 
 
 def test_names():

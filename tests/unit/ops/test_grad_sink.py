@@ -1,4 +1,4 @@
-"""`ops.product` and `ops.embedding` are torch's own, and write the gradient of a weight where the weight's node says."""
+"""`ops.scaled_matmul` and `ops.embedding` are torch's own, and write the gradient of a weight where the weight's node says."""
 
 import functools
 from typing import Any
@@ -56,9 +56,9 @@ def both_grads(result, x, weight, towards):
 def test_a_gradient_is_written_to_its_home(dim, before):
     x, weight, towards = case(dim, *before)
     want = torchs(x, weight, dim)
-    plain = ops.product(x, weight, dim)
+    plain = ops.scaled_matmul(x, weight, dim)
     home = torch.full_like(weight, torch.nan)
-    given = ops.product(x, homed(weight, home), dim)
+    given = ops.scaled_matmul(x, homed(weight, home), dim)
     assert_bitwise_equal([plain, given], [want, want])
     toward_x, toward_weight = both_grads(want, x, weight, towards)
     assert_bitwise_equal(both_grads(plain, x, weight, towards), (toward_x, toward_weight))
@@ -76,7 +76,7 @@ def test_without_a_home_it_is_returned(dim):
     x, weight, towards = case(dim, 5)
     want = both_grads(torchs(x, weight, dim), x, weight, towards)
     for homes in ((), (torch.empty_like(weight, dtype=torch.float64),)):
-        assert_bitwise_equal(both_grads(ops.product(x, homed(weight, *homes), dim), x, weight, towards), want)
+        assert_bitwise_equal(both_grads(ops.scaled_matmul(x, homed(weight, *homes), dim), x, weight, towards), want)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -88,14 +88,14 @@ def test_what_is_differentiated_again_is_returned(dim):
         first = torch.autograd.grad(result, [x, weight], towards, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), [x, weight])
 
-    assert_bitwise_equal(norms(ops.product(x, homed(weight, home), dim)), norms(torchs(x, weight, dim)))
+    assert_bitwise_equal(norms(ops.scaled_matmul(x, homed(weight, home), dim)), norms(torchs(x, weight, dim)))
     assert home.isnan().all()
 
 
 def test_inputs_that_need_no_gradient_are_not_asked_for_one():
     x, weight, towards = case(1, 5)
     home = torch.empty_like(weight)
-    ops.product(x.detach(), homed(weight, home), 1).backward(towards)
+    ops.scaled_matmul(x.detach(), homed(weight, home), 1).backward(towards)
     want = both_grads(torchs(x, weight, 1), x, weight, towards)[1]
     assert weight.grad is None
     assert_bitwise_equal(home, want)
@@ -106,13 +106,13 @@ def test_autocast_and_compile_see_torchs_own(dim):
     x, weight, towards = case(dim, 5)
     home = torch.full_like(weight, torch.nan)
     with torch.autocast("cpu", torch.bfloat16):
-        found, want = ops.product(x, homed(weight, home), dim), torchs(x, weight, dim)
+        found, want = ops.scaled_matmul(x, homed(weight, home), dim), torchs(x, weight, dim)
     assert found.dtype == torch.bfloat16
     assert_bitwise_equal(
         [found, *both_grads(found, x, weight, towards.bfloat16())],
         [want, *both_grads(want, x, weight, towards.bfloat16())],
     )
-    compiled = torch.compile(ops.product, backend="eager", fullgraph=True)
+    compiled = torch.compile(ops.scaled_matmul, backend="eager", fullgraph=True)
     want = both_grads(torchs(x, weight, dim), x, weight, towards)
     assert_bitwise_equal(both_grads(compiled(x, homed(weight, home), dim), x, weight, towards), want)
     assert home.isnan().all()

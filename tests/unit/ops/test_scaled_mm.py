@@ -36,7 +36,7 @@ def test_which_kernels_there_are():
 
 def numbers(x, format):
     """What a tensor is rounded to, in float32."""
-    return fs.dequantize(fs.quantize(x, format, dtype=torch.float32))
+    return fs.formats.dequantize(fs.formats.quantize(x, format, dtype=torch.float32))
 
 
 def product_of_numbers(a, b):
@@ -52,7 +52,7 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
     format, transposes = getattr(formats, name), ON_CPU[name]
     weight = torch.randn(96, 160, requires_grad=True)
     x = torch.randn(2, 20, 160 if dim else 96).to(dtype).requires_grad_()
-    y = ops.product(x, fs.quantize(weight, format, dtype=dtype, strict=True), dim)
+    y = ops.scaled_matmul(x, fs.formats.quantize(weight, format, dtype=dtype, strict=True), dim)
     cotangent = torch.randn_like(y)
     y.backward(cotangent)
     w, flat, grad = numbers(weight.detach(), format), x.detach().flatten(0, -2), cotangent.flatten(0, -2)
@@ -64,7 +64,7 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
     if kernel_forward:
         torch.testing.assert_close(y.flatten(0, -2), want.to(dtype), **bound)
     else:  # its blocks lie along the other dim
-        assert torch.equal(y, ops.product(x, fs.quantize(weight, format, dtype=dtype), dim))
+        assert torch.equal(y, ops.scaled_matmul(x, fs.formats.quantize(weight, format, dtype=dtype), dim))
     if kernel_backward:
         torch.testing.assert_close(x.grad.flatten(0, -2), toward.to(dtype), **bound)
     else:
@@ -75,26 +75,26 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
 
 @cpu_multiplies_codes
 def test_activations_are_rounded_token_by_token():
-    x, w = torch.randn(8, 64), fs.quantize(torch.randn(32, 64), formats.TENSORWISE, strict=True)
+    x, w = torch.randn(8, 64), fs.formats.quantize(torch.randn(32, 64), formats.TENSORWISE, strict=True)
     others = torch.cat((x[:4], 1000 * torch.randn(4, 64)))
-    assert torch.equal(ops.product(x, w, 1)[:4], ops.product(others, w, 1)[:4])
+    assert torch.equal(ops.scaled_matmul(x, w, 1)[:4], ops.scaled_matmul(others, w, 1)[:4])
 
 
 @cpu_multiplies_codes
 def test_a_tensor_of_numbers_is_rounded_for_the_kernel():
     w = torch.randn(32, 64)
-    once = fs.dequantize(fs.quantize(w, formats.ROWWISE))
+    once = fs.formats.dequantize(fs.formats.quantize(w, formats.ROWWISE))
     x = torch.randn(4, 64)
-    held = fs.Quantized.of_numbers(once, formats.ROWWISE, strict=True)
-    want = ops.product(x, fs.quantize(w, formats.ROWWISE, strict=True), 1)
-    torch.testing.assert_close(ops.product(x, held, 1), want, rtol=1e-4, atol=1e-4)
+    held = fs.formats.Quantized.of_numbers(once, formats.ROWWISE, strict=True)
+    want = ops.scaled_matmul(x, fs.formats.quantize(w, formats.ROWWISE, strict=True), 1)
+    torch.testing.assert_close(ops.scaled_matmul(x, held, 1), want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_format_without_a_kernel_is_refused_where_it_is_strict():
-    q = fs.quantize(torch.ones(4, 32), formats.MXFP8, dtype=torch.bfloat16, strict=True)
-    text = refusal(ops.product, torch.ones(2, 32, dtype=torch.bfloat16), q, 1, kind=ConfigError)
+    q = fs.formats.quantize(torch.ones(4, 32), formats.MXFP8, dtype=torch.bfloat16, strict=True)
+    text = refusal(ops.scaled_matmul, torch.ones(2, 32, dtype=torch.bfloat16), q, 1, kind=ConfigError)
     assert text == (
-        "ops.product has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which is asked for with strict=True.\n"
+        "ops.scaled_matmul has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which is asked for with strict=True.\n"
         "  Quantized(bfloat16[4, 32] as float8_e4m3fn[1x32, e8m0]): torch has no such kernel for the CPU\n"
         "Leave strict out, and such products dequantize; `fsharding doctor` says which formats have one."
     )
@@ -199,14 +199,14 @@ def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
     kernel = ScaledKernel(format, recipe.activations, "cuda", recipe.name, recipe.transposes)
     w, x = torch.randn(shape), torch.randn(64, shape[1])
     got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format), kernel)
-    rounded = fs.dequantize(fs.quantize(x, kernel.activations, dtype=torch.float64))
-    want = rounded @ fs.dequantize(fs.quantize(w, format, dtype=torch.float64)).t()
+    rounded = fs.formats.dequantize(fs.formats.quantize(x, kernel.activations, dtype=torch.float64))
+    want = rounded @ fs.formats.dequantize(fs.formats.quantize(w, format, dtype=torch.float64)).t()
     torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
     if kernel.transposes:
         x = torch.randn(64, shape[0])
         got = scaled_mm.multiply_codes(x, scaled_mm.codes_of(w, format).t(), kernel)
-        rounded = fs.dequantize(fs.quantize(x, kernel.activations, dtype=torch.float64))
-        want = rounded @ fs.dequantize(fs.quantize(w, format, dtype=torch.float64))
+        rounded = fs.formats.dequantize(fs.formats.quantize(x, kernel.activations, dtype=torch.float64))
+        want = rounded @ fs.formats.dequantize(fs.formats.quantize(w, format, dtype=torch.float64))
         torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -214,7 +214,7 @@ def test_arguments_of_the_kernels_of_a_gpu(monkeypatch, name, shape):
 @pytest.mark.parametrize("name", ["ROWWISE", "E4M3_1x128", "MXFP8", "MXFP4", "NVFP4"])
 def test_codes_along_columns_are_those_of_the_transposed_matrix(name, shape):
     format, w = getattr(formats, name), torch.randn(shape)
-    got = scaled_mm.transposed(fs.quantize(w, format.across(shape)), format)
+    got = scaled_mm.transposed(fs.formats.quantize(w, format.across(shape)), format)
     want = scaled_mm.codes_of(w.t().contiguous(), format)
     assert got.format == want.format and got.columns == want.columns == shape[0]
     assert torch.equal(got.values, want.values) and torch.equal(got.scales.blocks, want.scales.blocks)

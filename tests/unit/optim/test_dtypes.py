@@ -39,7 +39,7 @@ def train(opt, how=None, steps=STEPS, *, donate=False, keep=None):
         state, _ = step(state, normal_tree(SHAPES, i + 1))
         if keep is not None and i == steps // 2:
             state = keep(state)
-    assert fs.state_bytes(state.opt_state) == layout.memory(opt).opt_state
+    assert fs.debug.state_bytes(state.opt_state) == layout.memory(opt).opt_state
     return fs.tree.map(lambda x: x.to_local(), state.params), state
 
 
@@ -197,7 +197,7 @@ def test_weights_are_not_rounded_to_the_dtype_of_moments(name):
 def test_the_memory_of_a_layout_is_that_of_adam_in_its_dtype():
     layout = fs.plan_layout(normal_tree(SHAPES, 0), fs.make_mesh(device="cpu"), precision=Precision(moments=BF16))
     state = fs.init_state(lambda key: normal_tree(SHAPES, 0), fs.adamw(0.1), fs.random.key(0), layout)
-    moments = fs.state_bytes((state.opt_state.mu, state.opt_state.nu))
+    moments = fs.debug.state_bytes((state.opt_state.mu, state.opt_state.nu))
     assert layout.memory().opt_state == moments == 4 * sum(x.numel() for x in fs.tree.leaves(state.params))
 
 

@@ -427,7 +427,7 @@ def test_what_no_update_can_use_is_refused():
         (lambda: fs.optim.lookahead(fs.sgd(0.1), every=0, share=2.0), "every: 0, needs a whole number from 1"),
         (lambda: fs.optim.lookahead(fs.sgd(0.1), every=inf), "every: inf, needs a whole number from 1"),
         (lambda: fs.optim.add_noise(-0.1, key), "std: -0.1, needs a finite number from 0"),
-        (lambda: fs.optim.schedules.warmup_cosine(1.0, 10, 5), "fs.optim.schedules.warmup_cosine got warmup=10 and total=5.\nGive a warm-up from 0"),
+        (lambda: fs.optim.schedules.warmup_cosine(1.0, 10, 5), "fs.optim.schedules.warmup_cosine got warmup_steps=10 and total_steps=5.\nGive a warm-up from 0"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             make()
@@ -702,7 +702,7 @@ def test_something_else_than_an_optimizer_is_told_what_to_be(make, what, mend):
         "fs.optim.lookahead": optim.lookahead,
         "fs.optim.apply_gradients": lambda opt: optim.apply_gradients(opt, params, None, params),
         "fs.init_state": lambda opt: fs.init_state(draws, opt, key, layout),
-        "fs.state_from": lambda opt: fs.state_from(params, opt, key, layout),
+        "fs.state_from_params": lambda opt: fs.state_from_params(params, opt, key, layout),
     }
     opt = make()
     for function, call in calls.items():

@@ -34,7 +34,9 @@ def test_a_layout_tells_the_layers_of_each_stage(name, counts):
 
 
 UNLIKE = fs.models.decoder(
-    fs.models.DecoderConfig(layers=5, stacks=(fs.models.Stack("wide", 2, hidden=64), fs.models.Stack("after", 3)))
+    fs.models.DecoderConfig(
+        layers=5, stacks=(fs.models.Stack("wide", 2, intermediate_size=64), fs.models.Stack("after", 3))
+    )
 )
 
 

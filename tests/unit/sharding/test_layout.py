@@ -64,8 +64,8 @@ def test_what_each_strategy_cuts():
     assert of(fs.zero(1)) == ["P()", "P() unreduced over replica, dp, cp", both]
     assert of(fs.zero(2)) == ["P()", f"{both} unreduced over replica", both]
     assert of(fs.zero(3)) == [both, f"{both} unreduced over replica", both]
-    assert of(fs.HSDP) == of(fs.zero(3))
-    assert of(fs.HFSDP) == [both, f"{both} unreduced over replica", "P(('dp', 'cp', 'replica'))"]
+    assert of(fs.hybrid()) == of(fs.zero(3))
+    assert of(fs.hybrid(opt_state=True)) == [both, f"{both} unreduced over replica", "P(('dp', 'cp', 'replica'))"]
     assert of(fs.hybrid(params=True, grads=True, opt_state=True)) == ["P(('dp', 'cp', 'replica'))"] * 3
 
 
@@ -85,7 +85,7 @@ def test_frozen_leaves_have_neither_gradients_nor_moments():
 
 
 def test_a_model_brings_its_names():
-    config = fs.models.DecoderConfig(layers=2, dim=32, hidden=64, vocab=48)
+    config = fs.models.DecoderConfig(layers=2, dim=32, intermediate_size=64, vocab_size=48)
     layout = plan(fs.models.decoder(config))
     assert layout == plan(fs.models.decoder(config).init(fs.random.key(0)), names=fs.models.decoder(config).names)
     assert layout.params["blocks"]["wq"].spec == P(None, "tp", "dp")
@@ -118,7 +118,7 @@ def test_experts_are_owned_along_their_axis_and_cut_over_the_other_data_axes():
     assert of(fs.zero(1), "gate") == [
         f"{whole} owned over ep", f"{whole} unreduced over replica, dp, cp owned over ep", f"{cut} owned over ep",
     ]  # fmt: skip
-    assert of(fs.HFSDP, "gate") == [
+    assert of(fs.hybrid(opt_state=True), "gate") == [
         f"{cut} owned over ep", f"{cut} unreduced over replica owned over ep",
         "P(None, 'ep', 'tp', ('dp', 'cp', 'replica')) owned over ep",
     ]  # fmt: skip
@@ -293,7 +293,7 @@ def test_dtypes_that_kernels_lack():
 def test_a_strategy_goes_by_its_name():
     shapes = {"w": leaf(8, 6)}
     assert plan(shapes, strategy="zero1") == plan(shapes, strategy=fs.zero(1))
-    assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.HFSDP)
+    assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.hybrid(opt_state=True))
     for odd in ("zero4", 3):
         text = refusal(lambda odd=odd: plan(shapes, strategy=odd), kind=ConfigError)
-        assert text.startswith(f"fs.parse_strategy knows no strategy {odd!r}.\nStrategies are zero0, ")
+        assert text.startswith(f"fs.Strategy.parse knows no strategy {odd!r}.\nStrategies are zero0, ")

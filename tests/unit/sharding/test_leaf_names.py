@@ -46,7 +46,7 @@ def test_trees_without_a_layout_are_refused_as_well(tmp_path):
     assert row in refusal(fs.foreign.load_weights, tmp_path / "model.pt", tree, kind=CheckpointError)
     layout = planned({"w": torch.zeros(2)})
     params = fs.shard({"w": torch.ones(2)}, layout)
-    fs.checkpoint.save(tmp_path / "5", fs.state_from(params, fs.sgd(0.1), fs.random.key(0), layout))
+    fs.checkpoint.save(tmp_path / "5", fs.state_from_params(params, fs.sgd(0.1), fs.random.key(0), layout))
     names = {"w": "__metadata__"}
     row = "  w: __metadata__ is reserved by the safetensors format\n"
     assert row in refusal(fs.hf.save, tmp_path / "out", params, {}, names=names, kind=CheckpointError)
@@ -69,7 +69,7 @@ def test_a_path_is_refused_or_goes_out_to_files_and_comes_back(tree, tmp_path_fa
     assume(not objections_to_names(paths))
     layout = planned(leaves)
     folder = tmp_path_factory.mktemp("names")
-    state = fs.state_from(fs.shard(leaves, layout), fs.sgd(0.1), fs.random.key(0), layout)
+    state = fs.state_from_params(fs.shard(leaves, layout), fs.sgd(0.1), fs.random.key(0), layout)
     fs.checkpoint.save(folder / "5", state)
     fs.foreign.export(folder / "5", folder / "out", "safetensors")
     want = dict(zip(fs.tree.paths(leaves), fs.tree.leaves(leaves), strict=True))

@@ -37,8 +37,8 @@ def test_hybrids_cut_over_replica_what_they_are_told(parts):
 
 
 def test_names_of_hybrids():
-    assert fs.HSDP == fs.hybrid() == fs.hybrid(fs.zero(3)) == fs.parse_strategy("hsdp")
-    assert fs.HFSDP == fs.hybrid(opt_state=True) == fs.parse_strategy("hfsdp")
+    assert fs.hybrid() == fs.hybrid() == fs.hybrid(fs.zero(3)) == fs.Strategy.parse("hsdp")
+    assert fs.hybrid(opt_state=True) == fs.hybrid(opt_state=True) == fs.Strategy.parse("hfsdp")
 
 
 def test_every_name_is_a_strategy_and_prints_as_one():
@@ -46,20 +46,20 @@ def test_every_name_is_a_strategy_and_prints_as_one():
         "zero0", "zero1", "zero2", "zero3", "hfsdp", "no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp",
     ]  # fmt: skip
     for name, strategy in STRATEGIES.items():
-        assert fs.parse_strategy(name) is strategy
-        assert fs.parse_strategy(str(strategy)) == strategy
+        assert fs.Strategy.parse(name) is strategy
+        assert fs.Strategy.parse(str(strategy)) == strategy
     assert str(fs.hybrid(fs.zero(1), params=True, grads=True)) == "hybrid(zero1, params=True, grads=True)"
     assert str(Strategy(params=True, grads=False, opt_state=False)) != str(fs.zero(3))
 
 
 def test_unknown_strategies():
-    assert refusal(lambda: fs.parse_strategy("zero_3")) == (
-        f"fs.parse_strategy knows no strategy 'zero_3'.\n{NAMES} Here that is 'zero3'."
+    assert refusal(lambda: fs.Strategy.parse("zero_3")) == (
+        f"fs.Strategy.parse knows no strategy 'zero_3'.\n{NAMES} Here that is 'zero3'."
     )
-    assert refusal(lambda: fs.parse_strategy("zero5")) == (
-        f"fs.parse_strategy knows no strategy 'zero5'.\n{NAMES} Did you mean 'zero3'?"
+    assert refusal(lambda: fs.Strategy.parse("zero5")) == (
+        f"fs.Strategy.parse knows no strategy 'zero5'.\n{NAMES} Did you mean 'zero3'?"
     )
-    assert refusal(lambda: fs.parse_strategy("mine")) == f"fs.parse_strategy knows no strategy 'mine'.\n{NAMES}"
+    assert refusal(lambda: fs.Strategy.parse("mine")) == f"fs.Strategy.parse knows no strategy 'mine'.\n{NAMES}"
     for level in (4, -1, "3", 1.5):
         assert refusal(lambda level=level: fs.zero(level)) == (
             f"fs.zero knows no level {level!r}.\n"

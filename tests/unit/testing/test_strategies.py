@@ -53,7 +53,7 @@ def test_cases_shrink_to_one_rank_and_a_replicated_leaf():
     assert least(strategies.layouts({"a": Leaf()})) == HOME.layout({"a": Leaf()})
     assert least(strategies.reshard_cases()) == ReshardCase({"a": Leaf()}, HOME, HOME)
     assert least(strategies.train_cases()) == TrainCase({"a": Leaf()}, HOME)
-    smallest = fs.models.DecoderConfig(vocab=2, dim=4, layers=1, heads=1, kv_heads=1, hidden=2)
+    smallest = fs.models.DecoderConfig(vocab_size=2, dim=4, layers=1, heads=1, kv_heads=1, intermediate_size=2)
     assert least(decoder_cases()) == DecoderCase(smallest, ONE, steps=3)
 
 

@@ -8,7 +8,7 @@ from fsharding import formats
 from fsharding.formats.precision import Precision
 from tests.helpers import full, slow
 
-CONFIG = fs.models.DecoderConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=1, hidden=96)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=2, heads=2, kv_heads=1, intermediate_size=96)
 MODEL = fs.models.decoder(CONFIG)
 BF16 = torch.bfloat16
 WIDE = Precision(compute=BF16)
@@ -20,11 +20,11 @@ def batches(steps):
     """A token follows from the one before in seven cases of ten, so that there is a loss that nothing gets below."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        tokens = torch.randint(0, CONFIG.vocab, (8, 1), generator=generator)
+        tokens = torch.randint(0, CONFIG.vocab_size, (8, 1), generator=generator)
         for _ in range(16):
-            chance = torch.randint(0, CONFIG.vocab, (8, 1), generator=generator)
+            chance = torch.randint(0, CONFIG.vocab_size, (8, 1), generator=generator)
             follows = torch.rand((8, 1), generator=generator) < 0.7
-            tokens = torch.cat((tokens, torch.where(follows, (5 * tokens[:, -1:] + 3) % CONFIG.vocab, chance)), 1)
+            tokens = torch.cat((tokens, torch.where(follows, (5 * tokens[:, -1:] + 3) % CONFIG.vocab_size, chance)), 1)
         yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 

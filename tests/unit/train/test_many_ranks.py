@@ -127,7 +127,7 @@ def test_a_plan_of_many_ranks_has_as_many_parts_as_one_of_few():
 def test_a_sum_over_many_ranks_is_not_that_of_all_terms_on_each():
     assert sums_at_once(16_384, 64) and not sums_at_once(16_384, 65)
     assert sums_at_once(3, 16_384), "loss, weight and stop bit"
-    with fake_ranks(1, dp=1024) as mesh, fs.counting_bytes() as traffic:
+    with fake_ranks(1, dp=1024) as mesh, fs.debug.count_bytes() as traffic:
         total = start_sum(torch.ones(8000), axis_group(mesh, ("dp",)), torch.float32).wait()
     assert total.shape == (8000,)
     assert (traffic.calls, traffic.bytes) == (2, 2 * 1023 * 8 * 4)

@@ -49,7 +49,7 @@ def loss_fn(params, batch):
 
 
 def new_state():
-    return fs.state_from(fs.shard({"w": torch.ones(4, 3)}, LAYOUT), OPT, fs.random.key(0), LAYOUT)
+    return fs.state_from_params(fs.shard({"w": torch.ones(4, 3)}, LAYOUT), OPT, fs.random.key(0), LAYOUT)
 
 
 def with_leaf(name, leaf):

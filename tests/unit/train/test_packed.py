@@ -181,7 +181,9 @@ def test_it_is_copied_with_its_position(tokenizer):
 
 
 def test_documents_have_the_losses_that_each_has_alone():
-    model = fs.models.decoder(fs.models.DecoderConfig(vocab=64, dim=16, layers=2, heads=2, kv_heads=2, hidden=16))
+    model = fs.models.decoder(
+        fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=2, intermediate_size=16)
+    )
     params = fs.tree.map(lambda draw: draw.tensor(), model.init(fs.random.key(0)))
 
     def losses(batch):

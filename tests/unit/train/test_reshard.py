@@ -26,7 +26,7 @@ def planned(mesh, strategy, **options):
 
 def test_the_table_of_a_reshard():
     a, b = planned(FOUR, fs.zero(3)), planned(AbstractMesh(("tp", "dp"), (2, 2)), fs.zero(0))
-    assert str(fs.explain_reshard(a, b, rank=1)) == (
+    assert str(fs.debug.explain_reshard(a, b, rank=1)) == (
         "leaf          type              from                      to                                     how         sent by rank 1  sent in all\n"
         "params.c      float32[]         P() on {dp: 4}            P() on {tp: 2, dp: 2}                  nothing                  0            0\n"
         "params.table  float32[8, 6]     P(None, 'dp') on {dp: 4}  P('tp') on {tp: 2, dp: 2}              all-to-all              96          288\n"
@@ -40,7 +40,7 @@ def test_the_table_of_a_reshard():
     [(0, 0, "nothing"), (0, 3, "nothing"), (3, 0, "gather"), (3, 3, "nothing"), (1, 3, "slice")],
 )
 def test_in_a_word(source, target, how):
-    explained = fs.explain_reshard(planned(FOUR, fs.zero(source)), planned(FOUR, fs.zero(target)))
+    explained = fs.debug.explain_reshard(planned(FOUR, fs.zero(source)), planned(FOUR, fs.zero(target)))
     found = {row[0]: row[4] for row in explained.rows}["params.w"]
     assert found == ("slice" if (source, target) == (0, 3) else how)
 
@@ -48,7 +48,7 @@ def test_in_a_word(source, target, how):
 def test_main_copies_are_moved_where_they_are_kept():
     a = planned(FOUR, fs.zero(3), precision=fs.BF16)
     b = a.with_strategy(fs.zero(1))
-    rows = {row[0]: row[4:] for row in fs.explain_reshard(a, b).rows}
+    rows = {row[0]: row[4:] for row in fs.debug.explain_reshard(a, b).rows}
     assert set(rows) == {"params.table", "params.w", "params.c", "main.table", "main.w", "main.c"}
     assert rows["main.w"] == ("nothing", 0, 0) and rows["params.w"] == ("gather", 3 * 32, 4 * 3 * 32)
 
@@ -72,7 +72,7 @@ def test_rounds_have_elements_of_one_size():
 def test_two_layouts_of_two_models():
     other = fs.plan_layout({"table": fs.random.zeros((8, 7)), "w": fs.random.zeros((2, 4, 8))}, FOUR, frozen="w")
     with pytest.raises(LayoutError) as caught:
-        fs.explain_reshard(planned(FOUR, fs.zero(3)), other)
+        fs.debug.explain_reshard(planned(FOUR, fs.zero(3)), other)
     assert str(caught.value) == (
         "fs.reshard cannot move a state to the layout of another one.\n"
         "  params.c: only in the state\n"

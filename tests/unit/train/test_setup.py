@@ -10,7 +10,9 @@ from fsharding.base.errors import ArgumentError, BatchError, RandomKeyError
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal, token_batch
 
-MODEL = fs.models.decoder(fs.models.DecoderConfig(vocab=50, dim=16, layers=2, heads=2, kv_heads=1, hidden=24))
+MODEL = fs.models.decoder(
+    fs.models.DecoderConfig(vocab_size=50, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=24)
+)
 KEY = fs.random.key(3)
 
 
@@ -27,7 +29,7 @@ def loss_fn(params, batch):
 BATCH = {"x": torch.arange(12.0).reshape(3, 4)}
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", fs.zero(3), fs.HSDP])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", fs.zero(3), fs.hybrid()])
 def test_setup_is_its_parts(strategy):
     opt = fs.adamw(1e-2)
     state, step = fs.setup(init, loss_fn, opt, KEY, strategy, precision=fs.BF16, frozen="b", microbatches=3)

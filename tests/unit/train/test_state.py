@@ -56,11 +56,11 @@ def test_parameters_of_another_size_are_refused():
     )
     other = fs.shard(small, planned(a=(3, 2), b=(2,)))
     assert "  a: float32[3, 2] given, float32[3, 4] in the layout\n" in refusal(
-        lambda: fs.state_from(other, OPT, KEY, layout)
+        lambda: fs.state_from_params(other, OPT, KEY, layout)
     )
     halves = fs.shard({"a": torch.zeros(3, 4).bfloat16(), "b": torch.zeros(2)}, layout)
     assert "  a: bfloat16[3, 4] given, float32[3, 4] in the layout\n" in refusal(
-        lambda: fs.state_from(halves, OPT, KEY, layout)
+        lambda: fs.state_from_params(halves, OPT, KEY, layout)
     )
 
 

@@ -12,7 +12,7 @@ from fsharding.base.errors import DonatedError, NonFiniteError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import full, slow, token_batch
 
-SIZES = fs.models.DecoderConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, hidden=128)
+SIZES = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, intermediate_size=128)
 MODEL = fs.models.decoder(SIZES)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -84,7 +84,7 @@ def raising(count):
     return 0.5
 
 
-@pytest.mark.parametrize("check", ["now", "next"])
+@pytest.mark.parametrize("check", ["sync", "async"])
 @pytest.mark.parametrize(
     "make", [lambda rate: fs.sgd(rate, momentum=0.5), fs.adamw, fs.optim.lion], ids=["sgd", "adamw", "lion"]
 )

@@ -16,7 +16,7 @@ from fsharding.testing import run_ranks
 from tests.helpers import slow
 
 L, D, H, E, F, V = 3, 32, 8, 4, 40, 64
-CONFIG = fs.models.DecoderConfig(vocab=V, dim=D, layers=L, heads=H, kv_heads=4, hidden=F)
+CONFIG = fs.models.DecoderConfig(vocab_size=V, dim=D, layers=L, heads=H, kv_heads=4, intermediate_size=F)
 B, T = 2, 8
 X, TOKEN = B * T * D * 4, B * T * 4
 MATRICES = (2 * H * E + 2 * 4 * E) * D + 3 * F * D  # of a block
@@ -35,7 +35,7 @@ def foreseen(model, layout, rows, length, schedule=None, coord=None):
     tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
     planned = {"microbatches": schedule.microbatches, "schedule": schedule} if schedule else {}
     batch = {"tokens": tokens, "targets": tokens}
-    return fs.expected_traffic(model, fs.adamw(1e-3), layout, batch, coord=coord, **planned).by_axes
+    return fs.debug.expected_traffic(model, fs.adamw(1e-3), layout, batch, coord=coord, **planned).by_axes
 
 
 def test_tensor_parallel():
@@ -84,7 +84,7 @@ def test_pipelines():
     )
     # As a V, rank 1 has stages 1 and 2, which hand over without a message: two for each microbatch, of four.
     folded = {name: fs.pipeline.plan_schedule(name, 2, 4) for name in ("zbv", "interleaved")}
-    four = fs.models.DecoderConfig(vocab=V, dim=D, layers=4, heads=H, kv_heads=4, hidden=F)
+    four = fs.models.DecoderConfig(vocab_size=V, dim=D, layers=4, heads=H, kv_heads=4, intermediate_size=F)
     for (_, planned), count in zip(folded.items(), (2, 3), strict=True):
         layout = fs.plan_layout(
             fs.models.decoder(four), fs.AbstractMesh(("pp",), (2,)), strategy=fs.zero(0),
@@ -113,7 +113,7 @@ def test_sums_of_two_ranks_are_one_call():
 @slow
 def test_codes_take_half_the_bytes_of_bfloat16():
     """Of leaves that have a format and whose sizes are multiples of 32 times the ranks, each byte of MX counted."""
-    sizes, k = fs.models.DecoderConfig(vocab=64, dim=256, layers=1, heads=8, kv_heads=8, hidden=512), 4
+    sizes, k = fs.models.DecoderConfig(vocab_size=64, dim=256, layers=1, heads=8, kv_heads=8, intermediate_size=512), 4
     mesh, counted = fs.AbstractMesh(("dp",), (k,)), {}
     for name, roles in {"bf16": {}, "gather": {"gather": MX}, "both": {"gather": MX, "reduce": MX}}.items():
         how = fs.Precision(params=torch.float32, compute=torch.bfloat16, **roles)
@@ -151,7 +151,7 @@ def of_loss(strategy, coord=None, precision=fs.FP32, **axes):
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     layout = fs.plan_layout(SIZES, mesh, strategy=strategy, precision=precision)
     batch = {"x": torch.ones(3, 8)}
-    return fs.expected_traffic(loss_fn, fs.adamw(1e-3), layout, batch, coord=coord).by_axes
+    return fs.debug.expected_traffic(loss_fn, fs.adamw(1e-3), layout, batch, coord=coord).by_axes
 
 
 def test_one_unit_under_zero3_on_two_ranks():
@@ -192,7 +192,7 @@ def test_it_leaves_no_state_behind():
     of_loss(fs.zero(3), dp=2)
     layout = fs.plan_layout(SIZES, fs.AbstractMesh(("dp",), (2,)), strategy=fs.zero(3))
     with pytest.raises(RuntimeError, match="reduction dim"):
-        fs.expected_traffic(loss_fn, fs.adamw(1e-3), layout, {"x": torch.ones(3, 9)})
+        fs.debug.expected_traffic(loss_fn, fs.adamw(1e-3), layout, {"x": torch.ones(3, 9)})
     assert state_of_torch() == before and torch.equal(torch.get_rng_state(), random_state)
 
 
@@ -201,8 +201,8 @@ def in_a_run():
     state, step = fs.setup(lambda _: SIZES, loss_fn, fs.adamw(1e-3), fs.random.key(0), mesh=mesh, strategy="zero3")
     batch, before, losses = {"x": torch.ones(3, 8)}, state_of_torch(), []
     for _ in range(2):
-        foreseen = fs.expected_traffic(loss_fn, fs.adamw(1e-3), state.layout, batch)
-        with fs.counting_bytes() as sent:
+        foreseen = fs.debug.expected_traffic(loss_fn, fs.adamw(1e-3), state.layout, batch)
+        with fs.debug.count_bytes() as sent:
             state, metrics = step(state, batch)
         assert sent.by_axes == foreseen.by_axes
         losses.append(metrics.loss)
@@ -220,13 +220,13 @@ def test_bad_arguments():
     layout = fs.plan_layout(SIZES, fs.AbstractMesh(("dp",), (2,)))
     batch, opt = {"x": torch.ones(3, 8)}, fs.adamw(1e-3)
     with pytest.raises(MeshError, match="dp=2, and dp has size 2"):
-        fs.expected_traffic(loss_fn, opt, layout, batch, coord={"dp": 2})
+        fs.debug.expected_traffic(loss_fn, opt, layout, batch, coord={"dp": 2})
     with pytest.raises(MeshError, match="tp=1"):
-        fs.expected_traffic(loss_fn, opt, layout, batch, coord={"tp": 1})
+        fs.debug.expected_traffic(loss_fn, opt, layout, batch, coord={"tp": 1})
     for wrong in ({"x": 3}, {}):
         with pytest.raises(BatchError, match="tree of tensors"):
-            fs.expected_traffic(loss_fn, opt, layout, wrong)
+            fs.debug.expected_traffic(loss_fn, opt, layout, wrong)
     with pytest.raises(ArgumentError, match="layout"):
-        fs.expected_traffic(loss_fn, opt, batch, layout)
+        fs.debug.expected_traffic(loss_fn, opt, batch, layout)
     with pytest.raises(ArgumentError):
-        fs.expected_traffic(torch.nn.Linear(2, 2), opt, layout, batch)
+        fs.debug.expected_traffic(torch.nn.Linear(2, 2), opt, layout, batch)

@@ -10,8 +10,8 @@ from tests.helpers import refusal
 
 HEAD = "fs.value_and_grad differentiates casts to {}, which round the gradient without a scale: 700 becomes 448, and"
 MEND = (
-    "Write w = fs.quantize(w, fs.formats.TENSORWISE), then fs.dequantize(w) or fs.ops.product(x, w, 1), whose gradient"
-    " is not rounded; or cast w.detach(), of which there is none."
+    "Write w = fs.formats.quantize(w, fs.formats.TENSORWISE), then fs.formats.dequantize(w) or fs.ops.scaled_matmul(x, w, 1), whose gradient"
+    " is not rounded; or cast w.detach(), which has no gradient."
 )
 
 
@@ -66,7 +66,7 @@ def test_what_is_not_differentiated_and_what_has_a_scale_pass(params):
         return w + w.detach().to(torch.float8_e4m3fn).float()
 
     def held(w):
-        return fs.dequantize(fs.quantize(w, formats.TENSORWISE))
+        return fs.formats.dequantize(fs.formats.quantize(w, formats.TENSORWISE))
 
     for cast in (detached, held):
         _, grads = fs.value_and_grad(of_weight)(params, cast)

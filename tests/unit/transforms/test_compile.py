@@ -183,7 +183,9 @@ def test_a_compiled_function_in_shard_map(graphs):
 
 @slow
 def test_a_compiled_loss_of_a_model(graphs):
-    model = fs.models.decoder(fs.models.DecoderConfig(vocab=16, dim=8, layers=2, heads=2, kv_heads=1, hidden=12))
+    model = fs.models.decoder(
+        fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
+    )
     state = fs.init_state(model, OPT, fs.random.key(0), fs.plan_layout(model, fs.make_mesh(device="cpu")))
     batch = {"tokens": tokens(8)["x"], "targets": tokens(8)["y"]}
     found, _ = fs.value_and_grad(torch.compile(fs.model_loss(model), backend=graphs))(state.params, batch)
@@ -196,7 +198,7 @@ def test_a_compiled_function_reads_meshes(graphs):
     mesh, table = fs.make_mesh(device="cpu"), torch.randn(16, 8)
 
     def on_mesh(ids, mesh=None):
-        scale = 1 if mesh is None else sum(fs.data_position(mesh))
+        scale = 1 if mesh is None else sum(fs.data_rank_and_size(mesh))
         return scale * fs.ops.embedding(ids, table, mesh=mesh) + fs.ops.psum(table[:4], ("dp", "tp"), mesh=mesh)
 
     ids = torch.arange(4)

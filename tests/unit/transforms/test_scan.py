@@ -272,7 +272,7 @@ def test_a_name_is_no_policy(name, call):
     assert refusal(call, kind=ConfigError).startswith(f"{name} got policy='dots_saveable'.\nUse one of fs.policies.")
 
 
-SMALL = fs.models.DecoderConfig(vocab=16, dim=8, layers=1, heads=2, kv_heads=1, hidden=8)
+SMALL = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=1, heads=2, kv_heads=1, intermediate_size=8)
 
 
 def test_a_state_of_another_optimizer_or_model_is_refused():
@@ -295,5 +295,5 @@ def test_a_state_of_another_optimizer_or_model_is_refused():
         "  head.unembed: only in the state\n"
         "Give both the same keys."
     )
-    text = step(fs.models.decoder(replace(SMALL, vocab=24)), opt)
+    text = step(fs.models.decoder(replace(SMALL, vocab_size=24)), opt)
     assert "  embed.table: float32[24, 8] given, float32[16, 8] in the layout\n" in text

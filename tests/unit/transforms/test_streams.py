@@ -42,10 +42,10 @@ def loss_of(policy, *, direct=False, in_vain=False):
         blocks, head = params["blocks"], params["head"]
         # First, so that backward comes to it last.
         term = 0.1 * fs.tree.vdot(params["embed"], params["embed"]) if direct else None
-        x = first(fs.gather_unit(params["embed"], prefetch=fs.select_unit(blocks, 0))["w"], batch["x"])
-        x = fs.scan_units(lambda p, x: torch.tanh(x @ p["w"] + p["b"]), blocks, x, policy=policy, prefetch=head)
+        x = first(fs.gather_unit(params["embed"], next_unit=fs.select_unit(blocks, 0))["w"], batch["x"])
+        x = fs.scan_units(lambda p, x: torch.tanh(x @ p["w"] + p["b"]), blocks, x, policy=policy, next_unit=head)
         after = fs.select_unit(blocks, 0) if in_vain else None
-        total = (x @ fs.gather_unit(head, prefetch=after)["w"]).square().mean()
+        total = (x @ fs.gather_unit(head, next_unit=after)["w"]).square().mean()
         return total if term is None else total + term.to(total.dtype)
 
     return loss
@@ -62,7 +62,7 @@ def stepped(
         opt = optimizer("adamw")
         state = fs.init_state(init, opt, fs.random.key(0), layout)
         step = fs.make_train_step(
-            loss_of(policy, **kinds), opt, microbatches=microbatches, donate=donate, prefetch=depth, check="next"
+            loss_of(policy, **kinds), opt, microbatches=microbatches, donate=donate, prefetch_depth=depth, check="async"
         )
         batch = {"x": torch.linspace(-1, 1, 4 * SIZE).view(4, SIZE)}
         if not records:
@@ -108,7 +108,7 @@ def test_nothing_is_read_before_it_is_written_nor_written_while_a_reader_is_due(
 @fake_groups_write
 @pytest.mark.parametrize("name", ODD)
 def test_nor_in_odd_steps(name):
-    for strategy, axes in ((fs.zero(3), DP), (fs.zero(0), DP), (fs.HFSDP, OUTER)):
+    for strategy, axes in ((fs.zero(3), DP), (fs.zero(0), DP), (fs.hybrid(opt_state=True), OUTER)):
         rows, _ = stepped(strategy, **{"axes": axes, **ODD[name]})
         assert violations(rows) == [] and unjoined(rows) == [], strategy
 
@@ -261,12 +261,12 @@ def test_memory_that_was_let_go_is_that_of_the_next_on_its_queue():
 @full
 def test_nor_in_a_decoder():
     tokens = torch.zeros(4, 8, dtype=torch.int64)
-    for strategy, axes in ((fs.zero(3), DP), (fs.HFSDP, OUTER), (fs.zero(2), {"dp": 2, "tp": 2})):
+    for strategy, axes in ((fs.zero(3), DP), (fs.hybrid(opt_state=True), OUTER), (fs.zero(2), {"dp": 2, "tp": 2})):
         with fake_ranks(1, **axes) as mesh:
             state = fs.init_state(
                 MODEL, fs.adamw(1e-2), fs.random.key(0), fs.plan_layout(MODEL, mesh, strategy=strategy)
             )
-            step = fs.make_train_step(MODEL, fs.adamw(1e-2), microbatches=2, check="next", prefetch=2)
+            step = fs.make_train_step(MODEL, fs.adamw(1e-2), microbatches=2, check="async", prefetch_depth=2)
             with recording_streams() as streams:
                 for _ in range(2):
                     state, _ = step(state, {"tokens": tokens, "targets": tokens})
@@ -277,7 +277,9 @@ def test_nor_in_a_decoder():
 @fake_groups_write
 @pytest.mark.parametrize("sums", ["native", "ordered"])
 def test_no_queue_waits_for_all_that_others_do_but_at_the_end_of_a_call(sums):
-    for strategy, case in itertools.product((fs.zero(3), fs.zero(0), fs.HFSDP), ({}, {"large": 32}, {"depth": 2})):
+    for strategy, case in itertools.product(
+        (fs.zero(3), fs.zero(0), fs.hybrid(opt_state=True)), ({}, {"large": 32}, {"depth": 2})
+    ):
         rows, _ = stepped(strategy, axes=OUTER, sums=sums, microbatches=2, **case)
         at_ends = [row.stream for row in rows if row.kind == "wait" and row.text.startswith("all on")]
         assert at_ends == ["compute"] * 2 * 2 * 2, "two queues, two microbatches, two steps"

@@ -42,9 +42,9 @@ from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.partition_spec import AxisRules
 
-__all__ = ["model_from"]
+__all__ = ["model_from_module"]
 
-_FUNCTION = "fs.model_from"
+_FUNCTION = "fs.model_from_module"
 
 
 class _Places(NamedTuple):
@@ -101,7 +101,7 @@ class _Plan:
 
 
 @named(_FUNCTION)
-def model_from(
+def model_from_module(
     module: nn.Module,
     units: UnitPatterns | None = None,
     parts: Parts | None = None,
@@ -148,7 +148,7 @@ def model_from(
         ...     block=lambda net, layer, x: x + torch.tanh(layer(x)),
         ...     head=head,
         ... )
-        >>> model = fs.model_from(Net(), ("embed", "layers.*", "head"), parts)
+        >>> model = fs.model_from_module(Net(), ("embed", "layers.*", "head"), parts)
         >>> sorted(model.init(fs.random.key(0)))
         ['blocks', 'embed', 'head']
     """
