@@ -1,4 +1,4 @@
-"""Gives files of the repository a page: each example with its code, each notebook with its outputs, and CONTRIBUTING.
+"""Give files of the repository a page: examples with their code, notebooks with their outputs, and Markdown files.
 
 A page links to an example as a reader of the repository would, `../../examples/mlp.py`; on the site the same link leads
 to the page of the example. So a link is right in both places, and `--strict` refuses one that leads to nothing.
@@ -19,8 +19,9 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)examples/((?:notebooks/)?\w+)\.(?:py|ipynb)\)")
-CONTRIBUTING_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)CONTRIBUTING\.md(#[\w-]+)?\)")
-
+MARKDOWN = {"CONTRIBUTING.md": "contributing.md", "bench/benchmarks.md": "benchmarks.md", "bench/facts.md": "facts.md"}
+"""Pages of the site by the Markdown files that they are made of."""
+MARKDOWN_LINK = re.compile(rf"\]\(\.\./((?:\.\./)*)({'|'.join(map(re.escape, MARKDOWN))})(#[\w-]+)?\)")
 
 GALLERY = {
     "Train a model": {
@@ -80,14 +81,16 @@ def on_files(files: Files, config: Any) -> Files:
         content = page_of(path, titles[name]) if path.suffix == ".py" else page_of_notebook(path)
         files.append(File.generated(config, f"examples/{name}.md", content=content))
     files.append(File.generated(config, "examples/index.md", content=gallery(found)))
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "contributing.md", content=text))
+    for source, page in MARKDOWN.items():
+        text = (ROOT / source).read_text(encoding="utf-8").replace("](../docs/", "](")
+        files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Turns links to files of the repository into links to their pages."""
-    return CONTRIBUTING_LINK.sub(r"](\1contributing.md\2)", EXAMPLE_LINK.sub(r"](\1examples/\2.md)", markdown))
+    text = EXAMPLE_LINK.sub(r"](\1examples/\2.md)", markdown)
+    return MARKDOWN_LINK.sub(lambda m: f"]({m[1]}{MARKDOWN[m[2]]}{m[3] or ''})", text)
 
 
 def sources() -> list[Path]:

@@ -29,7 +29,7 @@ PAGES = sorted(
     if "```python\n" in path.read_text(encoding="utf-8") and path.name not in BESIDE_OTHERS
 )
 # What these change in torch lasts as long as their process.
-BY_THEMSELVES = {"how-to/run-without-devices.md"}
+BY_THEMSELVES = {"how-to/test-sharded-code.md"}
 pytestmark = [pytest.mark.timeout(900), slow]
 SECONDS = 300
 
@@ -210,13 +210,9 @@ def test_both_sides_of_the_page_have_equal_losses_on_two_ranks(name: str, tmp_pa
     )
 
 
-WHOLE_SCRIPTS = dict(
-    re.findall(
-        r'^```py title="(.+?)"\n(.*?)^```$',
-        (DOCS / "how-to" / "a-whole-training-script.md").read_text(encoding="utf-8"),
-        re.MULTILINE | re.DOTALL,
-    )
-)
+WHOLE_SCRIPTS = {
+    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples" / "whole_script").glob("*.py")
+}
 
 
 def test_a_whole_script_has_at_most_half_the_lines_of_fsdp2s():

@@ -290,9 +290,8 @@ def test_a_cable_that_is_pulled_ends_both_hosts_within_the_timeout(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------- Slurm and benches
 def slurm_script():
-    """The script of the page, with the sizes of this machine and a model that is small."""
-    page = (ROOT / "docs" / "how-to" / "several-machines.md").read_text()
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
+    """The script of the examples, with the sizes of this machine and a small model."""
+    script = (ROOT / "examples" / "launch" / "slurm.sh").read_text()
     for large, small in {
         "--nnodes 4": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1", "llama3_8b": "tiny", "eth1": "eth0",
         "replica=4": "replica=2", "--steps 100000": "--steps 3 --batch 2 --seq 32 --dtype float32", "/shared/run7": "$SHARED/run7",

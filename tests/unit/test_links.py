@@ -5,7 +5,6 @@
 
 import contextlib
 import io
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +16,8 @@ import yaml
 from fsharding.apps.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "bench").glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LAUNCH = sorted((ROOT / "examples" / "launch").iterdir())
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -70,8 +70,10 @@ def words_of_pods(text):
 
 
 def commands(path):
-    """The arguments of each call of `fsharding` in the blocks of a page."""
-    for kind, block in FENCE.findall(path.read_text(encoding="utf-8")):
+    """The arguments of each call of `fsharding` in the blocks of a page, or in a script or manifest."""
+    text = path.read_text(encoding="utf-8")
+    kinds = {".sh": "bash", ".yaml": "yaml"}
+    for kind, block in FENCE.findall(text) if path.suffix == ".md" else [(kinds[path.suffix], text)]:
         if kind == "yaml":
             lines = list(words_of_pods(block))
         elif kind == "bash":
@@ -83,7 +85,7 @@ def commands(path):
                 yield words[words.index("fsharding") + 1 :]
 
 
-COMMANDS = [(name_of(path), " ".join(words)) for path in PAGES for words in commands(path)]
+COMMANDS = [(name_of(path), " ".join(words)) for path in (*PAGES, *LAUNCH) for words in commands(path)]
 
 
 @pytest.mark.parametrize(("page", "line"), dict.fromkeys(COMMANDS), ids=lambda value: value)
@@ -113,14 +115,10 @@ def test_the_command_line_takes_what_pages_show(page, line, monkeypatch, tmp_pat
 def test_pages_show_commands_of_every_kind():
     verbs = {line.split()[0] for _, line in COMMANDS}
     assert verbs >= {"train", "plan", "inspect", "reshard", "export", "bench", "doctor"}
-    manifests = [page for page, line in COMMANDS if page.endswith("several-machines.md") and "--resume auto" in line]
-    assert len(manifests) >= 4
-    kinds = itertools.chain.from_iterable(
-        [part["kind"] for part in yaml.safe_load_all(block)]
-        for kind, block in FENCE.findall((ROOT / "docs/how-to/several-machines.md").read_text(encoding="utf-8"))
-        if kind == "yaml"
-    )
-    assert [*kinds] == ["PyTorchJob", "Service", "Job"]
+    launched = {page for page, line in COMMANDS if "--resume auto" in line}
+    assert launched >= {f"examples/launch/{name}" for name in ("slurm.sh", "pytorchjob.yaml", "job.yaml")}
+    kinds = [part["kind"] for path in LAUNCH if path.suffix == ".yaml" for part in yaml.safe_load_all(path.read_text())]
+    assert kinds == ["Service", "Job", "PyTorchJob"]
 
 
 def test_the_page_of_extras_names_all_of_them():
