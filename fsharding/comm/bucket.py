@@ -31,15 +31,15 @@ _ALIGN = 64
 
 
 class PieceGrid(NamedTuple):
-    """Members whose pieces are of one length and lie at equal distances, in rows and in the leaf: one strided copy.
+    """Members whose shards have one length and equal spacing, in rows and in the leaf: one strided copy.
 
     Attributes:
-        first: the first of the members.
-        counts: how many there are along each axis that cuts the leaf, major first.
-        strides: by how many members neighbors along each axis are apart.
-        start: where the piece of the first one begins along the dim that is cut.
-        steps: by how many indices of that dim the pieces of neighbors along each axis are apart.
-        length: indices of each piece.
+        first: index of the first member.
+        counts: members along each axis that shards the leaf, major first.
+        strides: difference in member index between neighbors along each axis.
+        start: offset of the first member's shard along the sharded dim.
+        steps: distance along that dim between the shards of neighbors along each axis.
+        length: size of each shard along that dim.
     """
 
     first: int
@@ -127,9 +127,9 @@ class Slot:
 
 
 def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
-    """The grids of a dim of so many indices: of the equal first chunks of the major axis, and of a shorter last.
+    """Split a dim into grids: the equal leading chunks of the major axis, then a shorter last one.
 
-    Each chunk is cut in the same way by the other axes, so that one description serves all equal ones.
+    The other axes shard equal chunks identically, so one grid describes all of them.
     """
     if size == 0:
         return []
@@ -253,12 +253,12 @@ def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tup
 
 
 class Parted(NamedTuple):
-    """The leaves of a bucket that a backend can gather to where they are whole, and the others.
+    """The leaves of a bucket, split by how a backend gathers them.
 
     Attributes:
-        direct: numbers of leaves whose gathered pieces are the leaf.
-        others: numbers of those that travel in rows.
-        rest: a bucket of these, which share the flat buffer of the whole bucket.
+        direct: indices of leaves that are gathered in place, since their concatenated shards are the full leaf.
+        others: indices of leaves that are gathered as rows and copied.
+        rest: a bucket of `others`, with offsets into the flat buffer of the original bucket.
     """
 
     direct: tuple[int, ...]
@@ -340,7 +340,7 @@ _WIDE = (torch.complex128, torch.int64, torch.int32)
 """Types of 16, 8 and 4 bytes, as which shorter elements are copied together."""
 
 _SHORT = 64
-"""Bytes up to which a run of neighbors is so short that a copy takes its time for each element, not for each byte."""
+"""For contiguous runs up to so many bytes, the time of a copy depends on the number of elements, not of bytes."""
 
 _FEW = 4096
 """Elements below which a copy is not worth a second look."""

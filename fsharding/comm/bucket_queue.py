@@ -38,8 +38,8 @@ class BucketQueue:
         limit: bytes of buckets in flight; one bucket is always allowed.
     """
 
-    # `_waiting` are buckets in their order, `_flying` those that were started before them; `_bytes` of the latter.
-    # Buckets have numbers: `_added` have been added, of which the first `_finished` are over.
+    # `_flying`: started buckets, oldest first, `_bytes` in total. `_waiting`: queued buckets in order. Buckets are
+    # numbered from 1: `_added` were added, and the first `_finished` have finished.
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -61,13 +61,13 @@ class BucketQueue:
         return self._added
 
     def advance(self) -> None:
-        """Where buckets wait for room, finishes the oldest one in flight and starts those that there is room for."""
+        """If buckets wait for room, finish the oldest one in flight and start those that fit."""
         if self._waiting:
             self._finish_oldest()
             self._fill()
 
     def is_finished(self, last: int) -> bool:
-        """Whether `finish` has been there."""
+        """Whether bucket `last` and all before it have finished."""
         return self._finished >= last
 
     def finish(self, last: int | None = None) -> None:

@@ -22,15 +22,14 @@ __all__ = ["Pool", "PoolMemory"]
 
 @dataclass
 class _Buffer:
-    """A buffer.
+    """A buffer of the pool.
 
     Attributes:
-        base: all of it.
-        storage: of it.
-        owner: whose bytes they are, if they are counted.
-        user: who has taken it.
-        taken: whether it is in use.
-        done: the event after which it may be written again; None if there is none, or it is not free.
+        storage: identity of `base`'s storage.
+        owner: the object for which its bytes are counted, if any.
+        user: the key by which `retire` finds buffers.
+        taken: whether it was ever handed out on a device with several streams.
+        done: the event after which it may be overwritten; None until `retire` records one.
     """
 
     base: Tensor
@@ -95,10 +94,10 @@ class Pool:
     def retire(self, user: object) -> None:
         """Record an event for each released buffer: it can be reused when the current stream is done.
 
-        A buffer of which this is not said is handed out when all queues are.
+        A released buffer without an event is reused after all streams have been waited for.
 
         Args:
-            user: who has let them go; other users' are left alone.
+            user: only its buffers are retired.
         """
         if self._streams.several:
             self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])

@@ -218,7 +218,7 @@ def plan_cut_sums(
 
 @functools.lru_cache(maxsize=1024)
 def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: Blocks) -> QuantizedTerms:
-    """Plans sums that all members get: of small leaves all of them add all terms, of large ones each adds its pieces.
+    """Plan sums that all members receive. If they are small, every member adds all terms; else each adds its shards.
 
     Args:
         shapes: of a term of each leaf, of at least two dims.
@@ -261,7 +261,7 @@ def _plan(
 
 
 def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:
-    """Along a dim, the size of blocks that lie in one block and that no cut goes through."""
+    """Return the largest size of parts of a block, along a dim, that no border between shards crosses."""
     cuts = boxes.common_step(size, pieces)
     if not cuts:
         return block

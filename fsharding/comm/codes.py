@@ -44,21 +44,20 @@ _DECODED = 1 << 20
 
 
 class CodePlan(NamedTuple):
-    """How one leaf is rounded and travels. Rows and columns refer to its last two dims.
+    """How one leaf is quantized and sent. Rows and columns refer to its last two dims.
 
     Attributes:
-        format: of codes and scales.
         block: rows and columns of a block.
-        grid: rows and columns of blocks of the whole leaf.
-        start: where this rank's shard begins.
-        held: its shape.
-        whole_start: where the leaf begins that has been gathered.
-        whole: the shape of that.
-        shared: axes over which ranks have parts of one block.
-        outer: axes over which ranks have parts of one matrix, where the format has a scale for that.
-        scales_travel: scales of blocks are gathered with the codes; else every rank knows all of them.
-        outer_travels: so are the scales of matrices.
-        packed: two codes of 4 bits travel in a byte.
+        grid: rows and columns of blocks of the full leaf.
+        start: offset of this rank's shard.
+        held: shape of this rank's shard.
+        whole_start: offset of the gathered leaf.
+        whole: shape of the gathered leaf.
+        shared: axes along which ranks hold parts of one block.
+        outer: axes along which ranks hold parts of one matrix, if the format has a scale per matrix.
+        scales_travel: scales of blocks are gathered; otherwise every rank has computed all of them.
+        outer_travels: scales of matrices are gathered.
+        packed: two 4-bit values share a byte.
     """
 
     format: Blocks
@@ -263,7 +262,7 @@ def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int
 
 
 def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
-    """Maxima over axes of numbers that are not negative: one sum-like call for each axis and set of axes.
+    """All-reduce (max) tensors of non-negative numbers, with one call for all that have the same axes.
 
     Args:
         axes: of the mesh, for each of them.

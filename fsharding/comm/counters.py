@@ -134,7 +134,7 @@ def count_bytes() -> Generator[Traffic]:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Counts nothing of what is inside the `with` block: it stands for what another rank does."""
+    """Don't count bytes inside the `with` block, where this rank does the work of another."""
     return scoped(_meters, ())
 
 

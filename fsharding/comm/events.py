@@ -18,7 +18,7 @@ __all__ = ["Event", "following", "note"]
 
 
 class Event(NamedTuple):
-    """Something that happened. Prints as `begin 0F1`.
+    """Something that happened. Prints as `begin 0F1`: stage, action, microbatch.
 
     Attributes:
         what: "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute.

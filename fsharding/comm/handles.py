@@ -95,10 +95,10 @@ class Works:
     """Works of torch, as a `Work`.
 
     Attributes:
-        works: that are waited for; none when that has been done, as gloo's messages can be waited for once only.
-        buffers: that have to live until then.
-        peers: global ranks that each of the works is with; the last entry is for all that are left.
-        limit: how long to wait where nothing else is said; by default as long as torch does.
+        works: pending works; emptied by `wait`, since a gloo message can be waited for only once.
+        buffers: tensors that are kept alive until then.
+        peers: global ranks that each work involves; the last entry covers the remaining works.
+        limit: timeout if `wait` gets none; None leaves it to torch.
     """
 
     works: tuple[dist.Work, ...] = ()

@@ -243,7 +243,7 @@ class Filling:
         return Handle(handle, continued, communicates=True)
 
     def _own(self, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """The terms themselves, which nothing is added to. Who copies them into other tensors casts them there."""
+        """Return the terms unreduced, since the move has no steps. With `into`, the caller's copy casts them."""
         if into is None:
             return [self._value(i, self._move.dtype) for i in range(len(self._shapes))]
         return [self._terms[i] if i in self._terms else x.zero_() for i, x in enumerate(into)]

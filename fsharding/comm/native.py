@@ -1,7 +1,7 @@
 """The collectives of a process group's own backend: NCCL, or gloo.
 
 In: buckets, rows, messages. Out: handles. Each collective is one call of `torch.distributed`.
-Guarantee: every transport gives the same bytes, and counts the same bytes as sent.
+Guarantee: results and counted bytes equal those of every other transport, for ordered and for native sums.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 class Offer(NamedTuple):
-    """Whether a transport can serve a group of gloo, and why; an empty reason: nothing speaks against it."""
+    """Whether a transport can serve a gloo group, and why; the reason may be empty."""
 
     yes: bool
     reason: str
@@ -177,7 +177,7 @@ class Native:
         return Exchange(own, lambda: Handle(self._gather(own, rows), lambda _: rows))
 
     def _own_row(self, rows: Tensor) -> Tensor:
-        """Where a gather begins: apart from the rows that it fills, this member's among them."""
+        """Allocate this member's row to send, separate from the rows that the gather fills."""
         if self.group.process_group is None:
             return rows[0]
         return _compat.fresh((rows.shape[1],), rows.dtype, self.device)
@@ -285,7 +285,7 @@ class Native:
 
 # -------------------------------------------------------------------------------------------------- between two ranks
 def message_limit(group: Group, device: torch.device) -> timedelta | None:
-    """The timeout that gloo's messages have to be given: they go by one that the group had when it was made."""
+    """Return the group's current timeout for gloo messages, which otherwise use the one of its creation; else None."""
     if group.process_group is None or backend_of(group.process_group, device.type) != "gloo":
         return None  # any other backend would have the host wait for the device
     return _compat.group_timeout(group.process_group)

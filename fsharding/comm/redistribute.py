@@ -92,13 +92,12 @@ class Moving(NamedTuple):
 
 
 def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that can take a result: a leaf's where it fits, else some of its own.
+    """Return memory for a result: the local tensor of `x` if shape and dtype match, else a new tensor.
 
-    Whether it fits may differ between ranks, and so may not decide what they send together.
+    The outcome may differ between ranks, so it must not influence which leaves are sent together.
 
     Args:
         x: a DTensor whose memory may be used, or anything else.
-        device: of memory of its own.
     """
     local = local_of(x) if isinstance(x, DTensor) else None
     if local is not None and local.dtype == dtype and local.shape == shape and local.is_contiguous():
@@ -108,7 +107,7 @@ def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 
 @public("fs.redistribute")
 def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
-    """The same values elsewhere.
+    """Move a tree of DTensors to other shardings on its mesh, by slices and all-gathers along data axes.
 
     Args:
         values: tree of DTensors; plain tensors stay where they are. Nothing may be partial.
@@ -139,7 +138,7 @@ def start_redistribute(
     """`redistribute` whose collectives are started in a queue, as far as it has room, and finished when waited for.
 
     Args:
-        values: as in `redistribute`, and so are the others; they must not change before `wait`.
+        values: must not change before `wait`. All arguments are as in `redistribute`.
 
     Raises:
         LayoutError: as `redistribute`.
@@ -234,11 +233,11 @@ _route = cache_on_its_mesh()(_find_route)
 
 
 def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = False) -> Tree:
-    """Takes the sums that are left, and moves the results to where they belong. Collective over data axes.
+    """Sum gradients over their unreduced axes and reshard them to `targets`. Collective over data axes.
 
     Args:
         values: tree of DTensors; their local tensors may be overwritten.
-        sources: tree of `NamedSharding`: where they are.
+        sources: tree of `NamedSharding`, their current shardings.
         targets: tree of `NamedSharding` on the same mesh.
         native: sums are the backend's own.
 
@@ -255,7 +254,7 @@ def start_reduce_grads(
     """`reduce_grads` whose collectives are started in a queue, as far as it has room, and finished when waited for.
 
     Args:
-        values: as in `reduce_grads`, and so are the others; they must not change before `wait`.
+        values: must not change before `wait`. All arguments are as in `reduce_grads`.
         native: sums are the backend's own.
 
     Raises:

@@ -95,8 +95,8 @@ def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Ten
 def _last_two(rows: Tensor, dtype: torch.dtype, *, donate: bool) -> tuple[Tensor, Tensor]:
     """The two terms of the last addition of the tree over at least two rows, in their order.
 
-    Each turn adds all pairs of neighbors at once. `rest` is the last term where it has no neighbor: it waits for the
-    next level that has one for it.
+    Each iteration adds all pairs of neighbors at once. `rest` is an unpaired last term; it is added at the next level
+    that leaves a partner for it.
     """
     count = len(rows)
     rest = rows[-1] if len(rows) % 2 else None
@@ -160,7 +160,8 @@ def copy_terms(slots: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
 def sums_at_once(n: int, members: int) -> bool:
     """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts.
 
-    It spares a round. Two members get no more bytes by it, and touch less memory; many would get all terms of all.
+    It saves one communication round. For two members it sends no more bytes and touches less memory; with many, every
+    member would receive all terms, so it is for small sums only.
     """
     return members <= 2 or (n <= _SMALL and n * members <= _SMALL_TERMS)
 

@@ -164,7 +164,7 @@ def route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _meeting(sources: tuple[Runs, ...], held: Runs) -> tuple[tuple[Runs, tuple[tuple[int, int, int], ...]], ...]:
-    """Those of some runs that share something with others, and what."""
+    """Return the source runs that overlap `held`, each with its overlap."""
     return tuple((runs, shared) for runs in sources if (shared := boxes.meet(runs, held)))
 
 
@@ -172,9 +172,9 @@ def _meeting(sources: tuple[Runs, ...], held: Runs) -> tuple[tuple[Runs, tuple[t
 def plan_routes(leaves: tuple[MovedLeaf, ...], budget: int = BUDGET) -> Plan:
     """Plans all leaves together.
 
-    Buffers of at most a quarter of the budget, one to send and one to receive, are in use twice: one pair is filled
-    while the other is on its way. Leaves are cut so that all ranks have something to send in every round, and so that
-    pieces can leave or arrive without a copy.
+    There are two pairs of buffers, one to send and one to receive, each of at most a quarter of the budget: one pair is
+    filled while the other is in flight. Leaves are split so that every rank sends in every round, and so that pieces
+    are sent or received without a copy where possible.
 
     Args:
         leaves: what moves; leaves with larger elements go first.

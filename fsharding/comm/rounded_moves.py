@@ -49,9 +49,8 @@ class Rounding:
     """How a leaf is rounded.
 
     Attributes:
-        format: to which.
-        kept: of the rows that this rank has of a stack those that have no format; None where no rank has such rows.
-        noise: for keyed rounding, the numbers in [0, 1) of the rows from one to another of this rank's shard.
+        kept: indices of this rank's rows of a stack that are not quantized; None if no rank has any.
+        noise: `noise(start, stop)` returns the numbers in [0, 1) by which these rows of the shard are rounded.
     """
 
     format: Blocks
@@ -59,7 +58,7 @@ class Rounding:
     noise: Callable[[int, int], Tensor] | None = None
 
     def of_rows(self, start: int, stop: int) -> Rounding:
-        """That of some of the rows of a stack."""
+        """Restrict the rounding to some rows of a stack."""
         kept = self.kept
         noise = self.noise
         some = None if kept is None else tuple(row - start for row in kept if start <= row < stop)
@@ -70,10 +69,10 @@ class Part(NamedTuple):
     """A part of a leaf that is sent by itself, or rounded where it is.
 
     Attributes:
-        rows: from which to which row of the shard, and of the result; None for all of a leaf that is not split.
+        rows: start and stop in the shard and in the result; None for a leaf that is not split.
         leaf: how it is sent.
-        axes: over which it is gathered; none where it stays.
-        bytes: of memory for all that arrives.
+        axes: the axes over which it is gathered; none if it stays.
+        bytes: memory for everything that is received.
     """
 
     rows: tuple[int, int] | None
@@ -257,10 +256,10 @@ def start_rounded(
     """`start_redistribute`, with leaves that are rounded on their way.
 
     Args:
-        values: tree of DTensors, and so are the others; they must not change before `wait`.
-        roundings: for each leaf in order; None for one that is only cast. Such a leaf is one that this rank has.
-        dtypes: of the result, and of a leaf with a rounding the one that codes are decoded to.
-        into: memory for the result, also of what is only rounded.
+        values: tree of DTensors, which must not change before `wait`; other arguments are trees as well.
+        roundings: one per leaf; None if the leaf is only cast, or this rank has no part of it.
+        dtypes: dtypes of the result; quantized values are decoded to them.
+        into: memory for the result, also for leaves that are only rounded.
 
     Raises:
         LayoutError: as `redistribute`.

@@ -45,7 +45,7 @@ class AtRest(NamedTuple):
 
 
 def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[Rounding | None]:
-    """How copies at rest are made of main parameters, where there is one that has a format.
+    """How stored low-precision copies are rounded from main parameters; None for leaves without a format.
 
     Args:
         leaves: main parameters as the layout has them, None for frozen ones.
@@ -60,7 +60,7 @@ def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: T
 def roundings_in_flight(
     params: Tree, layout: Layout, precision: Precision, key: Tensor | None
 ) -> list[Rounding | None]:
-    """How parameters at rest that are main parameters are rounded on their way to the loss function; None for others.
+    """How main parameters without a stored copy are rounded when they are gathered; None for other leaves.
 
     Args:
         params: of a state in the layout.
@@ -71,7 +71,7 @@ def roundings_in_flight(
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
-    """Round parameters at rest that are main parameters to what a loss function sees; others stay as they are.
+    """Round main parameters without a stored copy to the values that a loss function sees.
 
     Args: as in `roundings_in_flight`.
     """

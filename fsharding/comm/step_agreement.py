@@ -40,10 +40,10 @@ _EXACT = 52
 
 
 class StepAgreement:
-    """The number of a step, on its way through the sums of that step.
+    """The number of a step, which is added to sums that the step takes anyway.
 
-    A sum that takes `as_term` along calls `summed`. The term is made before the first sum and never again: ranks that
-    summed together would else differ in a later sum over other axes.
+    A sum that includes `as_term` passes its result to `summed`. The term is computed once, before the first sum:
+    computed again, ranks that have already summed together could add different terms to a later sum over other axes.
 
     Args:
         bit: whether this rank wants to stop, float64, 0-d; read when the term is made if None.
@@ -52,7 +52,7 @@ class StepAgreement:
             it is not compared.
 
     Attributes:
-        axes: of these, those that are left, over which the term has not been summed.
+        axes: the axes over which the term has not been summed yet.
         order: of the units of the call; None where one rank is alone.
     """
 
@@ -71,7 +71,7 @@ class StepAgreement:
         self.order: UnitOrder | None = order_here()
 
     def as_term(self, device: torch.device) -> Tensor:
-        """The sum as far as it is known here: float64, 0-d. The first time, all units have been noted.
+        """Return the partial sum so far, float64, 0-d. At the first call all units have been noted.
 
         Raises:
             UnlikeRanks: notes are compared, and another rank is still at a unit.

@@ -1,7 +1,8 @@
 """The steps between two shardings of a leaf that differ along data axes: scatter, sum, gather, slice.
 
 In: two shardings. Out: the steps, as a cached value. Inner axes are summed first, `replica` last.
-Guarantee: for any steps, each element is the same balanced sum over ranks, so the bits do not depend on the strategy.
+Guarantee: with ordered sums, each element is the same balanced sum over ranks for any steps, so bits do not depend on
+the strategy.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...
 def _changes(
     source: PartitionSpec, target: PartitionSpec, dims: range
 ) -> tuple[list[tuple[int, tuple[str, ...]]], list[tuple[int, tuple[str, ...]]]]:
-    """Per dim, the minor axes that the target has more, and those that it has no longer."""
+    """Return (gained, lost): per dim, the axes of target and source after the major ones that they share."""
     gained: list[tuple[int, tuple[str, ...]]] = []
     lost: list[tuple[int, tuple[str, ...]]] = []
     for dim in dims:
@@ -116,7 +117,7 @@ def begins_with_sum(steps: Sequence[tuple[Step, ...]]) -> bool:
 
 @cache_on_its_mesh()
 def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
-    """The sharding that a step leaves."""
+    """Return the sharding after a step."""
     cut = source.spec.axes(step.dim) if step.kind != "sum" else ()
     if step.kind == "gather":
         return replace(source, spec=source.spec.replace(step.dim, cut[: len(cut) - len(step.axes)]))

@@ -2,7 +2,7 @@
 
 In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives, or for gloo a registered one such as
 `pairwise` or `shared_memory`. `transport_for` chooses once per group and device.
-Guarantee: all transports give the same bits, and count the same bytes.
+Guarantee: all transports give the same bits and count the same bytes. `native=` sums, which differ, are no transport.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class Transport(Protocol):
         ...
 
     def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
-        """Starts to send and to receive messages of any sizes, each between two ranks of the group; see `send_recv`.
+        """Start point-to-point messages of any sizes between ranks of the group.
 
         Args:
-            sends: from this rank, in the order in which the other sides receive them.
+            sends: this rank's messages, in the order in which each peer lists its receives.
         """
         ...
 
@@ -130,10 +130,10 @@ def transport_for(group: Group, device: torch.device) -> Transport:
 def send_recv(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, device: torch.device
 ) -> Handle[None]:
-    """Starts messages between ranks of a group, as `Transport.send_recv` does.
+    """Start point-to-point messages between ranks of a group; see `Transport.send_recv`.
 
-    All transports send messages alike, so none is chosen for them, and nothing here is collective: a rank may send to
-    another one while the rest of the group is elsewhere, as in a pipeline.
+    All transports send messages in the same way, so none is chosen, and nothing is collective: a rank may send to
+    another one while the rest of the group does something else, as in a pipeline.
     """
     return Native(group, device).send_recv(sends, receives)
 

@@ -57,11 +57,11 @@ class Action(NamedTuple):
     | SCATTER | reduce the stage's gradients over the data axes, to where the optimizer wants them |
 
     GATHER and SCATTER start collectives. The first F of the stage waits for its parameters; the end of the step for its
-    gradients. A GATHER with a microbatch is for the next F, B or I of that microbatch alone: it starts the stage's
-    first unit, and the others follow one by one in the compute. A SCATTER with one stands for the reductions that B or
-    W of that microbatch has started, to where the layout holds gradients; they are over before the rank reduces
-    anything else. The last of a stage takes the sums from there to the optimizer. W multiplies what I has kept, and
-    uses no parameters; I of the first stage has nothing to do.
+    gradients. With a microbatch, a GATHER is for the next F, B or I of that microbatch: it starts the stage's first
+    unit, and the compute prefetches the others. With a microbatch, a SCATTER stands for the reductions to
+    `layout.grads` that its B or W has started; they finish before this rank reduces anything else. The last SCATTER of
+    a stage also reduces to the optimizer's shardings. W uses tensors that I has saved, and no parameters. I of the
+    first stage runs its backward and returns no input gradient.
 
     Attributes:
         kind: one of `KINDS`.
@@ -102,9 +102,9 @@ class Action(NamedTuple):
 class Pair(NamedTuple):
     """A forward and a backward that a rank computes as one. Prints as `0F5+3B1`.
 
-    It begins when the inputs of both are there, and what both give is sent after it. In between the rank goes from one
-    to the other wherever one of them waits for a collective inside of its stage, such as the all-to-alls of experts:
-    the forward computes until it has started one, then the backward does, and so on by turns until one of them ends.
+    It starts when both inputs are available, and both results are sent at its end. The two alternate at collectives
+    inside their stages, such as the all-to-alls of experts: the forward runs until it has started one, then the
+    backward, and so on until one of them ends.
 
     Attributes:
         forward: an F.
@@ -189,7 +189,7 @@ def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
     A neighbor on the same rank hands over without messages, so its compute action stands for the receive.
 
     Returns:
-        Tuples of alternatives; one of each is needed. Gathers and scatters are not among them: see `checking`.
+        Tuples of alternatives; one of each is needed. `validation` checks gathers and scatters.
     """
     kind, stage, microbatch = action
     forward = (Action("F", stage, microbatch),)

@@ -2,9 +2,9 @@
 
 In: a `Model`, a `Schedule`, parameters at rest in a layout with the stages of the schedule, microbatches.
 Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
-Parameters are gathered stage by stage, or unit by unit for each microbatch, and gradients reduced, as the row says, and
-it computes meanwhile. The two of a pair take turns, see `comm.turns`.
-Guarantee: losses and gradients match a run without a pipeline, for every schedule.
+The row decides whether parameters are gathered per stage or per unit and microbatch, and when gradients are reduced;
+both overlap with compute. The halves of a pair alternate, see `comm.turns`. Guarantee: losses and gradients match a run
+without a pipeline, for every schedule.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def pipeline_grads(
         precision: dtypes of compute, wire and gradients, and formats: as `Layout.in_flight` gives it.
         policy: what the blocks keep for backward.
         scale: of the loss, for fp16: a number, or a 0-d tensor, which the host does not read.
-        known: what earlier calls with the same layout, schedule and precision have learnt of messages; it is added to.
-            A receiver is told once what activations look like, for each shape of microbatches.
+        known: tree, shapes and dtypes of activations from earlier calls with the same layout, schedule and precision;
+            updated in place. A sender describes them once per shape of microbatches.
         agreement: of the step, which goes with the sums of losses and weights.
         key: int64[2], for formats whose rounding is keyed.
         prefetch_depth: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
@@ -146,7 +146,7 @@ def pipeline_loss(
         schedule: for the size of `pp`; only its forwards are run.
         params: at rest in this layout.
         precision: dtypes of compute and wire, and formats of weights: as in `pipeline_grads`.
-        known: as there, and its own: messages of a step are others.
+        known: as in `pipeline_grads`, but not shared with a train step, whose activations may differ.
         key: for formats whose rounding is keyed.
 
     Returns:
@@ -177,7 +177,7 @@ def pipeline_loss(
 class _Flight:
     """A microbatch between forward and backward of a stage: its tape, what went in, and what came out.
 
-    Of activations that leave only their place in the graph is kept, None where they have none, and what they look like.
+    Of a sent activation only its gradient edge (None if it needs no gradient), shape and dtype are kept.
     """
 
     tape: Tape
@@ -187,10 +187,10 @@ class _Flight:
 
 
 class _Closing:
-    """A microbatch whose last reductions are under way, while the rank computes something else.
+    """A microbatch whose last reductions are in flight while the rank computes something else.
 
-    It adds to the same sums as the one before it and the one after it: of those that share a leaf, also of another
-    stage, one is finished before the next adds anything.
+    Consecutive microbatches add to the same gradients, also across stages that share a leaf. So each one finishes
+    before the next adds its first gradient.
     """
 
     def __init__(self, scatter: Action, tape: Tape, before: _Closing | None) -> None:
@@ -292,8 +292,9 @@ class _Run:
     def row(self) -> tuple[Entry, ...]:
         """This rank's actions and pairs, in order.
 
-        Activations of microbatches that look like none before are described by their sender, who may itself wait for
-        what this rank does before it needs them. Then no receive is ahead of its use; all along `pp` see that alike.
+        For a new shape of microbatches the sender first describes its activations, and receiving these blocks. A
+        blocking receive that is posted early could deadlock, so `late` moves each one right before its use. All ranks
+        along `pp` see the same shapes and decide alike.
         """
         row = self.schedule.table[self.rank]
         seen = {shapes for _, shapes in self.known}
@@ -425,7 +426,7 @@ class _Run:
             tape.follow(self.closing.finish)
 
     def _end_backward(self, stage: int, m: int) -> None:
-        """Lets a microbatch go; its last reductions go on, where each has some, until the next one has its first."""
+        """Release a microbatch; reductions per microbatch stay in flight until the next one adds its first gradient."""
         tape = self.flights.pop((stage, m)).tape
         if self.stage_state.each:
             self.closing = _Closing(Action("SCATTER", stage, m), tape, self.closing)

@@ -1,10 +1,10 @@
 """Lowering: from compute actions alone to a table with messages, gathers and scatters.
 
-In: for each rank its F, B, I, W in order, and the owner of each stage. Out: the same with the rest put in between.
-A send stands right after its compute. A receive and a gather stand as late as they can, or `ahead` computes earlier.
-A pair is one compute: what either of its two needs stands before it, what either gives is sent after it.
-Guarantee: two ranks that talk name their messages in one order, whichever way they go, so that nothing deadlocks even
-where a backend does the messages of a pair of ranks one after another.
+In: for each rank its F, B, I, W in order, and the owner of each stage. Out: the same rows with the rest inserted.
+A send follows its compute. A receive or gather stands as late as possible, or `ahead` computes earlier.
+A pair is one compute: receives and gathers for both halves come before it, sends of both after it.
+Guarantee: two ranks post the messages between them in one order, in both directions, so nothing deadlocks even if a
+backend runs the messages of two ranks one at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequenc
 
 
 def late(row: Sequence[Entry], owner: Owner) -> tuple[Entry, ...]:
-    """A row whose receives may block: each as late as it can be, before what uses it or a later message of its pair.
+    """Move the receives of a row as late as possible: before their use, or a later message of the same ranks.
 
     Args:
         row: of one rank, with messages.
@@ -117,7 +117,7 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
 
     The messages of two ranks are put in the order in which they are ready. On a rank a send has its place; a receive
     goes before the compute that uses it, and before every later message of the pair. That never puts it before an
-    earlier send of the rank: what was ready earlier was sent before the compute that uses this one began.
+    earlier send of this rank: a message that was ready earlier was sent before the compute that uses this receive.
     """
     place = [{action: i for i, entry in enumerate(row) for action in computes_in(entry)} for row in computes]
     pairs: dict[tuple[int, int], list[_Message]] = defaultdict(list)

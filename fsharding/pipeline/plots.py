@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file one by one, None for what is not finite; they end where a line is cut off, or no row.
+    """Yield the rows of a metrics file, with None for non-finite values; stop at a truncated or malformed line.
 
     Raises:
         ConfigError: it is no file that can be read.
@@ -87,7 +87,7 @@ _MOST_ENTRIES = 1000
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A row of metrics: its step, a whole number, and other numbers or None; None where a line is something else."""
+    """A row of metrics: its step, a whole number, and other numbers or None; None if the line is malformed."""
     try:
         row = parse_json(line, values=_MOST_ENTRIES)
     except ValueError:

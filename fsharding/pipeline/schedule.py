@@ -104,9 +104,9 @@ class Schedule:
             backward_weight: of W.
             send: from the end of a compute action until its message has arrived. Messages do not slow each other, and
                 gathers and scatters take no time.
-            pair: of an F and a B of `pairs`, computed as one: it begins when both can, and both end with it; F + I + W
-                less what one hides of the other's communication. None is F + I + W for a `Pair`, and computes what the
-                table has apart one after the other.
+            pair: duration of an F and a B of `pairs` that run as one: F + I + W less the communication that they hide.
+                It starts when both can, and both end with it. With None, a `Pair` takes F + I + W, and an F and B
+                that the table lists separately run one after the other.
 
         Raises:
             ScheduleError: some ranks wait for ever, or a duration is negative.
@@ -219,9 +219,9 @@ def plan_schedule(
     v·m·(F+I+W). So the bubble share, idle over idle + busy, is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
     for interleaved; [2] gives it over busy alone: (p-1)/(v·m). With m < p interleaved idles for
     (p-1+(v-1)(p-m))·(F+I+W). Where a condition does not hold, ask `simulate`.
-    For dualpipev [4] counts a forward and the backward that it overlaps as one, as `overlap` has ranks do. Computed one
-    after the other a forward's result is sent before the backward begins, and ranks idle less: (p-1)·F, if F = I = W.
-    So overlapping pays where a stage communicates for longer than the difference: `simulate(pair=...)`.
+    For dualpipev, [4] counts an overlapped forward and backward as one compute, which `overlap=True` runs. Without it,
+    a forward's result is sent before the backward starts, and ranks idle less: (p-1)·F, if F = I = W. So overlap pays
+    off only if it hides more communication than this difference: `simulate(pair=...)`.
 
     [1] Huang et al. 2019, arXiv:1811.06965. [2] Narayanan et al. 2021, arXiv:2104.04473. [3] Qi et al. 2023,
     arXiv:2401.10241 (ZB-H1 with v stages a rank; ZB-V, where the paper leaves out the time until a rank has its first
@@ -234,14 +234,14 @@ def plan_schedule(
         ranks: size of the axis `pp`, p.
         microbatches: m. dualpipev needs 2p of them; the interleaved ones a multiple of max(1, m // p).
         stages_per_rank: v; by default the least that the schedule can have.
-        gather: parameters cut over the data axes are gathered once a step and kept, or anew for each F, B, I and W.
-        scatter: gradients are summed whole and reduced once a step, or reduced for each microbatch to where the layout
-            holds them; by default as `gather`.
-        ahead: by how many computes a receive or gather is posted earlier than needed, so that it runs beside them; a
-            receive never before an earlier message of the same two ranks. A backend may send nothing until then. With
-            `gather="microbatch"` each is one more unit that is alive beside the usual two.
-        overlap: each forward and backward that dualpipev pairs are one `Pair`, in which the collectives of one run
-            beside the computes of the other. With `gather="microbatch"` units of both are alive at once.
+        gather: gather sharded parameters once per "step" and keep them, or again for each F, B and I of a "microbatch".
+        scatter: reduce accumulated gradients once per "step", or each "microbatch" to `layout.grads`; by default as
+            `gather`.
+        ahead: how many computes before its use a receive or gather is posted, so that they overlap. A receive never
+            moves before an earlier message of the same two ranks. A backend may send nothing until it is posted. With
+            `gather="microbatch"` each keeps one more unit alive.
+        overlap: run each forward and backward that dualpipev pairs as one `Pair`, in which the collectives of one
+            overlap with the compute of the other. With `gather="microbatch"` units of both are alive at once.
 
     Raises:
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.

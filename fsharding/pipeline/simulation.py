@@ -1,4 +1,4 @@
-"""Timelines: when each action of a table begins and ends, were there nothing but compute times and a time on the wire.
+"""Timelines: when each action of a table begins and ends, given compute durations and message latency only.
 
 In: a table and the durations of its actions. Out: a `Timeline` with begin and end of each action, total time, idle
 share, and the activations in flight; as text, one row a rank.
@@ -26,8 +26,8 @@ class Durations(NamedTuple):
         backward_input: of I. B takes this and the next.
         backward_weight: of W.
         send: from the end of a compute action until its message is at the other rank. Messages do not slow each other.
-        pair: of an F and a B that are computed as one. None is as long as both take one after the other, and leaves
-            apart what the table has apart.
+        pair: duration of an F and a B that run as one. With None it is the sum of both, and an F and B that the table
+            lists separately stay separate.
     """
 
     forward: float = 1.0

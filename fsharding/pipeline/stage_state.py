@@ -2,10 +2,11 @@
 
 In: parameters at rest, a schedule that says when a stage is gathered and when its sums are reduced. Out: for each stage
 what a tape takes, and at the end all gradients where the optimizer wants them.
-Parameters and sums are as at rest, or whole and unreduced from the stage's GATHER to its last use and to its SCATTER.
-Where a stage is gathered once, its weights in a format travel as codes; else all of them are rounded before the step.
-GATHER and SCATTER start collectives, of as many buckets as there is room for; `advance`, after each compute, goes on
-with the others; `parts` and `grads` wait. All of that follows from the row alone, so data ranks send in one order.
+A stage that is gathered once per step has full parameters from its GATHER to its last use, and sends quantized weights;
+otherwise parameters stay sharded and are rounded before the step. Gradients that are reduced once per step stay
+unreduced until SCATTER; otherwise they accumulate in `layout.grads`. GATHER and SCATTER start as many buckets as there
+is room for, `advance` (after each compute) starts more, `parts` and `grads` wait. The order depends on the row alone,
+so all data ranks issue collectives in the same order.
 Guarantee: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
 """
 
@@ -200,7 +201,7 @@ class StageState:
             del self.work[stage]
 
     def advance(self) -> None:
-        """Goes on with gathers and reductions that had no room, which ends the oldest of those that are under way."""
+        """If gathers or reductions wait for room, finish the oldest one in flight and start those that fit."""
         with _compat.region("gather"):
             self._gathers.advance()
         with _compat.region("scatter"):
@@ -208,10 +209,11 @@ class StageState:
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def scatter(self, stage: int, last: Callable[[], object] | None = None) -> None:
-        """With the last SCATTER of a stage, starts to take its sums to where the optimizer wants them.
+        """At the last SCATTER of a stage, start to reduce its gradients to the optimizer's shardings.
 
         Args:
-            last: what still adds to the sums, if anything does; it is done first, not before the next compute is over.
+            last: finishes reductions that still add to these gradients; it runs first, after the next compute at the
+                earliest.
         """
         self._scatters[stage] -= 1
         if self._scatters[stage]:
@@ -262,7 +264,7 @@ class StageState:
 
 
 def _before(do: Callable[[], object]) -> Queued:
-    """What has to be done before the next bucket is started: it sends nothing, and leaves no room for a bucket."""
+    """Return an entry that runs `do` before the next bucket starts: it sends nothing, and leaves no room for one."""
     return Queued(1 << 62, lambda: done(do, communicates=True))
 
 

@@ -111,7 +111,7 @@ def _even(schedule: Schedule, layers: int) -> Sequence[Sequence[int]]:
 def _in_order(
     schedule: Schedule, sizes: Mapping[str, int], held: Mapping[str, Owners | None]
 ) -> Sequence[Sequence[int]]:
-    """The layers of each stage, each on the first stage of its owner that is not before the layer before; or none."""
+    """Assign each layer to its owner's first stage that is not before the previous layer's; () if there is none."""
     by_stage: list[list[int]] = [[] for _ in range(schedule.stages)]
     stage = 0
     start = 0
@@ -133,7 +133,7 @@ def _other_stages(schedule: Schedule, rows: Sequence[str]) -> LayoutError:
 
 
 def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:
-    """Refuses a layout whose first and last stages have not what they compute with."""
+    """Raise if the first stage lacks the embedding, or the last one the head or a tied leaf."""
     tied = [path for _, path in model.tied]
     rows: list[str] = []
     for leaf in layout.leaves:

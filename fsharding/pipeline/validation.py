@@ -4,8 +4,8 @@ In: a table, the owner of each stage, the number of microbatches. Out: rows for 
 Guarantees: each stage has F and B, or F, I and W, of each microbatch once; nothing comes before what it needs; a send
 has its receive, in one order on both sides; parameters are gathered before use, gradients scattered after the last one;
 the two of a pair do not need each other.
-Messages of a pair of ranks are taken to run one after another in the order in which both post them, which is the
-strictest thing that a backend does: what ends here ends everywhere.
+Deadlocks are checked for the strictest backend: it runs the messages of two ranks one at a time, in the order of
+posting. A table that completes there completes on every backend.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def compute_faults(owner: Owner, microbatches: int, computes: Table) -> list[str
 
 
 def _odd_pairs(table: Table) -> Iterator[str]:
-    """Pairs of other things than a forward and a backward that do not need each other."""
+    """Find pairs that are not an F with an independent B or I."""
     for rank, row in enumerate(table):
         for pair in (entry for entry in row if isinstance(entry, Pair)):
             forward, backward = pair
@@ -81,7 +81,7 @@ def _odd_pairs(table: Table) -> Iterator[str]:
 
 
 def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
-    """Stages, microbatches and kinds that there are not, and actions on the wrong rank."""
+    """Find unknown stages, microbatches and kinds, and actions on the wrong rank."""
     for stage, rank in enumerate(owner):
         if not 0 <= rank < len(table):
             yield f"stage {stage} is on none of the {len(table)} ranks"

@@ -7,8 +7,8 @@ memory of the graph, and runs it again there. State and batch live in static mem
                step once more, which fills the pool of buffers
                trace two steps: the same operations, no host reads      (else refused, with the line)
                warm up on a stream beside; record: judge, update, copy the new state to where the old one is
-    call       copy state and batch in, where they are not there; the bit of fs.preemption; replay
-               look at the verdict of the call before; hand out the state, and metrics in memory of their own
+    call       raise if the previous step was refused; copy state and batch to static memory, unless they are there
+               set the bit of fs.preemption; replay; return the state, and metrics in memory of their own
 
 Guarantee: a captured step gives the states and metrics of the step itself, in every bit.
 """
@@ -58,7 +58,7 @@ class StepGraph(Protocol):
         ...
 
     def record(self, run: Callable[[], T]) -> T:
-        """Records the operations of a function; whether they are carried out as well is not said."""
+        """Record the operations of a function; an implementation may also run them."""
         ...
 
     def replay(self) -> None:
@@ -112,8 +112,8 @@ class _Recorded(NamedTuple):
 class CapturedStep:
     """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`.
 
-    The state that it returns is the graph's own memory, which the next call overwrites: that call gets it as its
-    argument, and donates it. Any other state in the layout is copied there, and donated as well. Loss, norm, weight and
+    The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
+    it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
     `skipped` of the metrics are copies; aux is the graph's own memory, too.
     """
 
@@ -270,8 +270,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
 
     Args:
         step: of `make_train_step`, with `check="async"`, the default on CUDA.
-        state: a state for it, of which copies are stepped with and kept: as much memory again, until the first call has
-            donated it.
+        state: a state for it. The graph keeps a copy, so both take memory until the first call donates this one.
         batch: this rank's part, as all later ones will be.
 
     Returns:

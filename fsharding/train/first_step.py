@@ -40,7 +40,7 @@ _CLOSE_NORM = 1e-4
 def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
     """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
 
-    Of a layout the inputs of its planning are compared, since all else follows from them.
+    Layouts are compared by the inputs of `plan_layout`, which determine everything else.
 
     Args:
         state: with a step and a key that can be read.
@@ -83,7 +83,7 @@ def _kind_of(x: Any) -> str:
 
 
 class FirstStep:
-    """Compares what later steps leave to a hash. Collective.
+    """Compare rows, and each unit before its collective; later steps compare hashes only. Collective.
 
     Args:
         agreement: of the step, whose units are compared from here on, each before it is gathered or reduced.
@@ -119,7 +119,8 @@ class FirstStep:
             if any(len({numbers[i] for i in places}) > 1 for places in self._places(SAME_ROWS)):
                 raise UnlikeRanks(self._all.ranks)
         if shape.axis_size("cp") > 1:
-            # What is the same all along the sequence says nothing, so it counts as other rows on every rank.
+            # A batch that is constant along the sequence proves nothing: each rank sends its own index instead of a
+            # hash.
             varied = any(_varies(x) for x in tree.leaves(batch))
             numbers = self._numbers(own if varied else self._all.index)
             if any(len({numbers[i] for i in places}) == 1 for places in self._places(("cp",))):

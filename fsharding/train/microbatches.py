@@ -1,8 +1,9 @@
 """Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank.
 
 In: a tree of tensors `[B, ...]`. Out: trees of tensors with fewer rows.
-Guarantee: the parts of all data ranks, one after the other, are the global batch; so are the microbatches of a rank its
-part.
+Guarantee: the parts of all data ranks, concatenated, are the global batch; the microbatches of a rank, concatenated,
+    are
+its part.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Operations:
     Attributes:
         rows: in order.
         reads: see `HostReads`.
-        from_host: those that take a tensor on the CPU to a device, or numbers of Python, as `torch.tensor` does on any
-            device; a graph would keep the value of now.
+        from_host: operations that copy a CPU tensor to a device, or make a tensor of Python numbers, as `torch.tensor`
+            does; a graph would freeze the value.
     """
 
     rows: list[Operation] = field(default_factory=list[Operation])
@@ -102,7 +102,7 @@ _MEND = (
 
 
 def check_operations(run: Callable[[], object]) -> Operations:
-    """Makes a call twice, and refuses one that no graph can stand for.
+    """Run a call twice, and raise if no graph can replace it.
 
     Returns:
         The operations of the call.

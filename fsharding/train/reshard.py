@@ -53,8 +53,8 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         layout: for a state a `Layout` of the same model, whatever its mesh, strategy, stages and compute dtype. For a
             tree a `Layout`, which stands for its `params`, or a tree of `NamedSharding`s, or one for all leaves; None
             leaves a leaf alone.
-        donate: what is given is let go as its parts leave. A donated state raises `DonatedError` when it is used again,
-            donated DTensors of a tree are empty.
+        donate: free each source tensor after its last piece was sent. A donated state raises `DonatedError` when it is
+            used again, donated DTensors of a tree are empty.
         source: the `Layout`, or tree of `NamedSharding`s, in which a tree is. Leaves at rest know it themselves; only
             `Local` leaves of pipeline stages, and of `Fused` dims, need it. A state carries its layout.
         budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
@@ -143,7 +143,7 @@ def _group(meshes: Sequence[Mesh], ranks: tuple[int, ...]) -> Group | None:
 
 
 def _agree(plan: Plan, group: Group, device: torch.device) -> None:
-    """Compares what the ranks want to do: they would wait for each other in vain, or mix up bytes."""
+    """Check that all ranks have the same plan; with different ones they would deadlock or misread bytes."""
     if group.process_group is None:
         return
     if group.size == world_size():
@@ -317,7 +317,7 @@ class Explanation:
 
 @public("fs.debug.explain_reshard")
 def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BUDGET) -> Explanation:
-    """What `reshard` would do, leaf by leaf, and how many bytes it would send: exactly those that it sends.
+    """Show what `reshard` would do, leaf by leaf, and exactly how many bytes it would send.
 
     Args:
         a: a `TrainState`; a `Layout`, for the parameters and main copies of a state in it; or a tree of DTensors.

@@ -1,8 +1,8 @@
 """Hashes of a rank's rows, computed where they are: ranks that have to read the same rows compare them.
 
 In: a batch. Out: an int64 for each leaf, and one of all of them; the host reads nothing.
-Guarantee: equal leaves have equal hashes on every rank; leaves that differ in an element, its place, shape or dtype do
-not, but by a chance of 2^-64 for leaves that were not made for it.
+Guarantee: equal leaves have equal hashes on every rank; leaves that differ in an element, its position, shape or dtype
+have different ones, except with probability 2^-64 if they were not constructed to collide.
 """
 
 from __future__ import annotations

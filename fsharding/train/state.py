@@ -163,8 +163,8 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         """A state with some fields changed.
 
         Raises:
-            LayoutError: parameters are changed alone, while the optimizer has main parameters of its own: the next
-                step would make the parameters of these again.
+            LayoutError: `params` is given without `main`, although main parameters are separate: the next step would
+                overwrite the new parameters from `main`.
         """
         if "params" in changes and not {"main", "layout"} & {*changes} and self.main is not None:
             mend = "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from_params."
@@ -226,7 +226,7 @@ _SEAL = "_seal"
 
 
 def sealed(state: TrainState) -> TrainState:
-    """The state itself, which notes how often each parameter was changed in place; one that is made of it does not."""
+    """Record the parameters' version counters on the state, and return it. States made by `replace` have no record."""
     if not torch.is_inference_mode_enabled():  # there, tensors do not count
         vars(state)[_SEAL] = _Seal(state.params)
     return state
@@ -555,7 +555,7 @@ def main_of(state: TrainState) -> Tree:
 def params_from_main(
     main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None
 ) -> Tree:
-    """Parameters from updated main parameters: cast, and gathered once where they are less cut; frozen leaves stay.
+    """Derive parameters from updated main parameters: cast, and all-gather where they are less sharded.
 
     Where the layout's precision has a format of weights, these parameters are rounded to it.
 
@@ -583,7 +583,7 @@ def params_from_main(
 
 
 def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
-    """The key by which weights after so many steps are rounded: the same wherever they are; None if none is wanted.
+    """Return the key that rounds weights after `step` updates, the same in every layout; None without keyed rounding.
 
     Args:
         step: its number of updates, on any device; it is not read by the host.

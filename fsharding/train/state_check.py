@@ -1,8 +1,8 @@
-"""Whether a state is in its layout: what each of its leaves is, beside what the layout says that it is.
+"""Check that a state matches its layout, leaf by leaf.
 
-In: a `TrainState`. Out: nothing, or one error that names every leaf that is something else, and the call that mends it.
-A leaf of another cut reaches kernels that take sizes on trust, and ranks that differ in it train different models.
-Guarantee: a step, a save and a reshard begin with it. Leaves that were seen before cost a glance each.
+In: a `TrainState`. Out: nothing, or one error that names every leaf that differs, and the call that mends it.
+Without it, a wrongly sharded leaf would reach kernels that don't check sizes, or ranks would train different models.
+Guarantee: every step, save and reshard begins with it. Leaves that passed before are compared by identity and version.
 """
 
 from __future__ import annotations

@@ -236,9 +236,9 @@ def make_train_step(
             on a mesh with an axis that it does not compute over; or, at its first call and the first one in another
             layout, ranks whose layouts, models, optimizers or arguments of this function differ.
         TreeError: from the step, at such a call: a state of another optimizer, or of a model with other parameters.
-        BatchError: from the step: a leaf is no tensor, or its dim 0 not a multiple of `microbatches`. At such a call
-            all ranks raise if one does; at later ones a rank alone, which the others wait for until the timeout of the
-            mesh.
+        BatchError: from the step: a leaf isn't a tensor, or its dim 0 isn't a multiple of `microbatches`. At such a
+            call all ranks raise together. At a later one only that rank raises, and the others wait for it until the
+            mesh's timeout.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
             the least scale; or no token of the batch counts, or the sum of all weights is negative, NaN or infinite.
             See `check`.
@@ -435,7 +435,7 @@ class TrainStep:
         result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
         agreement.settle(verdict.loss.device)
         if result in (REFUSED, UNLIKE):
-            # All ranks are here, so they can tell each other which parameters came in so.
+            # All ranks get here, so a collective can find the parameters that were not finite before the step.
             bad = _bad_parameters(state) if result == REFUSED else []
             raise verdict.refusal(number, mesh, bad)(result)
         report = verdict.loss, verdict.norm, verdict.sums.weight
@@ -473,7 +473,7 @@ class TrainStep:
         scale = _loss_scale(state, plan.precision)
         sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
         grads, loads = split_loads(sums.grads, self._bias_rates)
-        # All in float64, in which a number of Python would have been: a factor in float32 would be rounded twice.
+        # In float64, as a Python float would be: a float32 factor would round twice.
         weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
         with _compat.region("norm"):
             to_mean = 1.0 / weight
@@ -506,7 +506,7 @@ class TrainStep:
             params = spread(main, state.params, layout, donate=self._settings.donate, key=rounding)
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
-            # A step that is refused at the least scale leaves the row of good steps as it was, too.
+            # A step that is refused at the smallest scale also keeps the count of good steps.
             loss_scale = where_finite(None if counts is None else verdict.code < REFUSED, after_scale, loss_scale)
         written = {name: x for name, x in state.buffers.items() if name in verdict.sums.buffers}
         buffers = {**state.buffers, **where_finite(counts, {**verdict.sums.buffers}, written)}
@@ -652,7 +652,7 @@ class TrainStep:
             return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)
         # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
         grads = multiply(verdict.grads, verdict.to_mean, donate=context.donate)
-        # What a refused step goes back to is not overwritten.
+        # The verdict is still on the device, so the old values are kept for a refused step.
         context = replace(context, donate=context.donate and finite is None, finite=None)
         updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
         updates = update_against_load(updates, verdict.loads, self._bias_rates)

@@ -32,8 +32,8 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
         opt: the optimizer that the state was made with.
 
     Returns:
-        The next state. Nothing looks whether gradients are finite, and a loss scale stays as it is: scaled training is
-        `fs.make_train_step`.
+        The next state. Gradients are not checked for NaN or infinity, and a loss scale is not updated: use
+        `fs.make_train_step` for scaled losses.
 
     Raises:
         ArgumentError: an argument of another kind, or gradients and state are swapped.

@@ -1,10 +1,9 @@
 """Whether a step counts: a number that the device computes, and its way to the host.
 
 In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused; 3,
-ranks that have to do the same did not. With
-`check="sync"` the host reads it in the step. With `check="async"` it is copied to memory of the host behind the back of
-the step, and looked at when the step is called again, when `metrics.loss` is asked for, or when the program ends.
-Guarantee: all ranks have the same number, since loss and norm are the same on all.
+ranks that must agree differ. With `check="sync"` the host reads it in the step. With `check="async"` it is copied to
+host memory asynchronously, and read by the next call, by `metrics.loss`, or at exit. Guarantee: all ranks have the same
+number, since loss and norm are the same on all.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ class PendingVerdict:
         process: the id of the process whose step it is; one that was forked from it leaves it alone.
     """
 
-    # `_code` is memory of the host. It is valid once `_event` has happened, which is None where nothing was waited for.
-    # Until the verdict was looked at, and nothing was wrong or the error was raised, `_pending` has it, so that the end
-    # of the program looks at it.
+    # `_code` is host memory, valid once `_event` has completed; `_event` is None if the copy was synchronous.
+    # `_pending` keeps each verdict until it has been read, so that the exit hook reads the rest.
 
     def __init__(self, verdict: Tensor, refusal: Callable[[int], FshardingError]) -> None:
         self._refusal, self.process = refusal, os.getpid()

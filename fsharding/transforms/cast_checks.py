@@ -2,8 +2,8 @@
 
 In: the graph of a loss. Out: nothing, or an error that names the weights. Only the first backward of each function is
 inspected, since visiting a node costs about as much as running it.
-Guarantee: a cast in autograd's graph is found. Casts inside a compiled graph or a user's autograd Function aren't part
-of it.
+Guarantee: a differentiated cast in the first graph of a function is found. Casts inside a compiled graph or a user's
+autograd Function, and functions without a hash or weak reference, are not inspected.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _looked_at: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictio
 def refuse_bare_casts(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
 ) -> None:
-    """Looks for differentiated casts to 8 bits, if the graph of a function has not been looked at before.
+    """Raise if a graph has differentiated casts to 8 bits, unless a graph of this function was inspected before.
 
     Args:
-        fn: whose they are; of one that wraps another the latter counts.
-        part: of the function, where it is differentiated in parts.
+        fn: the function that built the graph; wrappers are unwrapped.
+        part: the part of `fn` that is differentiated, if there are several.
 
     Raises:
-        TransformError: there is one; up to ten are named.
+        TransformError: there are such casts; up to ten are named.
     """
     while callable(inner := getattr(fn, "__wrapped__", None)):
         fn = inner

@@ -24,18 +24,18 @@ __all__ = ["compare_units"]
 @contextmanager
 @named("fs.debug.compare_units")
 def compare_units(mesh: Mesh) -> Generator[None]:
-    """Has ranks compare each unit inside the `with` block before they gather or reduce it. Collective.
+    """Compare units between ranks before each gather and reduction in the `with` block. Collective.
 
-    The first train step of a layout does so by itself, and later steps compare a hash. This is for calls by hand whose
-    sums the host does not read, such as `value_and_grad` on CUDA, and for `gather_unit` in `fs.shard_map`. It sends a
-    hash for each unit and waits for it, so use it for one call, and when losses look wrong.
+    A debugging check. `make_train_step` does this in its first step, and compares one hash in each later one. Use it
+    around a direct call of `value_and_grad` on a device, or of `gather_unit` in `fs.shard_map`, when losses look wrong.
+    It sends a hash and waits at every unit.
 
     Args:
-        mesh: whose ranks are all in the block.
+        mesh: all of its ranks must enter the block.
 
     Raises:
-        ArgumentError: no mesh.
-        RankError: ranks are at different units; both are named, and both lines.
+        ArgumentError: `mesh` isn't a mesh.
+        RankError: ranks are at different units; the error names both, with the line on each rank.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))

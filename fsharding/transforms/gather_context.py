@@ -17,9 +17,11 @@ The gradient of a large leaf does not wait for `>reduce`: it is copied into its 
 that its memory is free while the rest of the unit's backward runs. Autograd drives backward: `_GatherUnit` is the node
 of a unit in the graph, and its backward is `>reduce`. A tensor that autograd saves, and that views a gathered buffer,
 is replaced by a `SavedView`; the first one of a unit that backward unpacks gathers the unit again. A product with a
-weight that `Precision.columnwise` names saves no view, and asks for `unit.columns` in backward, which goes along.
+weight of `Precision.columnwise` saves no view: its backward uses `unit.columns`, a second gather of that weight in
+blocks along its other dim, which is prefetched and released with the unit.
 
-Guarantees: at most `depth + 1` units are alive at once, and none after the call; the depth changes no number; every
+Guarantees: under policies that free gathered weights at most `depth + 1` units are alive at once; none is after the
+call; the depth changes no number; every
 gather and every reduction is counted.
 """
 
@@ -77,9 +79,9 @@ class TapeLeaf(NamedTuple):
 
     Attributes:
         path: its name.
-        node: as the loss function sees it; None for a leaf that is no DTensor.
-        target: of its gradient; None for a frozen leaf.
-        accumulated: its local gradient of earlier microbatches, which is added to in place; None if there is none.
+        node: what the loss function sees; None for a leaf that isn't a DTensor.
+        target: where its gradient goes; None for a frozen leaf.
+        accumulated: the local gradient of earlier microbatches, added to in place; None without any.
     """
 
     path: str
@@ -124,19 +126,19 @@ class _Columnwise:
 
 
 class GatherContext:
-    """The runtime of one call, see the module. `value_and_grad` makes it, `gather_unit` finds it by `current_context`.
+    """The runtime of one call; see the module. `value_and_grad` makes it, `gather_unit` finds it by `current_context`.
 
     Args:
-        leaves: of the differentiated tree, in order.
-        pool: of buffers, for contexts that share one; the caller closes it.
-        grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
+        leaves: all leaves of the differentiated tree, in order.
+        pool: a pool of buffers that several contexts share; the caller closes it.
+        grad_pool: memory for large gradients that data axes don't shard, kept between calls.
 
     Attributes:
         counts: gathers, reductions and peaks of this call.
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
         cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         evaluates: whether the call is one of `evaluate`.
-        reducer: of the gradients.
+        reducer: the reducer of gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
 
@@ -429,10 +431,10 @@ class GatherContext:
                 unit.abandon()
 
     def put_term(self, unit: GatheredUnit, leaf: int, shape: torch.Size, put: PutTerm | None) -> PutTerm | None:
-        """Where products find what to do with a term of a weight's gradient, as `ops.grad_sink` says; None for nothing.
+        """Return the callback by which a kernel adds its term of a weight's gradient (see `ops.grad_sink`), or None.
 
         Args:
-            put: what to do where nothing is deferred, if there is anything.
+            put: adds the term now; None if the bucket can't be written directly.
         """
         if not self._defers:
             return put
@@ -446,7 +448,7 @@ class GatherContext:
         return put_or_defer
 
     def is_complete(self, *, has_slot: bool) -> bool:
-        """Whether the gradient that backward has of a large leaf is all of it, or the rest can be added to a slot."""
+        """Whether a large leaf's gradient may enter its bucket now: nothing is deferred, or the rest is added later."""
         return self._deferred is None or has_slot
 
     @torch.no_grad()
@@ -635,10 +637,10 @@ def is_evaluating() -> bool:
 
 
 def check_depth(prefetch_depth: Any) -> None:
-    """Refuses what is no number of units to gather ahead.
+    """Check a number of units to gather ahead.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it isn't an integer from 0.
     """
     if not isinstance(prefetch_depth, int) or isinstance(prefetch_depth, bool) or prefetch_depth < 0:
         shown = prefetch_depth if isinstance(prefetch_depth, int | float | str) else type(prefetch_depth).__name__

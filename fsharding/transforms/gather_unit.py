@@ -3,7 +3,8 @@
 In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of full tensors.
 Inside `value_and_grad` the `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same maps
 are composed of differentiable collectives.
-Guarantee: `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`, summed over ranks.
+Guarantee: `scatter_grads` is the transpose of `gather_unit`: with `<a, b>` the inner product summed over ranks,
+`<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
 """
 
 from __future__ import annotations
@@ -73,20 +74,22 @@ def gather_unit(
     """Gathers the leaves of a unit over the data axes: one collective for each (dtype, axes).
 
     Args:
-        unit: tree of `Local` nodes or DTensors; plain tensors are handed on.
-        policy: `everything_saveable` keeps the weights for backward; all others gather them again there.
-        dtype: of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their own.
+        unit: tree of `Local` nodes or DTensors; plain tensors are returned unchanged.
+        policy: `everything_saveable` keeps gathered weights for backward; every other policy frees them and gathers
+            again in backward.
+        dtype: dtype of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their
+            own.
         next_unit: the unit that will be gathered next; its all-gathers start now, and run while this one computes. With
             `value_and_grad(prefetch_depth=0)` they start when it is gathered.
 
     Returns:
-        The same tree of plain tensors, whole over the data axes. They are values, in memory that ranks of one machine
-        share: to change them, make new tensors.
+        The same tree of plain tensors, full over the data axes. Treat them as read-only: ranks of one machine may share
+        this memory, so a write would be visible to the others.
 
     Raises:
-        ConfigError: a policy that is none.
-        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says; or, when the
-            unit is let go, its weights were written in place.
+        ConfigError: `policy` isn't an `fs.policies.Policy`.
+        TransformError: DTensors went through a torch.func transform, or the value of a `Local` does not have the shape
+            that its sharding implies; or, when the unit is released, its weights were written in place.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -117,10 +120,10 @@ def gather_unit(
 def local_nodes(unit: Tree) -> tuple[list[Any], Any]:
     """The leaves of a unit with `Local` nodes for its DTensors, and its structure.
 
-    Under a vmap over the first dim of a leaf, its node says what it is inside: that dim is gone.
+    Inside a vmap over the leading dim of a leaf, its node has the shape and sharding without that dim.
 
     Raises:
-        TransformError: DTensors went through a torch.func transform, or a node does not hold what it says.
+        TransformError: DTensors went through a torch.func transform, or a value does not match its sharding.
     """
     leaves, spec = tree.flatten(unit)
     if not _functorch.in_functorch():

@@ -59,25 +59,22 @@ class GatheredUnit:
     """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it.
 
     Args:
-        index: of its leaves in the parameter tree.
-        pool: of buffers; bytes that the unit has in use are counted there as its own.
-        noise: of a leaf, by its number in the plan, for formats whose rounding is keyed.
-        owner: names the unit, and is told what it starts.
-        site: file and line of the user's call; None where no error needs them.
-        columns: a gather of some of its leaves in blocks along their other dim, for backward; it ends with this one.
+        index: the places of its leaves in the parameter tree.
+        pool: the pool of buffers, which counts the unit's bytes.
+        noise: returns the numbers for keyed rounding of a leaf, by its index in the plan.
+        owner: names the unit, and is notified of each collective.
+        site: file and line of the user's call; None if no error needs them.
+        columns: a gather of some leaves in blocks along their other dim, for backward; it is released with this one.
 
     Attributes:
         state: see `UnitState`. All-gathers are under way only while it is GATHERING, and `buffers` has elements only
             while it is ALIVE or when waiting for one of several has failed.
-        buffers: the flat buffers of each bucket of the plan; none of one that was not gathered again.
+        buffers: the flat buffers of each bucket; empty for a bucket that backward did not gather again.
         order: position among the units of a forward pass; -1 until the loss function has used it.
-        saved_views: how many tensors autograd has saved that view the buffers; of `columns`, how many products ask for
-            it.
-        columns: the same.
+        saved_views: number of saved tensors that view the buffers; for a `columns` unit, of products that will use it.
         full: the full leaves of `columns` while it is ALIVE, by their number in the plan.
         kept: the buffers are kept for backward.
         in_backward: backward has needed it.
-        site: the same.
     """
 
     def __init__(

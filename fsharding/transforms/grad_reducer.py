@@ -82,11 +82,11 @@ class GradReducer:
     """See the module.
 
     Args:
-        leaves: of the differentiated tree, in order; None for a leaf that is no DTensor.
-        targets: of their gradients; None for frozen leaves.
-        accumulated: local gradients of earlier microbatches, which are added to in place; None where there are none.
-        grad_pool: of memory for large gradients that data axes do not cut, kept from call to call.
-        noise_of: of a unit, for formats of terms whose rounding is keyed: the numbers for a leaf, by its number there.
+        leaves: all leaves of the differentiated tree, in order; None for a leaf that isn't a DTensor.
+        targets: where each gradient goes; None for frozen leaves.
+        accumulated: local gradients of earlier microbatches, added to in place; None without any.
+        grad_pool: memory for large gradients that data axes don't shard, kept between calls.
+        noise_of: returns, for a unit, the numbers for keyed rounding of a leaf's gradient, by its index.
     """
 
     # By number of the leaf: `_result[i]` is the local gradient, None until it is written; rows that are in memory of
@@ -244,7 +244,7 @@ class GradReducer:
             return bucket.start()
 
     def follow(self, earlier: Callable[[], object]) -> None:
-        """Has something be done before the first gradient is added: another reducer adds to the same sums before."""
+        """Run `earlier` before the first gradient is added, since another reducer adds to the same gradients."""
         assert not self._pending, "a gradient may have been added"
         self._pending.append(_Pending(done(earlier, communicates=True), sends=False, in_use=[]))
 

@@ -37,13 +37,13 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
 
     Args:
         fn: `fn(params, *args)`, where params is a tree of `Local` nodes and plain tensors; the latter are the same on
-            all ranks. It returns a tree of the same.
+            all ranks. It returns a tree of `Local` nodes or plain tensors.
         chunk_size: how many columns are computed at once.
 
     Returns:
         A function of the same arguments. It returns the tree of results of `fn` with, for each of them, a tree like
-        params. A result x of shape [*X] and a leaf of shape [*W] give [*X, *W]: a plain tensor where x is one, and
-        where x is a `Local` node another one, cut as x is, with W whole.
+        params. A result x of shape [*X] and a leaf of shape [*W] give [*X, *W], of the type of x. In a `Local`, the X
+        dims are sharded as in x, and the W dims are full.
 
     Raises:
         TransformError: a leaf of params is no floating point tensor in flight; all such leaves are listed.
@@ -101,8 +101,8 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
     It costs a Hessian-vector product for each element of the whole leaves; a rank holds its own rows of the result.
 
     Args:
-        fn: `fn(params, *args)` as in `jacfwd`, which returns a 0-d tensor. The Hessian is taken of the sum over ranks;
-            a result that is the same on all of them, since it ends in an `ops.psum`, counts once.
+        fn: `fn(params, *args)` as in `jacfwd`, which returns a 0-d tensor. The Hessian is of the sum over ranks;
+            a total that ends in an `ops.psum` is counted once.
         chunk_size: how many columns are computed at once.
 
     Returns:

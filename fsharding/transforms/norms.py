@@ -32,7 +32,7 @@ __all__ = ["counts_here", "norm_in_flight", "vdot"]
 @public("fs.tree.vdot")
 @_compat.outside_of_graphs
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
-    """See `fs.tree.vdot`, which is this function."""
+    """Return the inner product of two trees, summed over ranks; the implementation of `fs.tree.vdot`."""
     left = tree.named_leaves(a)
     right = tree.named_leaves(b)
     if left.keys() != right.keys():
@@ -100,7 +100,7 @@ def _refuse_hidden_owners(leaves: dict[str, object]) -> None:
 
 
 def counts_here(sharding: NamedSharding) -> bool:
-    """Whether this rank's part counts: where several coordinates own a leaf whole, that of the first one does."""
+    """Whether this rank's part counts: if several coordinates store a full leaf, only the first one's does."""
     owners = [owned for owned in sharding.assigned if owned.dim is None]
     here = coordinate(sharding.mesh) if owners else {}
     return all(here[o.axis] == next(c for c, held in enumerate(o.ranges) if held) for o in owners)

@@ -1,7 +1,7 @@
 """Policies: what is kept for backward. Values for `policy=` of `gather_unit`, `scan_units` and `remat`.
 
-In: nothing. Out: four constants. Guarantee: a policy changes what is kept and what is recomputed, never a number.
-The recompute and the backward of a unit share one gather, so remat never gathers a third time.
+A policy trades memory for recomputation and communication. The recompute and the backward of a unit share one gather,
+so remat never gathers a third time. Guarantee: results do not depend on the policy.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ POLICIES = {p.name: p for p in (save_except_gathered, nothing_saveable, dots_sav
 
 
 def check_policy(policy: Any) -> None:
-    """Refuses what is no policy, such as the name of one.
+    """Check that a value is a policy; names of policies are not accepted.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it isn't a `Policy`.
 
     Example:
         >>> fs.policies.check_policy(fs.policies.dots_saveable)

@@ -67,15 +67,15 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
     Function that saves the inputs and differentiates again in backward, to any order.
 
     Args:
-        fn: a pure function of trees of tensors. It may close over tensors: under torch.func the first call then
-            computes it twice, once to see which. A tensor that goes to an `autograd.Function` of the user
-            and to nothing else cannot be seen, and has to be an argument.
-        policy: what is kept: `nothing_saveable`, `dots_saveable` (under torch.func: inputs only); others change
-            nothing. Under `dots_saveable` torch refuses a function that changes the result of a matrix product in
-            place, as `x @ w` does by itself for a 1-d `x`.
+        fn: a pure function of trees of tensors. It may close over tensors: under torch.func the first call then runs
+            an extra time, to find them. One that is used only in a user's `autograd.Function` can't be found: pass it
+            as an argument.
+        policy: `nothing_saveable` or `dots_saveable` (under torch.func, which saves inputs only); with other policies
+            `remat` does nothing. Under `dots_saveable` torch raises if the result of a matrix product is changed in
+            place, which `x @ w` does internally for a 1-d `x`.
 
     Raises:
-        ConfigError: a policy that is none.
+        ConfigError: `policy` isn't an `fs.policies.Policy`.
 
     Example:
         >>> def block(x):

@@ -1,6 +1,6 @@
 """Options of a forward and its backward, and where gradients go: one value, passed from the step to each gather.
 
-In: the arguments of a step or of `value_and_grad`. Out: the same, for the tape and the gather context.
+They come from the arguments of a step or of `value_and_grad`, and are read by the tape and the gather context.
 Guarantee: options are equal on all ranks. Only the precision and the key change numbers.
 """
 
@@ -25,7 +25,7 @@ class RunOptions:
     Attributes:
         precision: dtypes of compute, wire and gradients, and formats of weights.
         key: int64[2], for formats whose rounding is keyed.
-        microbatch: the number of the call among those with this key.
+        microbatch: index of this call among those with the same key.
         prefetch_depth: how many units are gathered ahead of the one that computes, in forward and in backward.
         defers: whether a backward may leave products that give gradients of weights alone for later.
         evaluates: whether there is no backward.

@@ -2,7 +2,7 @@
 
 In: the buffers of units, values decoded from them, and each tensor that autograd saves. Out: a small record in its
 place; in backward, a view of the buffer again, after its unit has been gathered again.
-Guarantee: a unit's buffers are freed when forward leaves the unit, whatever backward needs of them.
+Guarantee: saved tensors never keep a unit's buffers alive, unless the policy keeps gathered weights.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None
 ) -> tuple[Tree, Tree]:
-    """`carry, y = fn(carry, x)` along the first dim of every leaf of `xs`; a plain loop, as `lax.scan` means it.
+    """Run `carry, y = fn(carry, x)` along the first dim of every leaf of `xs`: `lax.scan` as a Python loop.
 
     Args:
-        fn: the body of the loop, called once for each unit.
+        fn: the body of the loop, called once per slice of `xs`.
         carry: any tree; the body returns one of the same structure.
         xs: tree of tensors `[length, ...]`, or None.
         length: needed when `xs` has no leaf.
@@ -46,7 +46,7 @@ def scan(
 
     Raises:
         TreeError: leaves of different lengths, or no length at all.
-        ArgumentError: the body returns no pair.
+        ArgumentError: the body does not return a pair.
 
     Example:
         >>> total, squares = fs.scan(lambda carry, x: (carry + x, x * x), torch.tensor(0), torch.arange(4))
@@ -74,17 +74,17 @@ def scan_units(
     policy: Policy = policies.save_except_gathered,
     next_unit: Tree = None,
 ) -> Any:
-    """Runs a block over FSDP units: `carry = block(params, carry)`, each unit gathered, used, and let go.
+    """Run a block over FSDP units: `carry = block(params, carry)`. Each unit is gathered, used and released.
 
-    The gather of the next unit is under way while this one computes, in forward and in backward: of the next two with
-    `value_and_grad(prefetch_depth=2)`, and so on.
+    While a unit computes, the next is gathered, in forward and in backward; the next N with
+    `value_and_grad(prefetch_depth=N)`.
 
     Args:
-        block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are whole plain tensors.
+        block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are full plain tensors.
         units: a stack (every leaf `[layers, ...]`), or a list or tuple of units that may differ.
         carry: any tree; the body returns one of the same structure.
         xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
-        has_aux: the block returns `(carry, aux)`; the auxes come back stacked.
+        has_aux: the block returns `(carry, aux)`; auxes are returned stacked.
         policy: what is kept for backward.
         next_unit: the unit that is gathered after the last one, such as the head.
 
@@ -93,8 +93,8 @@ def scan_units(
 
     Raises:
         TreeError: leaves of different lengths.
-        ConfigError: a policy that is none.
-        ArgumentError: with `has_aux`, the block returns no pair.
+        ConfigError: `policy` isn't an `fs.policies.Policy`.
+        ArgumentError: with `has_aux`, the block does not return a pair.
 
     Example:
         >>> stack = {"w": torch.eye(4).repeat(3, 1, 1)}
@@ -138,7 +138,7 @@ def _as_local(unit: Tree) -> Tree:
 @public("fs.stack_units")
 @_compat.outside_of_graphs
 def stack_units(units: Sequence[Tree]) -> Tree:
-    """Stacks equal units: leaves `[...]` become leaves `[layers, ...]`; lazy draws are not stacked, draw them stacked.
+    """Stack equal units: leaves `[...]` become `[layers, ...]`. Create lazy tensors with that dim instead.
 
     Raises:
         TreeError: the units differ in structure, shape or dtype; every leaf that does is listed.

@@ -31,27 +31,27 @@ __all__ = ["shard_map"]
 @public("fs.shard_map")
 @_compat.outside_of_graphs
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
-    """Makes a function of `Local` nodes one of DTensors, as JAX's `shard_map` with all specs taken from the arguments.
+    """Wrap a function of `Local` nodes, so that it takes and returns DTensors; as JAX's `shard_map`, without specs.
 
-    `fn` runs on every rank with what that rank holds: DTensors arrive as `Local` nodes, everything else as it is, and
-    `fs.ops` finds the mesh. Nodes that it returns, such as gradients, come back as DTensors of the shardings that they
-    carry; dims that a transform has put before theirs are whole. Other results are this rank's own.
+    `fn` runs on every rank. DTensors are passed as `Local` nodes, this rank's shards; other arguments are passed
+    unchanged, and `fs.ops` finds the mesh. Each `Local` that it returns, such as a gradient, becomes a DTensor with the
+    node's sharding; leading dims that a transform added are not sharded. Other results are this rank's own.
 
         hvp = fs.shard_map(lambda p, v: torch.func.jvp(torch.func.grad(loss), (p,), (v,))[1])
 
-    A loss is differentiated as the sum of what the ranks return; one that is the same on all of them, since it ends in
-    an `ops.psum`, counts once. `value_and_grad` is no function of `Local` nodes and goes outside.
+    Gradients are of the sum of what the ranks return. If `fn` ends in an `ops.psum`, all ranks return one total, which
+    is differentiated once. `fs.value_and_grad` takes DTensors, so call it outside.
 
     Args:
         fn: the function; transforms are inside.
-        mesh: by default the DTensors' mesh; needed only where there are none.
+        mesh: by default the DTensors' mesh; needed only without DTensors.
 
     Returns:
         A function of the same arguments.
 
     Raises:
         TransformError: called under a torch.func transform, with leaves on the stages of a pipeline, with DTensors on
-            several meshes, or `fn` returns nodes that do not hold what they say.
+            several meshes, or `fn` returns nodes whose values do not match their shardings.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))

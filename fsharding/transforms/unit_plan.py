@@ -49,12 +49,12 @@ class GradTarget:
     """Where the gradient of a leaf goes.
 
     Attributes:
-        sharding: of the result.
-        dtype: in which it is summed and returned.
-        wire: how terms and partial sums are sent; None for the dtype that they have.
-        first_wire: how the terms of the first sum are sent, if in a different way; that sum is not native then.
-        accumulated: the sharding of gradients of earlier microbatches that it is added to; None without any.
-        native: it is summed by the backend's own collectives.
+        sharding: sharding of the reduced gradient.
+        dtype: dtype of the sum and of the result.
+        wire: how terms and partial sums are sent; None for their own dtype.
+        first_wire: how the terms of the first sum are sent, if different; that sum is then not native.
+        accumulated: sharding of the gradients of earlier microbatches; None without any.
+        native: use the backend's own reductions.
     """
 
     sharding: NamedSharding
@@ -74,11 +74,11 @@ class UnitLeaf(NamedTuple):
     """One leaf of a unit.
 
     Attributes:
-        sharding: of the leaf in the state.
-        shape: global.
+        sharding: sharding in the state.
+        shape: global shape.
         stored: dtype in the state.
         wire: how it is gathered.
-        target: of its gradient; None for a frozen leaf.
+        target: where its gradient goes; None for a frozen leaf.
         misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
             it, so it is copied to a buffer like the leaves that are gathered.
     """
@@ -118,9 +118,9 @@ class ReduceBucket:
     """Leaves whose gradients are reduced by the same collectives.
 
     Attributes:
-        leaves: their numbers in the unit.
-        early: from the gradients of backward to where they can be added to what earlier microbatches have accumulated.
-        late: from there to the target.
+        leaves: their indices in the unit.
+        early: the move from backward's gradients to the sharding of accumulated gradients.
+        late: the move from there to the target.
     """
 
     leaves: tuple[int, ...]
@@ -132,8 +132,8 @@ class LargeLeaf(NamedTuple):
     """A leaf whose gradient is taken as soon as it is complete.
 
     Attributes:
-        leaf: its number in the unit.
-        bucket: the number of its `ReduceBucket` in the plan.
+        leaf: its index in the unit.
+        bucket: the index of its `ReduceBucket` in the plan.
         slot: its position in that bucket.
     """
 
@@ -147,12 +147,11 @@ class UnitPlan:
     """Everything static about a unit.
 
     Attributes:
-        mesh: of its leaves.
-        gathers: what is gathered or cast.
-        aliases: leaves that are whole already, with the dtype in which they are used.
-        reductions: what is reduced.
-        large: large leaves of these, one by one.
-        wires: of its leaves.
+        gathers: buckets that are gathered or cast.
+        aliases: leaves that are full already, with the dtype in which they are used.
+        reductions: buckets of gradients.
+        large: leaves whose gradients are reduced as soon as they are complete.
+        wires: how each leaf is sent.
         across: leaves that backward may gather in blocks along their other dim, and the plan of a unit of these.
     """
 

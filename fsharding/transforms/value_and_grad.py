@@ -90,7 +90,8 @@ class Loss(NamedTuple):
         """The sum over the count, on the device of the sum.
 
         Raises:
-            NonFiniteError: the count is 0, negative, NaN or infinite. A count on a device is not read: the mean is NaN.
+            NonFiniteError: the count isn't positive and finite. A count on a device is not read, and gives a NaN mean
+                instead.
         """
         count = self.count
         if not isinstance(count, Tensor) or (
@@ -164,48 +165,48 @@ def value_and_grad(
 ) -> GradFn:
     """Makes a function that returns a loss and its gradient with respect to the first argument.
 
-    `fn(params, *args)` returns a 0-d tensor, or `(sum, weight)`: the sum of the losses of this rank's tokens, and their
-    number. `value_and_grad` differentiates the global mean, `psum(sum) / psum(weight)` over all data axes; a bare
-    tensor counts as the mean of its rank, with weight 1.
+    `fn(params, *args)` returns a 0-d tensor, or `(sum, count)`: the sum of this rank's terms (rows, tokens), and their
+    number. `value_and_grad` differentiates the global mean, `psum(sum) / psum(count)` over all data axes; a bare
+    tensor counts as the mean of its rank, with count 1.
 
     Args:
         fn: the loss function; it gets the parameters as `Local` nodes, to be opened by `gather_unit` or `scan_units`.
-        has_aux: `fn` returns `(loss, aux)`; aux is handed on as it is.
+        has_aux: `fn` returns `(loss, aux)`; aux is returned unchanged.
         grads: tree of `NamedSharding` for the gradients; None at a leaf freezes it. By default gradients are sharded as
             the parameters. Axes that are partial in it are left unreduced.
-        precision: dtypes of compute, wire and gradients, and formats of weights. Of parameters that are copies of main
-            parameters kept apart, and rounded already, say `layout.in_flight(precision)`.
-        mean: divide by the global weight; else loss and gradients are sums.
-        key: int64[2], for formats whose rounding is keyed: another one in each step, the same on all ranks. Calls with
-            one key round weights alike, and terms of gradients by the same numbers.
+        precision: dtypes of compute, wire and gradients, and formats of weights. If the parameters are rounded copies
+            of separate main parameters, pass `layout.in_flight(precision)`, so that they are not rounded twice.
+        mean: divide by the global count; otherwise loss and gradients are sums.
+        key: int64[2], for keyed (stochastic) rounding: a new one in each step, the same on all ranks.
         prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward. Under
             policies that free gathered weights at most `prefetch_depth + 1` are alive. With 0 each unit is gathered
             when it is needed. Results don't depend on it.
 
     Returns:
-        A function `(params, *args, accumulate=None, donate=False) -> ((loss, weight), grads)`; `(loss, grads)` when
-        `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and weight are 0-d float32, the
-        same on all data ranks. A mean loss and its gradients are NaN if the weights do not sum to a positive number.
-        `accumulate` holds summed gradients of earlier calls, which the new ones are added to; with `donate=True` in
-        their own memory, so that they must not be used again.
+        A function `(params, *args, accumulate=None, donate=False) -> ((loss, count), grads)`; `(loss, grads)` when
+        `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and count are 0-d float32, the
+        same on all data ranks. A mean loss and its gradients are NaN if the counts do not sum to a positive number.
+        `accumulate` is a tree of gradient sums of earlier calls, to which the new ones are added; use it with
+        `mean=False`, since a mean divides the total by this call's count. With `donate=True` they are added in place,
+        and the tree must not be used again.
 
     The first call of `fn` warns of a loss that depends on no parameter, whose gradients are all 0; of a mean returned
-    with a weight above 1, which is divided twice; of random numbers from a global generator; and of two draws
+    with a count above 1, which is divided twice; of random numbers from a global generator; and of two draws
     with one key.
 
     Raises:
-        ArgumentError: `fn` is no function of at least one argument; or, from the function, is called with arguments
-            that it does not take, or that are swapped.
-        ConfigError: `prefetch_depth` is no number from 0.
+        ArgumentError: `fn` isn't a function of at least one argument; or, from the function, its arguments are wrong
+            or swapped.
+        ConfigError: `prefetch_depth` isn't an integer from 0.
         TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
             what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
         NotGatheredError: from the function: a leaf was used before it was gathered.
         ConfigError: from the function: `precision` is strict, and the device has no kernel for its format.
         LayoutError: from the function: `precision` has patterns that match no leaf.
         MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
-        BatchError: from the function: `fn` failed, and something in the batch is no tensor.
-        ShapeError: from the function: `fn` computes with shapes that do not go together.
-        RankError: from the function: another rank is gone, or does not answer within the timeout of the mesh.
+        BatchError: from the function: `fn` failed, and something in the batch isn't a tensor.
+        ShapeError: from the function: shapes in `fn` don't match.
+        RankError: from the function: another rank is lost, or does not answer within the mesh's timeout.
         TreeError: `grads` or `accumulate` does not match the parameters.
 
     Example:
@@ -446,7 +447,7 @@ class Tape:
             self.context.run_deferred()
 
     def follow(self, earlier: Callable[[], object]) -> None:
-        """Has the reductions of another tape, which adds to the same gradients, be finished before any of this one."""
+        """Finish another tape's reductions before this tape's, since both add to the same gradients."""
         self.context.reducer.follow(earlier)
 
     def finish(self) -> list[Tensor | None]:
@@ -613,12 +614,12 @@ def is_divisor(weight: Tensor) -> Tensor:
 
 
 def _divisor(weight: Tensor) -> Tensor:
-    """The weight, or NaN in place of one that would make a finite mean of nothing: inf would make it 0."""
+    """Return the count, or NaN for an invalid one: dividing by inf would give a finite mean, 0."""
     return torch.where(is_divisor(weight), weight, torch.nan)
 
 
 def refuse_backward(loss: Tensor) -> Tensor:
-    """A loss whose gradients are there already, and whose `.backward()` says so."""
+    """Return the loss such that its `.backward()` raises an error that explains where the gradients are."""
     return _compat.refuse_backward(loss, _no_backward)
 
 

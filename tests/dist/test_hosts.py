@@ -5,7 +5,6 @@ The hosts are namespaces of this machine; where they cannot be made these tests 
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile

@@ -134,7 +134,7 @@ def other_depths():
 
 def test_ranks_have_one_depth():
     for text in run_ranks(other_depths, 2):
-        assert "prefetch: rank 1 has 1, rank 0 has 0" in text
+        assert "prefetch_depth: rank 1 has 1, rank 0 has 0" in text
 
 
 # ------------------------------------------------------------------------------------------------------- communicators
