@@ -12,7 +12,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 # What ranks of several machines do too: training, meshes, experts, pipelines, reshards.
 WIRED := $(addprefix tests/,dist/laws/test_one_process.py dist/laws/test_bitwise.py dist/train/test_exact_sums.py \
-  dist/train/test_loss_scaling.py dist/laws/test_init.py dist/train/test_unlike_parameters.py dist/laws/test_bytes.py \
+  dist/formats/test_loss_scaling.py dist/laws/test_init.py dist/train/test_unlike_parameters.py dist/laws/test_bytes.py \
   dist/laws/test_counts.py dist/laws/test_purity.py dist/train/test_by_hand.py dist/models/test_every_mesh.py \
   dist/models/test_mesh_laws.py dist/models/test_model_axes.py dist/ops/test_moe.py dist/models/test_moe.py \
   dist/pipeline/test_executor.py dist/train/test_reshard.py dist/laws/test_reshard.py \

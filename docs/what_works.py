@@ -16,7 +16,7 @@ EVERY = "tests/dist/transforms/test_transforms.py::{}"
 OPTIMIZER = "tests/dist/optim/test_optimizers.py::test_strategies_are_those_of_one_process[{}-zero013]"
 PARTS = "tests/dist/optim/test_optimizers.py::test_dims_made_of_parts_are_updated_as_by_one_process[{}-tp]"
 HUGGING_FACE = "tests/dist/interop/test_hf.py::test_a_model_of_transformers_goes_in_and_out[{}]"
-SIGNAL = "tests/dist/train/test_preemption.py::test_one_rank_is_told_and_all_stop_after_the_same_step[{}]"
+SIGNAL = "tests/dist/mesh/test_preemption.py::test_one_rank_is_told_and_all_stop_after_the_same_step[{}]"
 MODULE = "tests/dist/interop/test_functionalize.py::test_a_module_trains_as_on_one_process[layers.*]"
 COMPILED = "tests/unit/train/test_step.py::test_compiled_blocks_have_the_losses_of_eager_ones[torch.float32-aot_eager]"
 

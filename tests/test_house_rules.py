@@ -385,7 +385,7 @@ FEWEST = {
     "examples of the laws on ranks": (300, r"^@examples\((\d+),", "dist/laws/test_*.py"),
     "decoders on random meshes": (60, r"^@examples\((\d+),", "dist/models/test_mesh_laws.py"),
     "ranks killed in a save": (30, r'"count", \[(\d+),', "dist/checkpoint/test_checkpoint_faults.py"),
-    "mixtures of checkpoints": (100, r'"count", \[(\d+),', "dist/train/test_sweep.py"),
+    "mixtures of checkpoints": (100, r'"count", \[(\d+),', "dist/checkpoint/test_sweep.py"),
     "bits flipped in a checkpoint": (300, r'"count", \[(\d+),', "unit/checkpoint/test_checkpoint_damage.py"),
 }
 

@@ -164,7 +164,7 @@ def test_a_program_that_ends_after_a_refused_step_ends_with_an_error(last, statu
     program = f"""
         import atexit
         atexit.register(print, "registered before")
-        from tests.dist.train.test_check_next import BAD, GOOD, toy
+        from tests.dist.train.test_check_async import BAD, GOOD, toy
         state, step = toy()
         for batch in (GOOD, {last}):
             state, _ = step(state, batch)
@@ -180,7 +180,7 @@ def test_a_program_that_ends_after_a_refused_step_ends_with_an_error(last, statu
 @full
 def test_a_program_that_fails_after_a_refused_step_says_both():
     program = (
-        "from tests.dist.train.test_check_next import BAD, toy\n"
+        "from tests.dist.train.test_check_async import BAD, toy\n"
         "state, step = toy()\nstep(state, BAD)\nraise KeyError('its own')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -406,7 +406,7 @@ def launch_deaf_ranks() -> None:
 
 @full
 def test_ranks_that_do_not_save_in_time_are_killed():
-    program = "from tests.dist.train.test_preemption import launch_deaf_ranks as f\nif __name__ == '__main__': f()"
+    program = "from tests.dist.mesh.test_preemption import launch_deaf_ranks as f\nif __name__ == '__main__': f()"
     status, text, error = ended(launched("-c", program))
     assert status == 0, text + error
 
