@@ -21,7 +21,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
@@ -38,13 +37,14 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsharding.base import devices
 from fsharding.base.calls import named
 from fsharding.base.errors import LayoutError, message
 
 __all__ = [
     "all_gather_several", "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh",
     "cache_on_mesh", "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh",
-    "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_cuda", "fake_mode", "fake_tensors", "fake_world",
+    "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_mode", "fake_tensors", "fake_world",
     "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
     "foreach_norm", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of",
     "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by",
@@ -133,24 +133,9 @@ def fake_mode() -> Any:
 
 def thread_has_modes() -> bool:
     """Whether this thread has modes of torch, or autocast, which another thread would compute without."""
-    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", devices.accelerator()))
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     return autocast or makes_fakes() or modes > 0 or torch.is_inference_mode_enabled()
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a graph of a device is being captured by this thread."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that this thread computes on; None on the CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Has this thread compute on a stream, and on the device of it."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)  # pyright: ignore[reportArgumentType]
 
 
 def with_values() -> AbstractContextManager[Any]:
@@ -657,8 +642,7 @@ def holders_of(group: dist.ProcessGroup) -> int:
 
 def close_group(group: dist.ProcessGroup) -> None:
     """Ends a group: what was sent in it is done, and its threads and connections go with the last who holds it."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    devices.synchronize()
     dist.destroy_process_group(group)
 
 
@@ -914,94 +898,3 @@ def call_first_at_exit(fn: Callable[[], bool]) -> None:
 def is_fake(x: Tensor) -> bool:
     """Whether a tensor has no values, as under `FakeTensorMode`: it stands for one of a device that may not be here."""
     return isinstance(x, FakeTensor)
-
-
-@functools.cache
-def fake_cuda() -> bool:
-    """Has autograd take fake tensors of "cuda" in a process without a GPU, for good; whether it does.
-
-    Forward needs no more than `FakeTensorMode`. Autograd asks the guard of a device for its streams, and the hooks of
-    CUDA whether torch was built with it and whether a GPU is in use. On a machine without a GPU a build with CUDA has
-    answers: torch puts a guard there that does nothing. A build for the CPU has no guard, which ends the process, and
-    its hooks refuse. So torch is led to put its guard there as well, and the hooks get a table of functions in which
-    these two answers are others. Their places in the table depend on the version, so they are found by trying.
-    `torch.cuda.is_available()` stays False. This holds for a backward in the thread that calls it, as ours is, under
-    `torch.autograd.set_multithreading_enabled(False)`: a `FakeTensorMode` is not for several threads, and torch has
-    none for the device where it has run a backward before.
-    """
-    try:
-        c10, cpu = (ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)) for name in _LIBRARIES)
-        asked = [cpu[name] for name in _YES_AND_NO]
-        for question in asked:
-            question.restype = ctypes.c_bool
-        if [question() for question in asked] != [True, False]:
-            return False
-        yes, no = (ctypes.cast(question, ctypes.c_void_p).value for question in asked)
-        guards = (ctypes.c_void_p * 2).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")  # of the CPU, of CUDA
-        hooks_of_cuda = cpu["_ZN2at6detail12getCUDAHooksEv"]
-        if not guards[1]:
-            # An object all of whose functions return 0, so that it says that there are 0 devices.
-            table = (ctypes.c_void_p * _FUNCTIONS)(*[no] * _FUNCTIONS)
-            guard = ctypes.c_void_p(ctypes.addressof(table))
-            guards[1] = ctypes.addressof(guard)
-            torch._C._ensureCUDADeviceGuardSet()
-            if guards[1] == ctypes.addressof(guard):
-                guards[1] = None
-                return False
-    except (AttributeError, OSError, ValueError):
-        return False
-    if _takes_fake_cuda():
-        return True
-    hooks_of_cuda.restype = ctypes.c_void_p
-    address = hooks_of_cuda()
-    if not _is_writable(address):
-        return False
-    hooks = ctypes.c_void_p.from_address(address)
-    before = hooks.value
-    assert before is not None
-    # With the two places before the functions, which say what the object is; what follows the table is never used.
-    size = (_FUNCTIONS + 2) * ctypes.sizeof(ctypes.c_void_p)
-    functions = (ctypes.c_void_p * (_FUNCTIONS + 2)).from_buffer_copy(ctypes.string_at(before - _HEAD, size))
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(functions))  # torch asks until the process is gone
-    hooks.value = ctypes.addressof(functions) + _HEAD
-    for answer, holds in ((yes, _has_accelerator), (no, _takes_fake_cuda)):
-        # A function that is not asked may be replaced for a moment.
-        for place in range(2, len(functions)):
-            known, functions[place] = functions[place], answer
-            if holds():
-                break
-            functions[place] = known
-        else:
-            hooks.value = before
-            return False
-    return True
-
-
-_LIBRARIES = "libc10.so", "libtorch_cpu.so"
-_YES_AND_NO = "_ZN2at7Context9hasOpenMPEv", "_ZN2at7Context14hasEigenSparseEv"
-_FUNCTIONS = 64
-_HEAD = 2 * ctypes.sizeof(ctypes.c_void_p)
-
-
-def _has_accelerator() -> bool:
-    return torch.accelerator.current_accelerator() is not None
-
-
-def _takes_fake_cuda() -> bool:
-    """Whether autograd goes through fake tensors of "cuda"; without a guard of the device it ends the process."""
-    with FakeTensorMode(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        x = torch.zeros(2, device="cuda", requires_grad=True)
-        try:
-            return torch.autograd.grad(x.sum(), x)[0].device.type == "cuda"
-        except RuntimeError:
-            return False
-
-
-def _is_writable(address: int) -> bool:
-    """Whether the memory of this process at an address may be changed."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        place, kind = line.split()[:2]
-        start, stop = (int(end, 16) for end in place.split("-"))
-        if start <= address < stop:
-            return "w" in kind
-    return False

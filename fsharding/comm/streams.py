@@ -1,7 +1,7 @@
-"""Queues of a device beside the one that computes: one gathers parameters, one reduces gradients.
+"""Device streams besides the compute stream: one for gathers of parameters, one for reductions of gradients.
 
-In: names of queues, and events between them. Out: calls of CUDA, or nothing where a device has one queue, as a CPU.
-The order of a unit, where `!` records an event on the queue whose line it is and `?` waits for one there:
+In: names of streams, and events between them. Out: calls of torch's accelerator API, or nothing on a CPU.
+The order of a unit, where `!` records an event on the stream of its line and `?` waits for one there:
 
     gather     ?begun  ?free of its buffers   cast, all-gather, join   !gathered
     compute    ?gathered   forward or backward of the unit   !free of its buffers   fill a bucket   !filled
@@ -9,11 +9,11 @@ The order of a unit, where `!` records an event on the queue whose line it is an
     compute    ?reduced, when the next unit has been left: only then may the bucket's memory be used again
     end        compute waits for both
 
-Memory belongs to the queue on which it was taken, and returns to it as soon as it is unused. So code that
-holds memory of another queue frees it after its own queue has waited for the last reader; a `Pool` hands out buffers
-with the event after which they may be written.
-Guarantees: nothing is read before it was written, nothing is written while a reader is due, and no bit depends on
-queues.
+Memory belongs to the stream on which it was allocated, and returns to it as soon as the tensor is freed. So a tensor
+that another stream reads is freed only after its own stream has waited for that reader; a `Pool` hands out buffers with
+the event after which they may be overwritten. This replaces `record_stream`.
+Guarantees: nothing is read before it was written, nothing is overwritten before its last reader, and no bit depends on
+streams.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from fsharding.base import devices
 from fsharding.base.scoped import scoped
 
-__all__ = ["CudaStreams", "OneStream", "StreamName", "Streams", "streams_for", "use_streams"]
+__all__ = ["DeviceStreams", "OneStream", "StreamName", "Streams", "streams_for", "use_streams"]
 
 StreamName: TypeAlias = Literal["gather", "reduce"]
-"""The queues beside the one that computes, which is the current one where none of them is."""
+"""The streams besides the compute stream, which is the current one outside of both."""
 
 
 class Streams(Protocol):
-    """The queues of a device.
+    """The streams of a device.
 
     Attributes:
-        several: whether there are others than the one that computes.
+        several: whether there are streams besides the compute stream.
     """
 
     several: bool
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
-        """Makes a queue the current one inside: operations go there, and memory is taken there."""
+        """Make a stream the current one inside: operations and allocations belong to it."""
         ...
 
     def record(self, of: str) -> Any:
-        """An event on the current queue: all that it was given so far is done. Where there is one queue, nothing.
+        """Record an event on the current stream; does nothing on a device with one stream.
 
         Args:
-            of: what has happened then, in a word.
+            of: what has happened then, in a word, for logs.
         """
         ...
 
     def wait(self, event: Any) -> None:
-        """Has the current queue do nothing that it is given from here before an event has happened."""
+        """Have the current stream wait for an event before everything that follows."""
         ...
 
     def wait_all(self) -> None:
-        """Has the current queue wait for all that the others were given so far."""
+        """Have the current stream wait for everything that the others have been given."""
         ...
 
 
 class OneStream:
-    """The queue of a CPU: everything is done in the order of the program."""
+    """The stream of a CPU: everything runs in program order."""
 
     several = False
 
@@ -88,8 +89,8 @@ _NOTHING = nullcontext()
 _ONE = OneStream()
 
 
-class CudaStreams:
-    """Two streams of CUDA beside the current one, of higher priority: what they do is what others wait for."""
+class DeviceStreams:
+    """Two streams besides the current one, of higher priority, since others wait for their work."""
 
     several = True
 
@@ -97,54 +98,58 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         names: tuple[StreamName, ...] = ("gather", "reduce")
-        self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in names}
-        self._compute: torch.cuda.Stream | None = None
+        self._device = device
+        self._streams = {name: devices.new_stream(device) for name in names}
+        self._compute: torch.Stream | None = None
 
     @contextmanager
     def on(self, name: StreamName) -> Generator[None]:
         """See `Streams`."""
         before = self._compute
-        self._compute = torch.cuda.current_stream() if before is None else before
+        self._compute = self._current() if before is None else before
         try:
-            with torch.cuda.stream(self._streams[name]):
+            with devices.on_stream(self._streams[name]):
                 yield
         finally:
             self._compute = before
 
-    def record(self, of: str) -> torch.cuda.Event:
+    def record(self, of: str) -> torch.Event:
         """See `Streams`."""
-        event = torch.cuda.Event()
-        event.record()
+        event = devices.new_event(self._device)
+        event.record(self._current())
         return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """See `Streams`."""
-        torch.cuda.current_stream().wait_event(event)
+        self._current().wait_event(event)
 
     def wait_all(self) -> None:
         """See `Streams`."""
-        current = torch.cuda.current_stream()
+        current = self._current()
         for stream in (self._compute or current, *self._streams.values()):
             if stream != current:
                 current.wait_stream(stream)
+
+    def _current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
 
 
 _chosen: ContextVar[Streams | None] = ContextVar("fsharding_streams", default=None)
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The queues of a device, the same ones at every call."""
+    """Return the streams of a device, the same ones at every call."""
     chosen = _chosen.get()
     if chosen is not None:
         return chosen
-    return _cuda(device) if device.type == "cuda" and torch.cuda.is_available() else _ONE
+    return _streams(device) if devices.is_here(device.type) else _ONE
 
 
 @functools.cache
-def _cuda(device: torch.device) -> Streams:
-    return CudaStreams(device)
+def _streams(device: torch.device) -> Streams:
+    return DeviceStreams(device)
 
 
 def use_streams(streams: Streams) -> AbstractContextManager[None]:
-    """Has every device use some queues inside the `with` block: `OneStream()` does all in the order of the program."""
+    """Have every device use these streams inside the `with` block: `OneStream()` runs everything in program order."""
     return scoped(_chosen, streams)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from fsharding.base import _compat
+from fsharding.base import _compat, devices
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 from fsharding.mesh.device_mesh import Group
@@ -100,7 +100,7 @@ class Partner:
 
         Modes of torch, autocast and the capture of a CUDA graph belong to a thread.
         """
-        return not _compat.thread_has_modes() and not _compat.is_capturing(self._device)
+        return not _compat.thread_has_modes() and not devices.is_capturing(self._device)
 
     def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
         """Runs two calls by turns, or one after the other where this thread has modes; see the module.
@@ -118,12 +118,12 @@ class Partner:
         caller = threading.get_ident()
         grad = torch.is_grad_enabled()
         context = copy_context()
-        stream = _compat.current_stream(self._device)
+        stream = devices.current_stream(self._device)
 
         def beside() -> None:
             try:
                 turns.wait(1)
-                with entered_as(caller), torch.set_grad_enabled(grad), _compat.on_stream(stream):
+                with entered_as(caller), torch.set_grad_enabled(grad), devices.on_stream(stream):
                     _side.set((turns, 1))
                     second()
             except _Stopped:

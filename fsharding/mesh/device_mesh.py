@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import _compat
+from fsharding.base import _compat, devices
 from fsharding.base._compat import cache_on_mesh, kept_by
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, MeshError, RankError, message
@@ -111,7 +111,7 @@ def _abstract(mesh: DeviceMesh) -> AbstractMesh:
 def make_mesh(
     *unnamed: Never,
     order: Sequence[str] = AXES,
-    device: Literal["cpu", "cuda"] | None = None,
+    device: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
     ranks: Sequence[int] | None = None,
     transport: TransportName = "auto",
@@ -126,8 +126,9 @@ def make_mesh(
     Args:
         *unnamed: refused; every size has the name of its axis.
         order: all six axes, major first: which ranks are neighbors.
-        device: "cpu" or "cuda"; by default "cuda" if there is one. Of several GPUs that a process sees it takes that of
-            its `LOCAL_RANK`, or `SLURM_LOCALID`; one alone it takes whatever its number.
+        device: type of device, "cpu" or an accelerator that torch knows, such as "cuda" or "xpu"; by default the
+            accelerator that is here, else "cpu". Of several that a process sees it uses the one of its `LOCAL_RANK` or
+            `SLURM_LOCALID`, and a single one whatever its number.
         timeout: how long a collective of any group of this mesh waits for its peers.
         ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
             are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
@@ -156,8 +157,7 @@ def make_mesh(
         size = next((x for x in unnamed if isinstance(x, int)), -1)
         mend = f"Name the axis: fs.make_mesh(dp={size}). Axes are {', '.join(AXES)}."
         raise refuse("sizes by axis", unnamed[0], mend)
-    if device not in (None, "cpu", "cuda"):
-        raise refuse('device="cpu" or "cuda"', device, "Give one of the two.")
+    device = _device_type(device)
     transports = "auto", "native", *names_of("transport")
     if transport not in transports:
         mend = f"Give one of {', '.join(sorted(transports))}."
@@ -166,16 +166,15 @@ def make_mesh(
         mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
         raise refuse("communicators= as 1 or 2", communicators, mend)
     check_timeout(timeout)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    gpu = _own_gpu() if device == "cuda" else None
+    index = None if device == "cpu" else _own_index(device, int(os.environ.get("WORLD_SIZE", "1")))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     members = list(range(world)) if ranks is None else list(ranks)
     if sorted({*members} & {*range(world)}) != sorted(members):
         text = f"got ranks={tuple(members)}, but the ranks are 0 to {world - 1}, each at most once."
         raise MeshError(message(text))
     shape = make_shape(cast("dict[str, int]", axes), world=len(members), order=order)
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
+    if index is not None:
+        devices.set_device(index)
     if not dist.is_initialized():
         if "RANK" not in os.environ and world > 1:
             mend = "Start the program with torchrun, or unset WORLD_SIZE for one process."
@@ -218,13 +217,13 @@ def _full_tensor_of(x: DTensor) -> Generator[None]:
 def communicators_for(backend: str) -> int:
     """Default number of communicators of a set of ranks.
 
-    One of NCCL runs its collectives one after the other, whatever stream they come from. gloo has threads for several
-    at once, and on a CPU another group is more connections and no more speed.
+    A communicator of a device, such as one of NCCL, runs its collectives one after the other, whatever stream they come
+    from. gloo has threads for several at once, and on a CPU another group is more connections and no more speed.
 
     Args:
         backend: of the tensors' device, such as nccl or gloo.
     """
-    return 2 if backend == "nccl" else 1
+    return 1 if backend in ("gloo", "fake", "") else 2
 
 
 def _world() -> dist.ProcessGroup:
@@ -233,35 +232,53 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _own_gpu() -> int | None:
-    """The index of this process's GPU among those that it sees; None where torch's fake ranks need none.
-
-    Slurm and Kubernetes may show each process one GPU alone, whose index is 0 whatever number the process has; torchrun
-    shows all of them to all. Without a number of a launcher the device that the program has chosen stays.
+def _device_type(device: Any) -> str:
+    """The type of device of a mesh, by default the accelerator that is here.
 
     Raises:
-        MeshError: no GPU, or fewer than processes of this machine.
+        ArgumentError: torch knows no such type of device.
     """
-    visible = torch.cuda.device_count()
-    if not visible and dist.group.WORLD is not None and has_fake_backend(dist.group.WORLD):
-        if not _compat.fake_cuda():
-            rule = f'cannot have fake tensors of device="cuda" in torch {torch.__version__} without a GPU.'
-            mend = (
-                'Make the mesh on the CPU: fs.make_mesh(device="cpu"); Precision(sums="native") sends what CUDA sends.'
-            )
-            raise MeshError(message(rule, mend=mend))
-        return None
-    if not visible:
-        mend = 'Make the mesh on the CPU: fs.make_mesh(device="cpu"), or look at nvidia-smi and CUDA_VISIBLE_DEVICES.'
-        raise MeshError(message('finds no GPU for device="cuda".', mend=mend))
+    if device is None:
+        return devices.accelerator()
+    try:
+        known = isinstance(device, str) and torch.device(device).index is None and torch.device(device).type == device
+    except RuntimeError:
+        known = False
+    if not known or device == "meta":
+        here = devices.accelerator()
+        mend = 'Give "cpu".' if here == "cpu" else f'Give "{here}", the accelerator that is here, or "cpu".'
+        raise refuse("device= as a type of device that torch knows", device, mend)
+    return device
+
+
+def _own_index(device: str, ranks: int) -> int:
+    """The index of this process's accelerator among those that it sees.
+
+    Slurm and Kubernetes may show each process one alone, whose index is 0 whatever number the process has; torchrun
+    shows all of them to all. Without a number of a launcher the one that the program has chosen stays.
+
+    Raises:
+        MeshError: none of this type is here, it lacks something that a mesh needs, or there are fewer than processes.
+    """
+    if not devices.is_here(device):
+        here = devices.accelerator()
+        rule = f'finds no accelerator for device="{device}"; here is {"none" if here == "cpu" else here}.'
+        mend = 'Make the mesh on the CPU, fs.make_mesh(device="cpu"), or look at the driver and at what hides devices.'
+        if dist.group.WORLD is not None and has_fake_backend(dist.group.WORLD):
+            mend += ' There, Precision(sums="native") sends what an accelerator sends.'
+        raise MeshError(message(rule, mend=mend))
+    if missing := devices.missing_parts(device, ranks):
+        rule = f'cannot use device="{device}", which lacks what a mesh needs.'
+        raise MeshError(message(rule, missing, 'Register what is missing, or make the mesh with device="cpu".'))
+    visible = devices.device_count()
     name = next((name for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ), None)
     if visible == 1:
         return 0
     if name is None:
-        return torch.cuda.current_device()
+        return torch.accelerator.current_device_index()
     if int(os.environ[name]) >= visible:
-        rule = f"finds {visible} GPUs, none of which is left for {name}={os.environ[name]}."
-        mend = f"Start {visible} processes on this machine, or show each process one GPU by CUDA_VISIBLE_DEVICES."
+        rule = f"finds {visible} devices, none of which is left for {name}={os.environ[name]}."
+        mend = f"Start {visible} processes on this machine, or show each process one device."
         raise MeshError(message(rule, mend=mend))
     return int(os.environ[name])
 
@@ -269,9 +286,10 @@ def _own_gpu() -> int | None:
 def _start(device: str, timeout: timedelta) -> None:
     """The default process group, from a launcher's environment.
 
-    Beside NCCL there is gloo for tensors of the host, such as digests and flags: they wait for no kernel.
+    Beside the backend of an accelerator there is gloo for tensors of the host, such as digests and flags: they wait for
+    no kernel.
     """
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{devices.backend_for(device)}"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if (
         shares_launchers_store()

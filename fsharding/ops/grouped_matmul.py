@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding.base import _compat, _functorch
+from fsharding.base import _compat, _functorch, devices
 from fsharding.base.calls import named
 from fsharding.base.errors import SpecError, TransformError, message
 from fsharding.formats.quantized import Quantized, dequantize
@@ -94,7 +94,7 @@ def _dense(x: Tensor) -> bool:
 
 @functools.cache
 def _has_kernel(device: str, dtype: torch.dtype) -> bool:
-    if device == "cuda" and not torch.cuda.is_available():  # of a fake tensor
+    if device != "cpu" and not devices.is_here(device):  # of a fake tensor
         return dtype == torch.bfloat16
     # A selective checkpoint would take this product for the first one of the function that it is to recompute.
     with _compat.outside_of_modes():

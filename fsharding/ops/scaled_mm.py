@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding.base import _compat
+from fsharding.base import _compat, devices
 from fsharding.base.errors import ConfigError, message
 from fsharding.formats import E4M3, Blocks, codec
 from fsharding.formats.codec import Scales
@@ -41,7 +41,7 @@ class ScaledKernel:
     Attributes:
         format: the format in which the weight is quantized.
         activations: format of the other side.
-        device: a type of devices, such as "cuda".
+        device: a type of device.
         recipe: torch's name for how both sides are scaled; "" where there is no kernel.
         transposes: it also sums over the rows of a weight, as the gradient of the activations does. Formats whose
             blocks lie along one dim cannot: such products are of dequantized weights.
@@ -103,7 +103,7 @@ def scaled_kernel(format: Blocks, device: str = "cpu", dtype: torch.dtype = torc
 
     Args:
         format: the format in which the weight is quantized.
-        device: a type of devices: "cpu" or "cuda".
+        device: a type of device, such as "cpu" or "cuda".
         dtype: of activations and of the product.
 
     Example:
@@ -144,8 +144,8 @@ def _why_not(kernel: ScaledKernel, dtype: torch.dtype) -> str:
     """Why a device lacks a kernel: it is tried on two matrices; "" if it is right."""
     if kernel.device == "cpu" and kernel.recipe != "RowWise":
         return "torch has no such kernel for the CPU"
-    if kernel.device == "cuda" and not torch.cuda.is_available():
-        return "this machine has no GPU"
+    if kernel.device != "cpu" and not devices.is_here(kernel.device):
+        return f"this machine has no {kernel.device} device"
     # A selective checkpoint would take this product for the first one of the function that it is to recompute.
     with _compat.outside_of_modes(), torch.no_grad():
         numbers = torch.arange(256 * 256, dtype=torch.float32)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat, tree
+from fsharding.base import _compat, devices, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
 from fsharding.base.public import kind_of, public
@@ -41,7 +41,7 @@ from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics,
 from fsharding.train.verdict import PendingVerdict
 from fsharding.transforms.value_and_grad import refuse_backward
 
-__all__ = ["CapturedStep", "CudaGraph", "StepGraph", "capture", "captured", "refuse_host_work"]
+__all__ = ["CapturedStep", "DeviceGraph", "StepGraph", "capture", "captured", "refuse_host_work"]
 
 T = TypeVar("T")
 
@@ -66,24 +66,26 @@ class StepGraph(Protocol):
         ...
 
 
-class CudaGraph:
-    """A `StepGraph` of CUDA."""
+class DeviceGraph:
+    """A `StepGraph` of an accelerator that records graphs, as CUDA does."""
 
     def __init__(self, device: torch.device) -> None:
-        self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        self._device, self._module = device, torch.get_device_module(device)
+        self._graph, self._stream = self._module.CUDAGraph(), devices.new_stream(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """See `StepGraph`: on the stream on which it is recorded."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        current = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with devices.on_stream(self._stream):
             result = run()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
         return result
 
     def record(self, run: Callable[[], T]) -> T:
         """See `StepGraph`: nothing is carried out."""
         # NCCL's watchdog asks for events in a thread of its own, which a capture would otherwise forbid.
-        with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+        with self._module.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             return run()
 
     def replay(self) -> None:
@@ -290,7 +292,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         ...     return (batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]).square().mean()
         >>> state, step = fs.setup({"w": torch.zeros(4, 1)}, loss, fs.sgd(0.1), fs.random.key(0), check="async")
         >>> batch = {"x": torch.ones(3, 4), "y": torch.zeros(3, 1)}
-        >>> if torch.cuda.is_available():
+        >>> if state.layout.mesh.device_type == "cuda":
         ...     step = fs.capture(step, state, batch)
         >>> state, metrics = step(state, batch)
         >>> int(state.step)
@@ -298,14 +300,14 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     """
     _check(step, state)
     device = _device(state)
-    if device.type != "cuda":
-        rule = f"needs a state on a CUDA device; this one is on {device.type}."
+    if not hasattr(torch.get_device_module(device), "graph"):
+        rule = f"needs a device that records graphs, such as CUDA; this state is on {device.type}."
         mend = (
             "There are no graphs elsewhere: call the step itself. fs.testing.assert_capturable(step, state, batch) says"
             " on any device whether it could be captured."
         )
         raise ConfigError(message(rule, mend=mend))
-    return captured(step, state, batch, CudaGraph(device))
+    return captured(step, state, batch, DeviceGraph(device))
 
 
 def captured(step: TrainStep, state: TrainState, batch: Tree, graph: StepGraph) -> CapturedStep:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat
+from fsharding.base import _compat, devices
 from fsharding.base.errors import FshardingError
 from fsharding.formats.precision import LossScale
 
@@ -66,12 +66,12 @@ class PendingVerdict:
 
     def __init__(self, verdict: Tensor, refusal: Callable[[int], FshardingError]) -> None:
         self._refusal, self.process = refusal, os.getpid()
-        on_device = verdict.is_cuda
+        on_device = devices.is_here(verdict.device.type)
         host = torch.empty((), dtype=torch.int64, pin_memory=on_device)
         host.copy_(verdict, non_blocking=True)
         self._event: Any = None
         if on_device:
-            self._event = torch.cuda.Event()
+            self._event = devices.new_event(verdict.device)
             self._event.record()
         # A view of NumPy: to look at it is no operation on a tensor.
         self._code = host.numpy()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from fsharding.base import _compat
+from fsharding.base import _compat, devices
 from fsharding.base.calls import public_name
 from fsharding.base.errors import TransformError, report
 from fsharding.comm.step_agreement import numbers_of_all
@@ -204,14 +204,16 @@ def _is_pair(x: Any) -> bool:
 
 
 def _generators() -> dict[str, bytes]:
-    """Read the states of the global generators; CUDA's only if CUDA has been used."""
+    """Read the states of the global generators; an accelerator's only if it has been used."""
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "random": pickle.dumps(python_random.getstate()),
         "numpy": pickle.dumps(np.random.get_state()),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    if (here := devices.accelerator()) != "cpu":
+        module = torch.get_device_module(here)
+        if module.is_initialized() and hasattr(module, "get_rng_state"):
+            states[f"torch.{here}"] = module.get_rng_state().numpy().tobytes()
     return states
 
 

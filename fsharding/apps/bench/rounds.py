@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from fsharding.base import devices
 from fsharding.contrib.shared_memory import segments
 from fsharding.mesh.device_mesh import own_rank
 
@@ -165,8 +166,8 @@ def _meet() -> None:
 
 
 def _finish(loss: Tensor) -> None:
-    if loss.is_cuda:
-        torch.cuda.synchronize()
+    if not loss.is_cpu:
+        devices.synchronize()
 
 
 def _slowest(times: Sequence[float]) -> list[float]:
@@ -197,7 +198,7 @@ def machine() -> dict[str, Any]:
         "processor": platform.machine(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": devices.name_of(devices.accelerator()),
         "threads": torch.get_num_threads(),
     }
 
@@ -253,16 +254,16 @@ def _width(widths: Mapping[str, int], names: Iterable[str]) -> int:
 def allocated(run: Callable[[], object]) -> tuple[int, int]:
     """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
 
-    On CUDA these are the allocator's own counts. On the CPU they are what the profiler heard of the allocator, and the
-    peak has shared memory in it, which no allocator sees: what was in use at the time.
+    On an accelerator these are the allocator's own counts. On the CPU they are what the profiler heard of the
+    allocator, and the peak includes shared memory in use, which no allocator sees.
     """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if devices.device_count():
+        devices.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
         run()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+        devices.synchronize()
+        return torch.accelerator.memory_allocated() - before, torch.accelerator.max_memory_allocated() - before
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with (
         segments.watched() as taken,

@@ -25,6 +25,7 @@ import fsharding as fs
 from fsharding.apps.bench.options import StepConfig
 from fsharding.apps.bench.peers import B1, B2, PEERS, RATE, Task, first_dims, missing
 from fsharding.apps.bench.rounds import Steps, agree, allocated, print_rows, take_turns
+from fsharding.base import devices
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.comm.counters import count_bytes
@@ -112,8 +113,12 @@ def check(config: StepConfig, command: str) -> None:
     wrong = [f"{name}: {n}" for name in ("batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1]
     wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in OURS]
     wrong += [f"{name}: its package is not installed" for name in config.contenders if name in PEERS and missing(name)]
-    without = not torch.cuda.is_available()
-    wrong += [f"{name}: needs CUDA" for name in config.contenders if name in OURS and OURS[name].captured and without]
+    without = not hasattr(torch.get_device_module(devices.accelerator()), "graph")
+    wrong += [
+        f"{name}: needs a device that records graphs, such as CUDA"
+        for name in config.contenders
+        if name in OURS and OURS[name].captured and without
+    ]
     if not config.contenders:
         wrong.append("contenders: none")
     if wrong:

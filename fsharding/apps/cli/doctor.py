@@ -31,6 +31,7 @@ from rich.text import Text
 
 from fsharding import formats
 from fsharding.apps.cli.options import DoctorConfig
+from fsharding.base import devices
 from fsharding.base.errors import RankError
 from fsharding.base.version import own_version
 from fsharding.comm.transport import choice_for
@@ -167,14 +168,17 @@ def _build() -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    count = torch.cuda.device_count()
-    names = [torch.cuda.get_device_name(i) for i in range(count)]
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    yield Finding("devices", f"{kinds}, CUDA {torch.version.cuda}" if kinds else "the CPU alone")
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    here, count = devices.accelerator(), devices.device_count()
+    kinds = f"{count} x {devices.name_of(here)}, {_build().removesuffix(' build')}"
+    yield Finding("devices", kinds if count else "the CPU alone")
+    needed = devices.backend_for(here)
+    there = {name: dist.is_backend_available(name) for name in dict.fromkeys(("gloo", "nccl", *filter(None, [needed])))}
     value = ", ".join(f"{name}: {'yes' if has else 'no'}" for name, has in there.items())
-    needed = "nccl" if count else "gloo"
-    wrong = "" if there[needed] else f"{'GPUs need' if count else 'Ranks on the CPU need'} {needed}."
+    wrong = (
+        ""
+        if there.get(needed)
+        else f"{f'{here} devices need' if count else 'Ranks on the CPU need'} {needed or 'a backend'}."
+    )
     yield Finding("backends", value, wrong, "Install a build of torch that has it." if wrong else "", bool(wrong))
 
 
@@ -183,7 +187,7 @@ _FORMATS = ("TENSORWISE", "ROWWISE", "E4M3_1x128", "E4M3_128x128", "MXFP8", "MXF
 
 def _kernels() -> Iterator[Finding]:
     """Which formats of low precision a device has a product for; all others are dequantized first."""
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+    for device in dict.fromkeys(("cpu", devices.accelerator())):
         kernels = {name: scaled_kernel(getattr(formats, name), device) for name in _FORMATS}
         for name, kernel in kernels.items():
             if kernel.exists or device != "cpu":
@@ -199,13 +203,13 @@ def _shm() -> Finding:
         return Finding("/dev/shm", "none", *_no_shm("NCCL shares memory of one machine through it."))
     usage = shutil.disk_usage(path)
     value = f"{_size(usage.total)}, {_size(usage.free)} free; gloo ranks do not need it"
-    if torch.cuda.is_available() and usage.free < _LITTLE_SHM:
+    if devices.device_count() and usage.free < _LITTLE_SHM:
         return Finding("/dev/shm", value, *_no_shm("NCCL shares memory of one machine through it, and data loaders."))
     return Finding("/dev/shm", value)
 
 
 def _no_shm(wrong: str) -> tuple[str, str]:
-    return (wrong, "Mount it, or give the container --shm-size=1g.") if torch.cuda.is_available() else ("", "")
+    return (wrong, "Mount it, or give the container --shm-size=1g.") if devices.device_count() else ("", "")
 
 
 def _open_files() -> Finding:
@@ -302,8 +306,8 @@ def transport(name: str, reason: str) -> tuple[str, str, str]:
 
 def _look() -> dict[str, Any]:
     """The report of a rank that has talked to the others; rank 0 looks at the launcher, too."""
-    cuda = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-    mesh = make_mesh(dp=-1, device="cuda" if cuda else "cpu", timeout=_TIMEOUT)
+    enough = devices.device_count() >= int(os.environ["WORLD_SIZE"])
+    mesh = make_mesh(dp=-1, device=None if enough else "cpu", timeout=_TIMEOUT)
     try:
         group = everyone(mesh)
         dist.all_reduce(torch.ones(1, device=mesh.device_type), group=group.process_group)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from fsharding.base import devices
 from fsharding.models.decoder import DecoderConfig
 
 __all__ = ["PEAK_TFLOPS", "Meter", "flops_per_token", "peak_flops", "peak_memory"]
@@ -83,7 +84,7 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
     """The peak of a device in FLOP/s for products of a dtype; None where it is not known, as on a CPU.
 
     Args:
-        device: its name, as `torch.cuda.get_device_name` has it.
+        device: the name of its model.
     """
     words = {*device.replace("-", " ").split()}
     name = next((name for name in PEAK_TFLOPS if words.issuperset(name.split())), None)
@@ -94,9 +95,9 @@ def peak_flops(device: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory(device_type: str) -> int:
-    """The most bytes that this process has used so far: allocated by torch on CUDA, resident on a CPU."""
-    if device_type == "cuda":
-        return torch.cuda.max_memory_allocated()
+    """The most bytes that this process has used so far: allocated by torch on an accelerator, resident on a CPU."""
+    if (allocated := devices.peak_memory(device_type)) is not None:
+        return allocated
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 

@@ -10,8 +10,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
+
+from fsharding.base import devices
 
 __all__ = ["traced", "traces"]
 
@@ -28,11 +29,9 @@ def traced(out: Path, step: int, rank: int) -> Generator[None]:
     Args:
         step: number of the step, from 1.
     """
-    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    with profile(activities=[ProfilerActivity.CPU, *cuda], record_shapes=True, acc_events=True) as recorded:
+    with profile(activities=[*supported_activities()], record_shapes=True, acc_events=True) as recorded:
         yield
-        if cuda:
-            torch.cuda.synchronize()
+        devices.synchronize()
     folder = traces(out)
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step}-rank-{rank}.json"

@@ -45,6 +45,7 @@ from fsharding.apps.cli.throughput import Meter, flops_per_token, peak_flops
 from fsharding.apps.cli.trace import traced, traces
 from fsharding.apps.cli.trackers import Tracker, cut_rows, open_trackers, tracker_files
 from fsharding.apps.data import Packed, Shard, Tokens
+from fsharding.base import devices
 from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, RankError, printable, report
 from fsharding.checkpoint.directory import append, naming_path, survey
@@ -412,8 +413,8 @@ def _meter(config: TrainConfig, state: TrainState) -> Meter:
     """Measures the steps of a run; its utilization has no peak on a CPU unless the user gives one."""
     kind = _device(state.layout.mesh)
     peak = 1e12 * config.peak_tflops if config.peak_tflops is not None else None
-    if peak is None and kind == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(), PRECISIONS[config.dtype].activation_dtype or torch.float32)
+    if peak is None and kind != "cpu":
+        peak = peak_flops(devices.name_of(kind), PRECISIONS[config.dtype].activation_dtype or torch.float32)
     flops = flops_per_token(recipe(config.preset).config, state.layout.leaves, config.seq)
     return Meter(flops, dist.get_world_size() if dist.is_initialized() else 1, kind, peak)
 

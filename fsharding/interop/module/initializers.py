@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fsharding.base import _compat, _functorch
+from fsharding.base import _compat, _functorch, devices
 from fsharding.base.errors import ConfigError, report
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
@@ -46,7 +46,8 @@ def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[No
         yield
         return
     device = torch.device(device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    here = devices.is_here(device.type)
+    with torch.random.fork_rng(devices=[device] if here else [], device_type=device.type if here else "cuda"):
         reseed(seed, device)
         yield
 
@@ -54,13 +55,14 @@ def seeded(seed: int | None, device: torch.device | str = "cpu") -> Generator[No
 def reseed(seed: int, device: torch.device) -> None:
     """Torch's generators of the CPU and of a device begin at a seed."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    if devices.is_here(device.type):
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def random_state(device: torch.device) -> Tensor:
     """The state of a device's generator, which tells whether something has been drawn."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    module = torch.get_device_module(device) if devices.is_here(device.type) else None
+    return torch.get_rng_state() if module is None else module.get_rng_state(device)
 
 
 def generator_bytes(device: torch.device) -> bytes | None:
@@ -68,7 +70,7 @@ def generator_bytes(device: torch.device) -> bytes | None:
 
     It is None during the capture of a graph, which forbids to ask, and under `FakeTensorMode`, which draws nothing.
     """
-    if _compat.makes_fakes() or _compat.is_capturing(device):
+    if _compat.makes_fakes() or devices.is_capturing(device):
         return None
     with _functorch.outside_transforms():
         return random_state(device).numpy().tobytes()
@@ -76,7 +78,10 @@ def generator_bytes(device: torch.device) -> bytes | None:
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
     """The generator of a device goes on from a state that it had."""
-    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+    if devices.is_here(device.type):
+        torch.get_device_module(device).set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 @dataclass(frozen=True)

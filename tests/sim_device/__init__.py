@@ -1,0 +1,140 @@
+"""A simulated asynchronous accelerator, `sim`: torch's PrivateUse1 device, whose kernels are the CPU's, run later.
+
+In: a C++ compiler. Out: `torch.device("sim")` with streams, events, a caching allocator and host reads, from `start()`.
+`device.cpp` says how it works. It is built once per environment, into torch's directory of extensions.
+Guarantee: results are those of the CPU bit for bit, if and only if each stream waits for what it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shutil
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+NAME, BACKEND = "sim", "simccl"
+
+
+def missing() -> str:
+    """Say why the device cannot be built here; "" if it can."""
+    absent = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
+    return f"the simulated device needs {' and '.join(absent)}" if absent else ""
+
+
+@functools.cache
+def start() -> ModuleType:
+    """Build the device, and register it with torch, once in a process; returns the extension.
+
+    Raises:
+        RuntimeError: it does not compile; the compiler's first error.
+    """
+    folder = Path(__file__).parent
+    texts = b"".join(file.read_bytes() for file in sorted(folder.glob("*.*")))
+    known = hashlib.sha256(torch.__version__.encode() + texts).hexdigest()[:12]
+    sources = [str(folder / name) for name in ("device.cpp", "backend.cpp")]
+    flags = ["-O1", "-w", "-DUSE_DISTRIBUTED"]
+    try:
+        extension = cpp_extension.load(f"fsharding_sim_{known}", sources, extra_cflags=flags)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if " error: " in line]
+        raise RuntimeError(lines[0] if lines else str(error)) from error
+    torch.utils.rename_privateuse1_backend(NAME)
+    extension.register_hooks()
+    torch._register_device_module(NAME, _device_module(extension))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend(BACKEND, functools.partial(_communicator, extension), devices=[NAME])
+    return extension
+
+
+def join() -> None:
+    """Start the device on a rank whose default process group is of gloo, and have that group serve the device too."""
+    start()
+    world = dist.group.WORLD
+    if isinstance(world, dist.ProcessGroup) and NAME not in dist.get_backend_config(world):
+        rank, size, store = dist.get_rank(), dist.get_world_size(), dist.PrefixStore(NAME, world.get_group_store())
+        dist.destroy_process_group()
+        backends = f"cpu:gloo,{NAME}:{BACKEND}"
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+
+
+def _communicator(extension: ModuleType, store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """A communicator of the device, which sends through gloo."""
+    return extension.SimBackend(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+
+def _device_module(extension: ModuleType) -> ModuleType:
+    """What `torch.get_device_module("sim")` is."""
+    module: Any = ModuleType(f"torch.{NAME}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda device: None
+    module.get_device_name = lambda device=None: "a simulated device"
+    module.manual_seed_all = lambda seed: None
+    module._is_in_bad_fork = lambda: False
+    module.synchronize = lambda device=None: extension.synchronize()
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(NAME)
+    module.stream = lambda stream: stream
+    module.memory_allocated = lambda device=None: extension.memory()[0]
+    module.max_memory_allocated = lambda device=None: extension.memory()[1]
+    module.reset_peak_memory_stats = lambda device=None: extension.reset_peak()
+    return module
+
+
+class HostRead(NamedTuple):
+    """A read of the device by the host: the operator, and the innermost lines of Python that made it."""
+
+    operator: str
+    stack: tuple[str, ...]
+
+
+@contextmanager
+def host_reads() -> Generator[list[HostRead]]:
+    """List the reads that happen inside the `with` block: operators that wait for the device."""
+    extension = start()
+    seen: list[HostRead] = []
+
+    def note(operator: str) -> None:
+        frames = traceback.extract_stack()[:-1]
+        seen.append(HostRead(operator, tuple(f"{frame.filename}:{frame.lineno}" for frame in frames[-8:])))
+
+    extension.on_read(note)
+    try:
+        yield seen
+    finally:
+        extension.on_read(None)
+
+
+@contextmanager
+def delays(microseconds: int, seed: int = 0) -> Generator[None]:
+    """Delay each operator inside the block by a random time below a limit; the seed repeats the delays."""
+    extension = start()
+    extension.delay(microseconds, seed)
+    try:
+        yield
+    finally:
+        extension.delay(0, seed)
+        extension.synchronize()
+
+
+@contextmanager
+def memory_limit(size: int) -> Generator[None]:
+    """Have allocations above so many bytes raise `torch.OutOfMemoryError` inside the block."""
+    extension = start()
+    extension.limit(size)
+    try:
+        yield
+    finally:
+        extension.limit(0)
