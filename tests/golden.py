@@ -1,7 +1,7 @@
 """Whole texts of errors, pinned in one file: `tests/errors.golden`.
 
 Tests assert the kind of an error and what it says to type; a change of wording is seen here, as a diff of that file.
-`FSHARDING_UPDATE_GOLDEN=1 pytest -p no:xdist tests/unit/test_mistakes.py` writes the texts of today.
+`FSHARDING_UPDATE_GOLDEN=1 pytest -n 0 tests/unit/test_mistakes.py` writes the texts of today.
 """
 
 import os

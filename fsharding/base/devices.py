@@ -7,8 +7,8 @@ Guarantee: no name of a kind of device decides anything; what a device lacks is 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -98,9 +98,18 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device) if is_here(device.type) else None
 
 
-def on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Have this thread compute on a stream, and on its device."""
-    return nullcontext() if stream is None else stream
+@contextmanager
+def on_stream(stream: torch.Stream | None) -> Generator[None]:
+    """Have this thread compute on a stream, and on its device; blocks may be nested, also of one stream."""
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 def is_capturing(device: torch.device) -> bool:

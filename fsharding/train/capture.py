@@ -71,7 +71,7 @@ class DeviceGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
-        self._graph, self._stream = self._module.CUDAGraph(), devices.new_stream(device)
+        self._graph, self._stream = self._module.CUDAGraph(), self._module.Stream(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """See `StepGraph`: on the stream on which it is recorded."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.comm.streams import CudaStreams, OneStream, streams_for, use_streams
+from fsharding.comm.streams import DeviceStreams, OneStream, streams_for, use_streams
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import bits
 
@@ -48,7 +48,7 @@ def test_queues_beside_the_computation_change_no_bit(level, microbatches, precis
 def test_a_gpu_has_three_queues_and_keeps_them():
     device = torch.device("cuda", torch.cuda.current_device())
     streams = streams_for(device)
-    assert isinstance(streams, CudaStreams) and streams is streams_for(device)
+    assert isinstance(streams, DeviceStreams) and streams is streams_for(device)
     compute = torch.cuda.current_stream()
     with streams.on("gather"):
         gather = torch.cuda.current_stream()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils import cpp_extension
 
 NAME, BACKEND = "sim", "simccl"
@@ -52,6 +53,8 @@ def start() -> ModuleType:
     extension.register_hooks()
     torch._register_device_module(NAME, _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # torch's fake ranks serve every device that is registered before the group is made.
+    dist.Backend.backend_capability["fake"].append(NAME)
     dist.Backend.register_backend(BACKEND, functools.partial(_communicator, extension), devices=[NAME])
     return extension
 

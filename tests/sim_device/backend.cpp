@@ -92,7 +92,11 @@ class SimBackend final : public c10d::Backend {
   template <class F>
   WorkPtr start(const std::string& name, const Tensors& kept, F call) {
     wait_on(stream_, record(current_stream()));
-    push(stream_, name, [call]() mutable { call()->wait(); });
+    push(stream_, name, [call, name, before = Lifetimes(kept)]() mutable {
+      before.check(name);
+      call()->wait();
+      before.check(name);
+    });
     return c10::make_intrusive<SimWork>(record(stream_), kept);
   }
 

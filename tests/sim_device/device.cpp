@@ -2,8 +2,9 @@
 //
 // Every stream is a worker thread with a queue. An operator returns at once: the Meta kernel gives the shapes of its
 // results, and its CPU kernel runs later, on the worker, on tensors that alias the same memory. What a device forgives
-// on most days fails here at once: a freed block is overwritten in the order of its own stream and may be taken again
-// immediately, so a stream that reads without waiting for an event reads 0xFF; and each operator can be delayed.
+// on most days fails here at once: a freed block is taken again by the next allocation of its size on its stream, which
+// overwrites it with 0xFF in the order of that stream; a task that comes too late for its memory raises; and each operator
+// can be delayed.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -226,6 +227,7 @@ struct Block {
   void* data;
   size_t size;
   int64_t stream;
+  int64_t id;                 // no other block ever has it
   std::set<int64_t> readers;  // streams of `record_stream`
 };
 
@@ -234,6 +236,7 @@ class Allocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     const size_t size = std::max<size_t>(512, (bytes + 511) / 512 * 512);
     void* data = nullptr;
+    int64_t before = -1;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (limit > 0 && live + size > limit) {
@@ -242,16 +245,24 @@ class Allocator final : public c10::Allocator {
       }
       auto& free = free_[current];
       if (auto found = free.find(size); found != free.end()) {
-        data = found->second;
+        std::tie(data, before) = found->second;
         free.erase(found);
       }
       live += size;
       peak = std::max(peak, live);
     }
     if (data == nullptr) data = aligned_alloc(512, size);
-    auto* block = new Block{data, size, current, {}};
+    worker(current).push("poison", [this, data, size, before] {
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        overwritten_.insert(before);
+      }
+      std::memset(data, 0xFF, size);
+    });
+    auto* block = new Block{data, size, current, 0, {}};
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      block->id = next_++;
       blocks_[data] = block;
     }
     return {data, block, &release, DEVICE};
@@ -268,14 +279,30 @@ class Allocator final : public c10::Allocator {
     if (auto found = blocks_.find(data); found != blocks_.end()) found->second->readers.insert(stream);
   }
 
+  // The block that is at an address now; -1 if none is.
+  int64_t block_at(const void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto after = blocks_.upper_bound(const_cast<void*>(data));
+    if (after == blocks_.begin()) return -1;
+    const Block* block = (--after)->second;
+    return static_cast<const char*>(data) < static_cast<char*>(block->data) + block->size ? block->id : -1;
+  }
+
+  bool is_overwritten(int64_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return overwritten_.count(id) > 0;
+  }
+
   size_t limit = 0, live = 0, peak = 0;
 
  private:
   static void release(void* context);
 
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::multimap<size_t, void*>> free_;
-  std::unordered_map<void*, Block*> blocks_;
+  std::unordered_map<int64_t, std::multimap<size_t, std::pair<void*, int64_t>>> free_;
+  std::map<void*, Block*> blocks_;
+  std::set<int64_t> overwritten_;
+  int64_t next_ = 0;
 };
 
 Allocator device_memory;
@@ -287,14 +314,33 @@ void Allocator::release(void* context) {
   }
   void* data = block->data;
   const size_t size = block->size;
-  worker(block->stream).push("poison", [data, size] { std::memset(data, 0xFF, size); });
   std::lock_guard<std::mutex> lock(device_memory.mutex_);
   device_memory.blocks_.erase(data);
-  device_memory.free_[block->stream].emplace(size, data);
+  device_memory.free_[block->stream].emplace(size, std::make_pair(data, block->id));
   device_memory.live -= size;
   delete block;
 }
 REGISTER_ALLOCATOR(SIM, &device_memory);
+
+}  // namespace
+
+Lifetimes::Lifetimes(const std::vector<Tensor>& xs) {
+  for (const auto& x : xs) {
+    if (!x.defined() || x.device().type() != SIM || x.numel() == 0) continue;
+    ids_.push_back(device_memory.block_at(x.mutable_data_ptr()));
+    shapes_.push_back(c10::str(x.sizes()));
+  }
+}
+
+void Lifetimes::check(const std::string& reader) const {
+  for (size_t i = 0; i < ids_.size(); i++) {
+    TORCH_CHECK(
+        !device_memory.is_overwritten(ids_[i]), reader, " uses a tensor ", shapes_[i],
+        " that was freed, and whose memory another stream has reused before: a wait is missing");
+  }
+}
+
+namespace {
 
 // Page-locked memory of the host: only copies from and to it are asynchronous.
 class PinnedAllocator final : public c10::Allocator {
@@ -551,11 +597,19 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto& arg : args) cpu->push_back(with_tensors(arg, c10::Device(at::kCPU), on_cpu));
   if (!queued) return run_at_once(op, args, cpu, stack);
 
+  std::vector<Tensor> used;
+  for (const std::vector<IValue>* values : std::vector<const std::vector<IValue>*>{&args, &results}) {
+    for (const auto& value : *values) {
+      with_tensors(value, DEVICE, [&](const Tensor& x) { used.push_back(x); return x; });
+    }
+  }
+  const Lifetimes lifetimes(used);
   std::vector<IValue> targets;
   if (!writes) {
     for (const auto& result : results) targets.push_back(with_tensors(result, c10::Device(at::kCPU), on_cpu));
   }
-  worker(current).push(schema.name(), [op, cpu, targets] {
+  worker(current).push(schema.name(), [op, cpu, targets, lifetimes] {
+    lifetimes.check(op.schema().name());
     auto values = run_on_cpu(op, *cpu);
     copy_results(targets, values);
   });
@@ -635,6 +689,11 @@ Tensor& set_storage(Tensor& x, at::Storage storage, c10::SymInt offset, c10::Sym
   return x;
 }
 
+bool is_set_to(const Tensor& x, const Tensor& y) {
+  return x.storage().unsafeGetStorageImpl() == y.storage().unsafeGetStorageImpl() &&
+      x.storage_offset() == y.storage_offset() && x.sizes() == y.sizes() && x.strides() == y.strides();
+}
+
 void record_stream(Tensor& x, c10::Stream s) { device_memory.record_stream(x.storage().mutable_data(), s.id()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -648,6 +707,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("resize_", resize);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("is_set_to", is_set_to);
   m.impl("record_stream", record_stream);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace sim {
 
@@ -31,6 +32,17 @@ int64_t current_stream();
 void push(int64_t stream, std::string name, Task task);
 FlagPtr record(int64_t stream);
 void wait_on(int64_t stream, FlagPtr flag);
+
+// Which memory a task was given, so that it can tell whether another stream has taken it meanwhile.
+class Lifetimes {
+ public:
+  explicit Lifetimes(const std::vector<at::Tensor>& xs);
+  void check(const std::string& reader) const;  // raises
+
+ private:
+  std::vector<int64_t> ids_;
+  std::vector<std::string> shapes_;
+};
 
 // The same memory as a tensor of the CPU. It owns nothing.
 at::Tensor on_cpu(const at::Tensor& x);

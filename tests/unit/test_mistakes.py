@@ -209,7 +209,7 @@ MISTAKES = {
     ),
     "make_mesh(device='gpu')": (
         ArgumentError,
-        "Give one of the two.",
+        'Give "cpu".',
         lambda at: fs.make_mesh(dp=1, device="gpu"),
     ),
     "make_mesh(timeout=5)": (

@@ -16,6 +16,7 @@ from fsharding.formats.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train.capture import captured
+from tests import sim_device
 from tests.helpers import bits, full, mesh_of, refusal
 from tests.tape import Tape
 from tests.training import ALONE, DP, MODEL, OUTER, ZEROS, batches, optimizer
@@ -173,7 +174,7 @@ def test_numbers_of_the_host_are_refused():
 def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
     state, step = alone(squares)
     assert refusal(fs.capture, step, state, BATCH, kind=ConfigError) == (
-        "fs.capture needs a state on a CUDA device; this one is on cpu.\nThere are no graphs elsewhere: call the step"
+        "fs.capture needs a device that records graphs, such as CUDA; this state is on cpu.\nThere are no graphs elsewhere: call the step"
         " itself. fs.testing.assert_capturable(step, state, batch) says on any device whether it could be captured."
     )
     assert refusal(fs.testing.assert_capturable, alone(squares, check="sync")[1], state, BATCH, kind=ConfigError) == (
@@ -275,14 +276,15 @@ def test_the_bit_of_a_preemption_is_that_of_each_call():
 
 
 # ------------------------------------------------------------------------------------------- as on a device, without one
-def on_fake_cuda():
-    """Asks of steps of one of four ranks of "cuda", whose tensors have no values, whether they can be captured."""
+def on_fake_device():
+    """Ask of steps of one of four ranks of a device, whose tensors have no values, whether they can be captured."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    sim_device.start()
     _compat.start_fake_group(1, 4)
     with FakeTensorMode():
-        mesh = fs.make_mesh(device="cuda", dp=4)
-        tokens = torch.zeros(4, 8, dtype=torch.int64, device="cuda")
+        mesh = fs.make_mesh(device=sim_device.NAME, dp=4)
+        tokens = torch.zeros(4, 8, dtype=torch.int64, device=sim_device.NAME)
         for strategy, precision in (
             (fs.zero(0), FP16),
             (fs.zero(1), fs.FP32),
@@ -295,7 +297,7 @@ def on_fake_cuda():
             fs.testing.assert_capturable(step, state, {"tokens": tokens, "targets": tokens})
             print("yes")
         of_host = torch.full((), 2.0)
-        batch = {"x": torch.ones(2, 4, device="cuda")}
+        batch = {"x": torch.ones(2, 4, device=sim_device.NAME)}
         keyed = fs.Precision(params=torch.bfloat16, compute=torch.float32, rounding="keyed")
         for loss, precision in ((draws, fs.FP32), (squares, keyed), (normals, fs.FP32)):
             layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0), precision=precision)
@@ -309,11 +311,11 @@ def on_fake_cuda():
         layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0))
         state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
         step = fs.make_train_step(lambda params, batch: squares(params, batch) * of_host, fs.adamw(1e-2))
-        print(refusal(fs.testing.assert_capturable, step, state, {"x": torch.ones(2, 4, device="cuda")}))
+        print(refusal(fs.testing.assert_capturable, step, state, {"x": torch.ones(2, 4, device=sim_device.NAME)}))
 
 
 def test_no_step_takes_tensors_of_the_host_to_the_device():
-    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import on_fake_cuda; on_fake_cuda()"]
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import on_fake_device; on_fake_device()"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
@@ -323,4 +325,4 @@ def test_no_step_takes_tensors_of_the_host_to_the_device():
         lines[7]
         == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
     )
-    assert lines[8].startswith("  aten.mul.Tensor(float32[] on cuda, float32[] on cpu) at test_capture.py:")
+    assert lines[8].startswith("  aten.mul.Tensor(float32[] on sim, float32[] on cpu) at test_capture.py:")

@@ -1,6 +1,6 @@
 """The train step, unchanged, without devices: FakeTensorMode, and a fake process group in which one rank is there.
 
-Guarantee: a fake rank of "cpu" sends what that rank of gloo sends, and one of "cuda" what it sends with
+Guarantee: a fake rank of "cpu" sends what that rank of gloo sends, and one of an accelerator what it sends with
 `sums="native"`.
 """
 
@@ -25,6 +25,7 @@ from fsharding.formats.precision import LossScale, Precision
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import HostReads, counting_host_reads, run_ranks
 from fsharding.transforms.unit_plan import large_from
+from tests import sim_device
 from tests.helpers import full
 from tests.models import EXPERTS, MESHES, MODELS
 from tests.training import optimizer
@@ -61,7 +62,7 @@ class Case:
         return math.prod(self.axes.values())
 
     def natively(self):
-        """As CUDA sums gradients."""
+        """As an accelerator sums gradients."""
         return replace(self, precision=replace(self.precision, sums="native"))
 
 
@@ -117,6 +118,7 @@ def trained(case, device):
 # ----------------------------------------------------------------------------------------------------------- fake ranks
 def main():
     """Runs each (case, device, rank) of the standard input in a process group of its own, and writes what it saw."""
+    sim_device.start()
     seen = []
     for case, device, rank in pickle.load(sys.stdin.buffer):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.ranks)
@@ -133,7 +135,7 @@ def on_fake_ranks(runs, timeout=300):
     result = pickle.loads(ended.stdout)
     for (case, device, rank), seen in zip(runs, result, strict=True):
         assert seen.types == {(True, device)}
-        assert not seen.reads, "a step of CUDA reads nothing, and one without values cannot"
+        assert not seen.reads, "a step on an accelerator reads nothing, and one without values cannot"
         assert all(sent == seen.sent[0] for sent in seen.sent), (case, device, rank)
     return result
 
@@ -144,7 +146,7 @@ def on_real_ranks(cases):
 
 def check(cases, ranks, timeout=300):
     """Compares fake ranks of both devices with the same ranks of gloo, which sum as that device does."""
-    runs = [(case, device, rank) for case in cases for device in ("cpu", "cuda") for rank in ranks(case.ranks)]
+    runs = [(case, device, rank) for case in cases for device in ("cpu", sim_device.NAME) for rank in ranks(case.ranks)]
     fakes = on_fake_ranks(runs, timeout)
     alike = [case if device == "cpu" else case.natively() for case, device, _ in runs]
     for size in sorted({case.ranks for case in cases}):
@@ -222,14 +224,14 @@ THOUSANDS = Case(
 )
 FEW = [
     (Case(MESHES_OF_64["replica"], "hsdp", FP16, donate=True), "cpu", 37),
-    (Case(ALL, "zero3", FP16, donate=True), "cuda", 37),
-    (THOUSANDS, "cuda", 16_383),
+    (Case(ALL, "zero3", FP16, donate=True), sim_device.NAME, 37),
+    (THOUSANDS, sim_device.NAME, 16_383),
 ]
 MANY = [
     (Case(axes, name, FP16, donate=True), device, 37)
     for name in STRATEGIES
     for axes in MESHES_OF_64.values()
-    for device in ("cpu", "cuda")
+    for device in ("cpu", sim_device.NAME)
 ]
 MANY += [
     (case, device, rank)
@@ -238,7 +240,7 @@ MANY += [
         Case({"replica": 16, "dp": 1024}, "hsdp", fs.BF16, donate=True),
         Case({"dp": 16_384}, "zero1"),
     )
-    for device in ("cpu", "cuda")
+    for device in ("cpu", sim_device.NAME)
     for rank in (0, 1, 9_999, 16_383)
 ]
 

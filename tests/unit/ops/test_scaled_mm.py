@@ -25,7 +25,7 @@ def test_which_kernels_there_are():
         assert (kernel.exists, kernel.transposes) == (name in ON_CPU, ON_CPU.get(name, False)), name
         assert ops.scaled_kernel(format.with_rounding("keyed")) is kernel, "codes of a weight are codes, however made"
         if not torch.cuda.is_available():
-            assert str(ops.scaled_kernel(format, "cuda")) == f"{format} on cuda: none, this machine has no GPU"
+            assert str(ops.scaled_kernel(format, "cuda")) == f"{format} on cuda: none, this machine has no cuda device"
     odd = Blocks(formats.E4M3, (2, 8))
     assert str(ops.scaled_kernel(odd)) == f"{odd} on cpu: none, torch has no recipe for it"
     row = "float8_e4m3fn[row, float32]"
