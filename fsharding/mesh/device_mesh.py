@@ -241,7 +241,7 @@ def _device_type(device: Any) -> str:
     if device is None:
         return devices.accelerator()
     try:
-        known = isinstance(device, str) and torch.device(device).index is None and torch.device(device).type == device
+        known = isinstance(device, str) and torch.device(device).type == device
     except RuntimeError:
         known = False
     if not known or device == "meta":
