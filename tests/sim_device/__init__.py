@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import shutil
+import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -26,9 +28,14 @@ from torch.utils import cpp_extension
 NAME, BACKEND = "sim", "simccl"
 
 
+def _path() -> str:
+    """Where tools are looked for: beside this Python, as pip installs ninja, then as usual."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def missing() -> str:
     """Say why the device cannot be built here; "" if it can."""
-    absent = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
+    absent = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=_path()) is None]
     return f"the simulated device needs {' and '.join(absent)}" if absent else ""
 
 
@@ -39,6 +46,7 @@ def start() -> ModuleType:
     Raises:
         RuntimeError: it does not compile; the compiler's first error.
     """
+    os.environ["PATH"] = _path()
     folder = Path(__file__).parent
     texts = b"".join(file.read_bytes() for file in sorted(folder.glob("*.*")))
     known = hashlib.sha256(torch.__version__.encode() + texts).hexdigest()[:12]
