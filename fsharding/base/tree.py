@@ -91,7 +91,7 @@ def _cached_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
 
 
 def _paths_of(spec: optree.PyTreeSpec) -> tuple[str, ...]:
-    """Those of a registered node are put together from its children's: a cache would keep its static data, a mesh."""
+    """Paths of a registered node are built from its children's: a cache would keep its static data, such as a mesh."""
     if spec.type not in _registered:
         return _cached_paths(spec)
     pairs = zip(spec.entries(), spec.children(), strict=True)

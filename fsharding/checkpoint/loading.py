@@ -76,7 +76,7 @@ def load(
     Raises:
         CheckpointError: on every rank: no checkpoint, or one that is incomplete, damaged, of a newer version, of
             another model, optimizer or main dtype. Every leaf that differs and every damaged file is listed. With
-            `data`: no position, or those of another number of data ranks; or the data refuses its own.
+            `data`: no position, or positions of another number of data ranks; or the data refuses its own.
         LayoutError: the layout is on an abstract mesh.
         ArgumentError: no path, or no layout; a state, say, has one: `state.layout`.
         RankError: a rank is gone, or does not call it.

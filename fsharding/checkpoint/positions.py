@@ -149,7 +149,7 @@ def select(where: str, manifest: Manifest, layout: Layout) -> Any:
     """The position that this rank goes on from; None where the mesh does not have this rank.
 
     Raises:
-        CheckpointError: the checkpoint has no position, those of another number of data ranks, or damaged ones.
+        CheckpointError: the checkpoint has no position, positions of another number of data ranks, or damaged ones.
     """
     saved = manifest.data
     if saved is None:

@@ -97,7 +97,7 @@ class Slot:
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
-        """Those of a contiguous leaf as [before, dim, after]."""
+        """The strides of a contiguous leaf as [before, dim, after]."""
         return boxes.contiguous_strides((self.before, self.length, self.after))
 
     @functools.cached_property

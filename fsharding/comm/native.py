@@ -1,7 +1,7 @@
 """The collectives of a process group's own backend: NCCL, or gloo.
 
 In: buckets, rows, messages. Out: handles. Each collective is one call of `torch.distributed`.
-Guarantee: results and counted bytes equal those of every other transport, for ordered and for native sums.
+Guarantee: every transport gives these results and counts these bytes, for ordered and for native sums.
 """
 
 from __future__ import annotations

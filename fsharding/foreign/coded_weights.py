@@ -58,7 +58,7 @@ def blocks_of(entries: Mapping[str, Any]) -> Blocks | None:
     """The format of the weights beside a `config.json`; None where its entries name none.
 
     Raises:
-        ValueError: another one than those of the module, with the reason.
+        ValueError: a format that this module lacks, with the reason.
     """
     said = entries.get(CONFIG_KEY)
     if not said:

@@ -172,7 +172,7 @@ def encode(
     Args:
         x: floating point; computed in float32.
         scales: of the blocks that it touches.
-        block: rows and columns of a block; by default those of a tensor of this shape.
+        block: rows and columns of a block; by default derived from this shape.
         start: where the piece begins in the last two dims of the whole tensor.
         noise: for keyed rounding, see `Element.round`.
 

@@ -131,8 +131,8 @@ class Precision:
             that keeps no copies of them, zero(3) or HSDP, and no pipeline.
         rounded: weights have been rounded already; `Layout.in_flight` says so of copies at rest.
 
-    With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. That of a term
-    is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
+    With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. The error of a
+    term is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
     distance where rounding is keyed; or, of an element above the largest number of the format, which scales in 8 bits
     leave, what it is above that. For MXFP8 it is at most 1/8 of the largest magnitude in the block, with a float32
     scale and nearest rounding 1/28. Terms are rounded once, before they are sent between ranks: with each microbatch

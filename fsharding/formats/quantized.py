@@ -259,7 +259,7 @@ def quantize(
 ) -> Quantized:
     """Rounds a tensor to a format, and holds it as codes and scales.
 
-    The gradient of what is dequantized is that of x, in the dtype of x and rounded no further. A cast,
+    The gradient of the dequantized tensor becomes the gradient of x, in the dtype of x, without rounding. A cast,
     `x.to(torch.float8_e4m3fn)`, would round the gradient as well, and without a scale.
 
     Args:

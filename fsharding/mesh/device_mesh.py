@@ -355,7 +355,7 @@ def _communicators(mesh: Mesh) -> int:
 
 
 def _timeout(mesh: DeviceMesh) -> timedelta:
-    """That of a mesh of `make_mesh`; of another, the default."""
+    """Return the timeout of a mesh of `make_mesh`; the default for another one."""
     return kept_by(mesh).get("timeout", timedelta(minutes=10))
 
 

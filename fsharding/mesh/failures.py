@@ -454,7 +454,7 @@ def _forget() -> None:
 
 
 def _read(rank: int, asked: str, function: str, *, at: Any = None) -> Mapping[str, Any] | None:
-    """The report of a rank that failed, else its answer; that of a thread in the same function, if it has one."""
+    """Return the report of a failed rank, else its answer, preferably from a thread in the same function."""
     store = default_store() if at is None else at
     assert store is not None
     note, answer = (

@@ -46,7 +46,7 @@ class Stream(NamedTuple):
 
     Attributes:
         x: activations (`[B, T, D]`); with `sequence`, this rank's part of T.
-        positions: of the tokens (int64[B, T]) where they are not those of one whole sequence.
+        positions: positions of the tokens (int64[B, T]), if not 0 to T - 1 of one sequence.
         documents: of the tokens (int[B, T]) where several are packed.
         extra: what routers have added to the loss of these tokens (0-d), if any do.
         cache: of the block that comes next, where tokens are generated; see `models.cache`.

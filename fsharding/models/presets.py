@@ -130,7 +130,7 @@ def qwen2_5_72b() -> Recipe:
 def mixtral_8x7b() -> Recipe:
     """Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
 
-    The factor of the balance loss is that of Switch; its authors do not say theirs.
+    The factor of the balance loss is Switch's, since the authors do not publish theirs.
 
     Example:
         >>> config = fs.models.presets.mixtral_8x7b().config

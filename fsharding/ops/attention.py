@@ -384,7 +384,7 @@ def _ring_backward(
     lse: Tensor,
     settings: _Settings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of a block of keys and values follow it one step behind, and come home last."""
+    """Gradients of q, k and v. Gradients of a block of keys and values follow it one step behind, and return last."""
     grad = grad.contiguous()
     q = q.contiguous()
     held = [x.contiguous() for x in (k, v, documents) if x is not None]

@@ -3,10 +3,9 @@
 In: activations, a weight of two dims. Out: their product. In backward the gradient of a large weight that
 `gather_unit` has made is written by the product itself to where others read it; every other one is a fresh tensor.
 A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantized. Its gradient is
-always that of unrounded activations. One that `Precision.columnwise` names is gathered once more for the gradient of
-the activations, in blocks along the dim that this one sums.
-Guarantee: values and gradients match torch's own product, bit for bit; with a scaled kernel, its product of rounded
-activations.
+always computed from unrounded activations. One that `Precision.columnwise` names is gathered once more for the gradient
+of the activations, in blocks along the dim that this one sums. Guarantee: values and gradients match torch's own
+product, bit for bit; with a scaled kernel, its product of rounded activations.
 """
 
 from __future__ import annotations

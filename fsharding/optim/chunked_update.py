@@ -100,7 +100,7 @@ class ChunkedLeaf:
         shape: of the whole leaf.
         block: rows and columns of a block; None for one without.
         grid: the index ranges of this rank; None if it holds nothing.
-        of_scales: those of its scales.
+        of_scales: the same for its scales.
         shared: axes over which ranks have parts of one block.
         mesh: of these.
     """

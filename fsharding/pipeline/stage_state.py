@@ -269,7 +269,7 @@ def _before(do: Callable[[], object]) -> Queued:
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """Some rows of a stacked leaf, or how they are rounded; a sharding or dtype of the stack is that of its rows."""
+    """Some rows of a stacked leaf, or how they are rounded; rows have the stack's sharding and dtype."""
     if isinstance(x, Rounding):
         return x.of_rows(start, stop)
     if not isinstance(x, DTensor):

@@ -501,7 +501,7 @@ def _strategy(strategy: Strategy | StrategyName) -> Strategy:
 def check_fit(
     layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
 ) -> None:
-    """Refuses values that are not those of a layout: what does not fit would be cut off, or left as garbage.
+    """Raise if values do not match a layout: they would be truncated, or leave uninitialized memory.
 
     Args:
         layout: that they should be in.

@@ -368,7 +368,7 @@ class Local:
     Attributes:
         value: this rank's part, a plain tensor.
         sharding: what part it is.
-        shape: the global shape; along the axes of `slices` that of the slice that this rank has.
+        shape: the global shape; along the axes of `slices`, the shape of this rank's slice.
         slices: axes along which ranks have other slices of the leaf, since its sharding at rest has an assignment: the
             layers of a pipeline stage, or a share of each part of a `Fused` dim.
 

@@ -231,7 +231,7 @@ class HostPair:
     memory: they show what is right, and what bytes cost the processor, not what a network costs.
 
     Args:
-        shared: directories below /tmp that both see; those of Python, of this package, and the current one are.
+        shared: directories below /tmp that both see; Python's, this package's and the current one always are.
         mtu: bytes of a frame of the cable.
 
     Attributes:

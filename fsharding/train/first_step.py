@@ -76,7 +76,7 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
 
 
 def _kind_of(x: Any) -> str:
-    """Dtype and shape of a leaf; of one with an assignment, whose shape is that of the stage, its dtype."""
+    """Return dtype and shape of a leaf; only the dtype if it has an assignment, since its shape is the stage's."""
     if not isinstance(x, Tensor):
         return type(x).__name__
     return str(x.dtype) if isinstance(x, DTensor) and hides_owners(x) else kind_text(x)

@@ -168,7 +168,7 @@ def shard(values: Tree, layout: Any) -> Tree:
         DTensors in new memory, in the dtype of the values.
 
     Raises:
-        LayoutError: shapes that are not those of the layout, or leaves that are cut already; all of them are listed.
+        LayoutError: shapes that differ from the layout's, or leaves that are sharded already; all of them are listed.
         TreeError: the trees do not match.
 
     Example:

@@ -300,7 +300,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
 
     Raises:
-        LayoutError: shapes or dtypes that are not those of the layout; all such leaves are listed.
+        LayoutError: shapes or dtypes that differ from the layout's; all such leaves are listed.
         TreeError: another tree.
     """
 

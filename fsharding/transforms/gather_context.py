@@ -611,7 +611,7 @@ def without_context() -> AbstractContextManager[None]:
 
 
 def current_context() -> GatherContext | None:
-    """That of the innermost `value_and_grad` whose forward is running; None outside, and under torch.func.
+    """Return the context of the innermost `value_and_grad` in its forward; None outside, and under torch.func.
 
     Raises:
         TransformError: `torch.func.linearize` runs inside of `value_and_grad`.

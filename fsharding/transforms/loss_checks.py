@@ -260,7 +260,7 @@ def _is_array(x: Any) -> bool:
 def _of_shapes(
     error: Exception, names: Sequence[str], args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:
-    """Shapes that do not go together: those of the batch, and of the weights that were gathered last."""
+    """List shapes that do not match: of the batch, and of the weights that were gathered last."""
     traced = _TRACED.search(str(error)) if type(error).__name__ == "TorchRuntimeError" else None
     if not traced and (type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error))):
         return None

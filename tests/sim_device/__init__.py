@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import traceback
 from collections.abc import Generator
@@ -26,6 +27,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from torch.utils import cpp_extension
 
 NAME, BACKEND = "sim", "simccl"
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_SECONDS = 400
 
 
 def _path() -> str:
@@ -37,6 +40,17 @@ def missing() -> str:
     """Say why the device cannot be built here; "" if it can."""
     absent = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=_path()) is None]
     return f"the simulated device needs {' and '.join(absent)}" if absent else ""
+
+
+@functools.cache
+def build() -> None:
+    """Compile the device in a process of its own, whose time no test of ranks has; this process stays without it."""
+    program = "from tests import sim_device; sim_device.start()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=BUILD_SECONDS
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stderr.strip().rpartition("\n")[2])
 
 
 @functools.cache

@@ -332,6 +332,10 @@ Lifetimes::Lifetimes(const std::vector<Tensor>& xs) {
   }
 }
 
+bool Lifetimes::are_valid() const {
+  return std::none_of(ids_.begin(), ids_.end(), [](int64_t id) { return device_memory.is_overwritten(id); });
+}
+
 void Lifetimes::check(const std::string& reader) const {
   for (size_t i = 0; i < ids_.size(); i++) {
     TORCH_CHECK(

@@ -37,6 +37,7 @@ void wait_on(int64_t stream, FlagPtr flag);
 class Lifetimes {
  public:
   explicit Lifetimes(const std::vector<at::Tensor>& xs);
+  bool are_valid() const;
   void check(const std::string& reader) const;  // raises
 
  private:

@@ -57,7 +57,7 @@ class Task:
 
     @functools.cached_property
     def weights(self) -> fs.tree.Tree:
-        """Those of `draws` as tensors on the CPU, drawn once for all contenders; each copies them."""
+        """Compute `draws` on the CPU, once for all contenders, which copy them."""
         return fs.tree.map(lambda draw: draw.tensor(), self.draws())
 
 

@@ -2,8 +2,7 @@
 
 In: a `RanksConfig`. Out: one object of rows, printed as a table or as JSON. One process is rank 1 of W in a fake
 process group: tensors and their computation are real, nothing is sent, and the results of collectives have no meaning.
-So a time is that of a rank by itself, with the copies that the fake group makes in the place of sending; these are also
-told apart.
+So a time is one rank's own, with the copies that the fake group makes instead of sending, which are also listed.
 Guarantee: contenders take turns in the same process, on the same weights cut along the same dims, with one thread.
 """
 

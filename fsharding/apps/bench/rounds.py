@@ -56,7 +56,7 @@ class Steps(NamedTuple):
 
     Attributes:
         times: milliseconds of each, on the slowest rank.
-        losses: of each, those of the warm-up before them.
+        losses: the losses of each contender, after those of its warm-up.
     """
 
     times: list[float]

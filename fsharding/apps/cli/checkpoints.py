@@ -72,7 +72,7 @@ def run_tool(config: InspectConfig | ReshardConfig | ExportConfig) -> int:
 
 
 def _checkpoints_of(path: Path) -> list[Seen]:
-    """Those of a run, the newest first; none for a path that is a checkpoint itself, or nothing of the kind."""
+    """List the checkpoints of a run, newest first; empty for a path that is a checkpoint, or no run."""
     try:
         return [] if os.path.lexists(path / MANIFEST) else survey(path) or survey(path / "ckpt")
     except OSError:

@@ -229,7 +229,7 @@ def _size(n: int) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- variables
 def _variables() -> Iterator[Finding]:
-    """Those of the environment that ranks read."""
+    """List the environment variables that ranks read."""
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES)
     for name in names:
         yield Finding(name, os.environ[name], *_trouble(name, os.environ[name]))

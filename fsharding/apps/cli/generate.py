@@ -216,7 +216,7 @@ def _text(config: GenerateConfig, notes: dict[str, Any], sizes: DecoderConfig, p
 class _Shown:
     """Prints text as its tokens come: half a character waits for its other half.
 
-    `printed` characters of `text` are on the screen; `text` is that of `tokens`, without the one that ends it.
+    `printed` characters of `text` are on the screen; `text` is decoded from `tokens`, without the end token.
     """
 
     codec: Codec

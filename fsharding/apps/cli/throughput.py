@@ -55,7 +55,7 @@ def flops_per_token(config: DecoderConfig, leaves: Iterable[_Leaf], seq: int) ->
     that a token meets: of the experts those that are active, of the embedding table nothing unless it is the head as
     well. In the second term, H heads of size Q in L layers meet T tokens, without a discount for the causal mask; where
     queries and values have sizes of their own, 12 Q is `6 (Q_query + Q_value)`. What remat computes again is not
-    counted: the utilization is that of the model, not of the hardware.
+    counted: this is model utilization, not hardware utilization.
 
     Args:
         leaves: all of its parameters, with their global shapes.

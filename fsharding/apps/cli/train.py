@@ -243,7 +243,7 @@ _TOLD_CHANGES = (
     "lr", "decay_steps", "clip", "dtype", "batch", "seq", "seed", "microbatches", "strategy", "mesh", "schedule",
     "attention", "policy", "swap_at",
 )  # fmt: skip
-"""Options that may differ from those of the run that is resumed, and change its numbers, memory or speed."""
+"""Options that may change when a run is resumed, and that affect its numbers, memory or speed."""
 
 
 def _changes(config: TrainConfig, path: Path) -> list[str]:
@@ -279,7 +279,7 @@ class _Pace:
         self._began: float | None = None
 
     def begin(self) -> None:
-        """A step begins; the time since the last one, of all that is not a save, is that of a step."""
+        """Begin a step; the time since the last one, without saves, is its duration."""
         now = time.perf_counter()
         if self._began is not None:
             self._step = max(self._step, now - self._began)
@@ -402,7 +402,7 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
 
 
 def _save(config: TrainConfig, state: TrainState, data: Tokens | Packed, batches: int) -> None:
-    """Saves under the number of batches seen, which is that of updates but for those that a loss scale skipped."""
+    """Save under the number of batches seen: the number of updates, and of steps that a loss scale skipped."""
     options = {k: str(v) for k, v in asdict(config).items()}
     extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": options}
     keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False, data=_position(data))

@@ -101,7 +101,7 @@ class Pipes:
         """The note with a number of each other member, once.
 
         Args:
-            channel: whose notes are counted apart from those of others.
+            channel: notes are counted separately for each channel.
             number: as `send` gave it; all send the same number of notes.
             timeout: how long to wait for all of them.
 

@@ -135,7 +135,7 @@ def can_share(group: Group, *, asked: bool = False) -> Offer:
 
 
 def _channel(group: Group) -> _Channel:
-    """That of a group for which `can_share` is true."""
+    """Return the channel of a group for which `can_share` is true."""
     assert group.process_group is not None
     channel = _channels[group.process_group][group.ranks, group.transport == "shared_memory"]
     assert isinstance(channel, _Channel)
@@ -241,7 +241,7 @@ class _Notes:
         self._received: Mapping[int, tuple[int, ...]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Those of the others.
+        """Return the notes of the other members.
 
         Raises:
             RuntimeError: a member is gone, or the timeout is over (by default the group's).

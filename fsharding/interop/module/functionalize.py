@@ -123,7 +123,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
 
     @named("fs.functionalize")
     def init(self, key: Tensor) -> Tree:
-        """First values, for `init_state`: those of the module's tensors; those on the meta device are drawn.
+        """First values for `init_state`: the module's own; parameters on the meta device are drawn.
 
         Each rank takes its own slices. A parameter on the meta device is drawn whole, with all others of its submodule,
         and then cut; so the memory on top of the state is one submodule. After `init_state` the module may be moved to
@@ -218,7 +218,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             buffers: `state.buffers`, for a module whose forward writes some.
 
         Returns:
-            Every name of every parameter, those of blocks as views of their stacks; and the buffers that a state dict
+            Every name of every parameter, blocks as views of their stacks; and the buffers that a state dict
             of the module has.
 
         Raises:

@@ -19,7 +19,7 @@ from tests import sim_device
 from tests.helpers import full
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(500),
     pytest.mark.skipif(bool(sim_device.missing()), reason=sim_device.missing() or "there is a compiler"),
 ]
 
@@ -32,6 +32,7 @@ STRATEGIES = ("zero0", "zero1", "zero2", "zero3")
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n} ranks")
 def pool(request):
     """Ranks of their own: the device stays the accelerator of a process until it ends."""
+    sim_device.build()
     with RankPool(request.param) as ranks:
         yield ranks
 
@@ -101,19 +102,39 @@ def test_a_step_reads_nothing(pool, strategy):
         assert pool.run(read, strategy, precision) == [[]] * pool.size
 
 
-def without_waits(strategy, seed):
-    """A run in which no stream waits for events of another."""
+def without(kind, strategy, seed):
+    """A run in which no stream waits for events of a kind: its losses and parameters, or its error; and all kinds."""
     sim_device.join()
-    with patch.object(DeviceStreams, "wait", lambda self, event: None):
-        return trained(sim_device.NAME, strategy, seed=seed, steps=2)
+    kinds, record, wait = {}, DeviceStreams.record, DeviceStreams.wait
+
+    def noted(self, of):
+        event = record(self, of)
+        kinds[event] = of
+        return event
+
+    def unless(self, event):
+        if kinds.get(event) != kind:
+            wait(self, event)
+
+    try:
+        with patch.multiple(DeviceStreams, record=noted, wait=unless):
+            result = trained(sim_device.NAME, strategy, seed=seed, steps=2, microbatches=2)
+    except (RuntimeError, fs.errors.FshardingError) as error:
+        result = str(error)
+    with contextlib.suppress(RuntimeError):
+        torch.accelerator.synchronize()
+    return result, sorted({*kinds.values()})
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_waits_that_are_missing_are_seen(strategy):
-    """Numbers change, or a task comes too late for its memory, whose error says so."""
+@pytest.mark.parametrize("kind", ["begun", "gathered", "free", "filled"])
+def test_waits_that_are_missing_are_seen(kind):
+    """All waits of a kind are left out: numbers change, or a task comes too late for its memory and says so."""
+    sim_device.build()
     with RankPool(2) as pool:
-        right = pool.run(trained, sim_device.NAME, strategy, steps=2)
-        found = pool.attempt(without_waits, strategy, 3)
-    assert not all(
-        isinstance(reply, tuple) and same(reply, one) for reply, one in zip(found.values(), right, strict=True)
-    )
+        [(right, kinds), (other, _)] = pool.run(without, None, "zero3", 1)
+        assert kind in kinds
+        for seed in range(1, 9):
+            found = [result for result, _ in pool.run(without, kind, "zero3", seed)]
+            if not all(isinstance(x, tuple) and same(x, y) for x, y in zip(found, (right, other), strict=True)):
+                return
+    raise AssertionError(f"no run without the waits for {kind!r} differs")

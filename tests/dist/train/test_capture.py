@@ -314,7 +314,9 @@ def on_fake_device():
         print(refusal(fs.testing.assert_capturable, step, state, {"x": torch.ones(2, 4, device=sim_device.NAME)}))
 
 
+@pytest.mark.timeout(600)
 def test_no_step_takes_tensors_of_the_host_to_the_device():
+    sim_device.build()
     command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import on_fake_device; on_fake_device()"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert ended.returncode == 0, ended.stderr

@@ -30,7 +30,7 @@ from tests.helpers import full
 from tests.models import EXPERTS, MESHES, MODELS
 from tests.training import optimizer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(700)
 
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**8))
 STRATEGIES = {
@@ -129,6 +129,7 @@ def main():
 
 
 def on_fake_ranks(runs, timeout=300):
+    sim_device.build()
     command = [sys.executable, "-W", "error", "-c", f"from {__name__} import main; main()"]
     ended = subprocess.run(command, input=pickle.dumps(runs), capture_output=True, timeout=timeout)
     assert ended.returncode == 0, ended.stderr.decode()
