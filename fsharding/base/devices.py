@@ -43,7 +43,7 @@ def missing_parts(device_type: str, ranks: int) -> list[str]:
     for name, ask in wanted.items():
         try:
             ask()
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, ValueError) as error:
             found.append(f"{name}: {str(error).partition(chr(10))[0]}")
     if ranks > 1 and not backend_for(device_type):
         found.append("a collective backend: none is registered, see torch.distributed.Backend.register_backend")
