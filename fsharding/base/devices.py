@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 __all__ = [
     "accelerator", "backend_for", "current_stream", "device_count", "is_capturing", "is_here", "missing_parts",
-    "name_of", "new_event", "new_stream", "on_stream", "peak_memory", "set_device", "synchronize",
+    "name_of", "new_event", "new_stream", "on_stream", "peak_memory", "records_graphs", "set_device", "synchronize",
 ]  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def name_of(device_type: str) -> str:
 
 def synchronize() -> None:
     """Wait for everything that this process has given its accelerator, if it has used one."""
-    module = torch.get_device_module(accelerator())
-    if accelerator() != "cpu" and getattr(module, "is_initialized", lambda: True)():
+    here = accelerator()
+    if here != "cpu" and getattr(torch.get_device_module(here), "is_initialized", lambda: True)():
         torch.accelerator.synchronize()
 
 
@@ -110,6 +110,11 @@ def on_stream(stream: torch.Stream | None) -> Generator[None]:
         yield
     finally:
         torch.accelerator.set_stream(before)
+
+
+def records_graphs(device_type: str) -> bool:
+    """Whether torch can record what a type of device is given as a graph, and run it again."""
+    return hasattr(torch.get_device_module(device_type), "graph")
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -300,7 +300,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     """
     _check(step, state)
     device = _device(state)
-    if not hasattr(torch.get_device_module(device), "graph"):
+    if not devices.records_graphs(device.type):
         rule = f"needs a device that records graphs, such as CUDA; this state is on {device.type}."
         mend = (
             "There are no graphs elsewhere: call the step itself. fs.testing.assert_capturable(step, state, batch) says"

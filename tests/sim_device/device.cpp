@@ -29,17 +29,12 @@ namespace {
 
 using at::Tensor;
 using c10::IValue;
-using Clock = std::chrono::steady_clock;
 
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(SIM, 0);
 
 // ------------------------------------------------------------------------------------------------------------- settings
 std::atomic<int> delay_limit{0};    // microseconds: each operator waits a random time below it
-std::atomic<unsigned> delay_seed{1};
-std::atomic<long> host_reads{0}, operators{0};
-std::mutex names_mutex;
-std::unordered_map<std::string, long> blocking;  // operators that had to wait for their stream, by name
 
 // Called with the name of each host read, in the thread that reads; see `HostReads` in Python.
 struct OnRead {
@@ -47,7 +42,6 @@ struct OnRead {
 } on_read;
 
 void note_read(const std::string& name) {
-  host_reads++;
   if (on_read.call != nullptr) {
     py::gil_scoped_acquire gil;
     PyObject* result = PyObject_CallFunction(on_read.call, "s", name.c_str());
@@ -57,17 +51,6 @@ void note_read(const std::string& name) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- streams
-struct Span {
-  int64_t stream;
-  std::string name;
-  double begin, end;  // seconds
-};
-std::mutex spans_mutex;
-std::vector<Span> spans;
-std::atomic<bool> keeps_spans{false};
-
-double seconds() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
-
 class Worker {
  public:
   explicit Worker(int64_t id) : id_(id), random_(static_cast<unsigned>(id + 1)) {
@@ -122,16 +105,11 @@ class Worker {
         if (const int limit = delay_limit) delay = static_cast<int>(random_() % static_cast<unsigned>(limit));
       }
       if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-      const double begin = keeps_spans ? seconds() : 0;
       try {
         next.second();
       } catch (const std::exception& error) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (error_.empty()) error_ = next.first + ": " + error.what();
-      }
-      if (keeps_spans) {
-        std::lock_guard<std::mutex> lock(spans_mutex);
-        spans.push_back({id_, next.first, begin, seconds()});
       }
       next.second = nullptr;
       {
@@ -525,17 +503,24 @@ bool results_in_arguments(const c10::FunctionSchema& schema, const std::vector<I
   return true;
 }
 
-// New tensors of the shapes that the Meta kernel gives; false if it cannot tell.
-bool results_of_meta(const c10::OperatorHandle& op, const std::vector<IValue>& args, std::vector<IValue>& results) {
+// What the Meta kernel returns, whose shapes the results will have; nothing if it cannot tell.
+std::optional<torch::jit::Stack> run_on_meta(const c10::OperatorHandle& op, const std::vector<IValue>& args) {
   torch::jit::Stack stack;
   for (const auto& arg : args) stack.push_back(with_tensors(arg, c10::Device(at::kMeta), on_meta));
   try {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   } catch (const std::exception&) {
-    return false;
+    return std::nullopt;
   }
-  for (const auto& value : stack) {
+  return stack;
+}
+
+// New tensors of the shapes that the Meta kernel gives; false if it cannot tell.
+bool results_of_meta(const c10::OperatorHandle& op, const std::vector<IValue>& args, std::vector<IValue>& results) {
+  const auto stack = run_on_meta(op, args);
+  if (!stack) return false;
+  for (const auto& value : *stack) {
     if (!value.isTensor() && !value.isTensorList()) return false;
     results.push_back(with_tensors(value, DEVICE, like));
   }
@@ -544,27 +529,16 @@ bool results_of_meta(const c10::OperatorHandle& op, const std::vector<IValue>& a
 
 // `out=` arguments of another size are resized before the kernel is queued.
 void resize_outputs(const c10::OperatorHandle& op, const std::vector<IValue>& args, const std::vector<IValue>& results) {
-  torch::jit::Stack stack;
-  for (const auto& arg : args) stack.push_back(with_tensors(arg, c10::Device(at::kMeta), on_meta));
-  try {
-    at::AutoDispatchBelowADInplaceOrView below;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-  } catch (const std::exception&) {
-    return;
-  }
-  for (size_t i = 0; i < results.size() && i < stack.size(); i++) {
-    if (!results[i].isTensor() || !stack[i].isTensor()) continue;
-    const Tensor result = results[i].toTensor(), wanted = stack[i].toTensor();
+  const auto stack = run_on_meta(op, args);
+  for (size_t i = 0; stack && i < results.size() && i < stack->size(); i++) {
+    if (!results[i].isTensor() || !(*stack)[i].isTensor()) continue;
+    const Tensor result = results[i].toTensor(), wanted = (*stack)[i].toTensor();
     if (result.sizes() != wanted.sizes()) at::native::resize_(result, wanted.sizes());
   }
 }
 
 // An operator whose results depend on values waits for its stream, as it does on a real device.
 void run_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args, const Args& cpu, torch::jit::Stack* stack) {
-  {
-    std::lock_guard<std::mutex> lock(names_mutex);
-    blocking[op.schema().name()]++;
-  }
   note_read(op.schema().name());
   worker(current).drain();
   for (const auto& value : run_on_cpu(op, *cpu)) {
@@ -580,7 +554,6 @@ void run_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args,
 }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  operators++;
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const std::vector<IValue> args(stack->end() - static_cast<long>(count), stack->end());
@@ -731,18 +704,6 @@ void use_kernels_of_cpu() {
   }
 }
 
-// A Python function as a task of the current stream, such as a collective of gloo.
-void enqueue(const std::string& name, py::function function) {
-  auto kept = std::shared_ptr<py::function>(new py::function(std::move(function)), [](py::function* f) {
-    py::gil_scoped_acquire gil;
-    delete f;
-  });
-  worker(current).push(name, [kept] {
-    py::gil_scoped_acquire gil;
-    (*kept)();
-  });
-}
-
 }  // namespace
 
 void add_backend(py::module_& m);  // backend.cpp
@@ -758,19 +719,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     use_kernels_of_cpu();
   });
   m.def("synchronize", &synchronize, py::call_guard<py::gil_scoped_release>());
-  m.def("enqueue", &enqueue);
-  m.def("on_cpu", &on_cpu);
   m.def("delay", [](int limit, unsigned seed) {
     delay_limit = limit;
-    delay_seed = seed;
     std::lock_guard<std::mutex> lock(workers_mutex);
     for (auto* w : workers) w->seed(seed);
-  });
-  m.def("reads", [] { return host_reads.load(); });
-  m.def("operators", [] { return operators.load(); });
-  m.def("blocking", [] {
-    std::lock_guard<std::mutex> lock(names_mutex);
-    return blocking;
   });
   m.def("on_read", [](py::object call) {
     Py_XDECREF(on_read.call);
@@ -779,15 +731,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory", [] { return std::make_pair(device_memory.live, device_memory.peak); });
   m.def("reset_peak", [] { device_memory.peak = device_memory.live; });
   m.def("limit", [](size_t bytes) { device_memory.limit = bytes; });
-  m.def("keep_spans", [](bool keep) {
-    std::lock_guard<std::mutex> lock(spans_mutex);
-    spans.clear();
-    keeps_spans = keep;
-  });
-  m.def("spans", [] {
-    std::vector<std::tuple<int64_t, std::string, double, double>> found;
-    std::lock_guard<std::mutex> lock(spans_mutex);
-    for (const auto& s : spans) found.emplace_back(s.stream, s.name, s.begin, s.end);
-    return found;
-  });
 }

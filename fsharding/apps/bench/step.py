@@ -113,7 +113,7 @@ def check(config: StepConfig, command: str) -> None:
     wrong = [f"{name}: {n}" for name in ("batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1]
     wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in OURS]
     wrong += [f"{name}: its package is not installed" for name in config.contenders if name in PEERS and missing(name)]
-    without = not hasattr(torch.get_device_module(devices.accelerator()), "graph")
+    without = not devices.records_graphs(devices.accelerator())
     wrong += [
         f"{name}: needs a device that records graphs, such as CUDA"
         for name in config.contenders

@@ -80,7 +80,7 @@ def test_delays_change_no_bit(pool, strategy, seeds):
 
 
 def read(strategy, precision):
-    """The host reads of the second step, and its traffic."""
+    """The host reads of the second step, each with the line that made it."""
     sim_device.join()
     model, mesh, opt = fs.models.decoder(CONFIG), fs.make_mesh(device=sim_device.NAME, dp=-1), fs.adamw(1e-2)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt)
