@@ -9,6 +9,7 @@ was taken, and may be what that queue takes next, as torch's allocator for CUDA 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -209,7 +210,7 @@ def violations(rows: Iterable[Row]) -> list[str]:
     """Operations that a device may do too early, in words: reads before writes, and writes before reads."""
     clocks: dict[str, Clock] = {}
     events: dict[int, Clock] = {}
-    memory: dict[int, _Memory] = {}
+    memory: dict[int, _Memory] = defaultdict(lambda: _Memory("", {}))
     free: dict[str, Clock] = {}
     found: list[str] = []
     for row in rows:

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils import cpp_extension
 
+from tests.stream_log import COMPUTE, Row
+
 NAME, BACKEND = "sim", "simccl"
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_SECONDS = 400
@@ -64,7 +66,7 @@ def start() -> ModuleType:
     folder = Path(__file__).parent
     texts = b"".join(file.read_bytes() for file in sorted(folder.glob("*.*")))
     known = hashlib.sha256(torch.__version__.encode() + texts).hexdigest()[:12]
-    sources = [str(folder / name) for name in ("device.cpp", "backend.cpp")]
+    sources = [str(folder / name) for name in ("streams.cpp", "device.cpp", "backend.cpp")]
     flags = ["-O1", "-w", "-DUSE_DISTRIBUTED"]
     try:
         extension = cpp_extension.load(f"fsharding_sim_{known}", sources, extra_cflags=flags)
@@ -73,6 +75,7 @@ def start() -> ModuleType:
         raise RuntimeError(lines[0] if lines else str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
     extension.register_hooks()
+    extension.register_graphs()
     torch._register_device_module(NAME, _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     # torch's fake ranks serve every device that is registered before the group is made.
@@ -112,6 +115,7 @@ def _device_module(extension: ModuleType) -> ModuleType:
     module.Stream, module.Event = torch.Stream, torch.Event
     module.current_stream = lambda device=None: torch.accelerator.current_stream(NAME)
     module.stream = lambda stream: stream
+    module.is_current_stream_capturing = extension.is_capturing
     module.memory_allocated = lambda device=None: extension.memory()[0]
     module.max_memory_allocated = lambda device=None: extension.memory()[1]
     module.reset_peak_memory_stats = lambda device=None: extension.reset_peak()
@@ -125,21 +129,43 @@ class HostRead(NamedTuple):
     stack: tuple[str, ...]
 
 
+class Log(NamedTuple):
+    """What happened in a `log` block; `rows` are there at its end."""
+
+    rows: list[Row]
+    reads: list[HostRead]
+
+
 @contextmanager
-def host_reads() -> Generator[list[HostRead]]:
-    """List the reads that happen inside the `with` block: operators that wait for the device."""
+def log() -> Generator[Log]:
+    """Keep a log of what the streams are given inside the `with` block, and of the host's reads of the device.
+
+    A wait is named by the line of the library that asks for it; "the collective was called" is a communicator's own.
+    """
     extension = start()
-    seen: list[HostRead] = []
+    result = Log([], [])
 
-    def note(operator: str) -> None:
-        frames = traceback.extract_stack()[:-1]
-        seen.append(HostRead(operator, tuple(f"{frame.filename}:{frame.lineno}" for frame in frames[-8:])))
+    def note(kind: str, name: str) -> str:
+        frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()[:-1]]
+        if kind == "read":
+            result.reads.append(HostRead(name, tuple(frames[-8:])))
+        return next((frame for frame in reversed(frames) if _calls_streams(frame)), "")
 
-    extension.on_read(note)
+    extension.synchronize()
+    extension.on_note(note)
+    extension.start_log(extension.blocks())
     try:
-        yield seen
+        yield result
     finally:
-        extension.on_read(None)
+        names = {0: COMPUTE} | {number: f"communicator {number}" for number in extension.communicators()}
+        rows = extension.end_log()
+        extension.on_note(None)
+        result.rows.extend(Row(names.get(row[0], f"stream {row[0]}"), *row[1:]) for row in rows)
+
+
+def _calls_streams(frame: str) -> bool:
+    """Whether a line is one of the library's that asks for a wait, not of what passes it on."""
+    return "/fsharding/" in frame and not any(name in frame for name in ("comm/streams.py", "comm/handles.py"))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class SimWork final : public Work {
 
   bool isCompleted() override { return done_->is_set(); }
   bool isSuccess() const override { return true; }
-  void synchronize() override { wait_on(current_stream(), done_); }
+  void synchronize() override { wait_on(current_stream(), done_, where()); }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
     kept_.clear();
@@ -37,49 +37,51 @@ class SimWork final : public Work {
 class SimBackend final : public c10d::Backend {
  public:
   SimBackend(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size)
-      : Backend(rank, size), gloo_(std::move(gloo)), stream_(new_stream()) {}
+      : Backend(rank, size), gloo_(std::move(gloo)), stream_(new_stream_of_communicator()) {}
 
   const std::string getBackendName() const override { return "simccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
 
   WorkPtr allreduce(Tensors& xs, const c10d::AllreduceOptions& options) override {
-    return start("all-reduce", xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->allreduce(xs, options); });
+    return start("all-reduce", xs, xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->allreduce(xs, options); });
   }
   WorkPtr broadcast(Tensors& xs, const c10d::BroadcastOptions& options) override {
-    return start("broadcast", xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->broadcast(xs, options); });
+    return start("broadcast", xs, xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->broadcast(xs, options); });
   }
   WorkPtr allgather(std::vector<Tensors>& outs, Tensors& xs, const c10d::AllgatherOptions& options) override {
     std::vector<Tensors> results;
-    for (auto& each : outs) results.push_back(host(each));
-    Tensors kept = xs;
-    for (auto& each : outs) kept.insert(kept.end(), each.begin(), each.end());
-    return start("all-gather", kept, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->allgather(results, xs, options); });
+    Tensors written;
+    for (auto& each : outs) {
+      results.push_back(host(each));
+      written.insert(written.end(), each.begin(), each.end());
+    }
+    return start("all-gather", xs, written, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->allgather(results, xs, options); });
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& x, const c10d::AllgatherOptions& options) override {
-    return start("all-gather", {out, x}, [=, gloo = gloo_, out = on_cpu(out), x = on_cpu(x)]() mutable {
+    return start("all-gather", {x}, {out}, [=, gloo = gloo_, out = on_cpu(out), x = on_cpu(x)]() mutable {
       return gloo->_allgather_base(out, x, options);
     });
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& x, const c10d::ReduceScatterOptions& options) override {
-    return start("reduce-scatter", {out, x}, [=, gloo = gloo_, out = on_cpu(out), x = on_cpu(x)]() mutable {
+    return start("reduce-scatter", {x}, {out}, [=, gloo = gloo_, out = on_cpu(out), x = on_cpu(x)]() mutable {
       return gloo->_reduce_scatter_base(out, x, options);
     });
   }
   WorkPtr alltoall_base(
       Tensor& out, Tensor& x, std::vector<int64_t>& outs, std::vector<int64_t>& ins, const c10d::AllToAllOptions& options) override {
-    return start("all-to-all", {out, x}, [=, gloo = gloo_, out = on_cpu(out), x = on_cpu(x)]() mutable {
+    return start("all-to-all", {x}, {out}, [=, gloo = gloo_, out = on_cpu(out), x = on_cpu(x)]() mutable {
       return gloo->alltoall_base(out, x, outs, ins, options);
     });
   }
   WorkPtr send(Tensors& xs, int to, int tag) override {
-    return start("send", xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->send(xs, to, tag); });
+    return start("send", xs, {}, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->send(xs, to, tag); });
   }
   WorkPtr recv(Tensors& xs, int from, int tag) override {
-    return start("receive", xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->recv(xs, from, tag); });
+    return start("receive", {}, xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->recv(xs, from, tag); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return start("barrier", {}, [=, gloo = gloo_]() { return gloo->barrier(options); });
+    return start("barrier", {}, {}, [=, gloo = gloo_]() { return gloo->barrier(options); });
   }
 
  private:
@@ -90,15 +92,11 @@ class SimBackend final : public c10d::Backend {
   }
 
   template <class F>
-  WorkPtr start(const std::string& name, const Tensors& kept, F call) {
-    wait_on(stream_, record(current_stream()));
-    // A collective that comes too late runs all the same, so that other ranks don't wait for it, and raises after that.
-    push(stream_, name, [call, name, used = Lifetimes(kept)]() mutable {
-      const bool in_time = used.are_valid();
-      call()->wait();
-      if (in_time) used.check(name);
-      TORCH_CHECK(in_time, name, " came too late for its memory, which another stream has reused: a wait is missing");
-    });
+  WorkPtr start(const std::string& name, const Tensors& reads, const Tensors& writes, F call) {
+    wait_on(stream_, record(current_stream()), "the collective was called");
+    push(stream_, name, [call]() mutable { call()->wait(); }, memory_of(reads, writes));
+    Tensors kept = reads;
+    kept.insert(kept.end(), writes.begin(), writes.end());
     return c10::make_intrusive<SimWork>(record(stream_), kept);
   }
 

@@ -3,8 +3,8 @@
 // Every stream is a worker thread with a queue. An operator returns at once: the Meta kernel gives the shapes of its
 // results, and its CPU kernel runs later, on the worker, on tensors that alias the same memory. What a device forgives
 // on most days fails here at once: a freed block is taken again by the next allocation of its size on its stream, which
-// overwrites it with 0xFF in the order of that stream; a task that comes too late for its memory raises; and each operator
-// can be delayed.
+// overwrites it with 0xFF in the order of that stream; and each operator can be delayed. While a log is kept, each task is
+// a row with the blocks of memory that it reads and writes, from which a missing wait follows without any delay.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -16,13 +16,8 @@
 
 #include "device.h"
 
-#include <chrono>
-#include <deque>
 #include <map>
-#include <random>
 #include <set>
-#include <thread>
-#include <unordered_map>
 
 namespace sim {
 namespace {
@@ -33,178 +28,12 @@ using c10::IValue;
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(SIM, 0);
 
-// ------------------------------------------------------------------------------------------------------------- settings
-std::atomic<int> delay_limit{0};    // microseconds: each operator waits a random time below it
-
-// Called with the name of each host read, in the thread that reads; see `HostReads` in Python.
-struct OnRead {
-  PyObject* call = nullptr;
-} on_read;
-
-void note_read(const std::string& name) {
-  if (on_read.call != nullptr) {
-    py::gil_scoped_acquire gil;
-    PyObject* result = PyObject_CallFunction(on_read.call, "s", name.c_str());
-    if (result == nullptr) PyErr_Clear();
-    Py_XDECREF(result);
-  }
-}
-
-// -------------------------------------------------------------------------------------------------------------- streams
-class Worker {
- public:
-  explicit Worker(int64_t id) : id_(id), random_(static_cast<unsigned>(id + 1)) {
-    std::thread([this] { run(); }).detach();
-  }
-
-  void push(std::string name, Task task) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      tasks_.push_back({std::move(name), std::move(task)});
-    }
-    ready_.notify_one();
-  }
-
-  void settle() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    idle_.wait(lock, [&] { return tasks_.empty() && !busy_; });
-  }
-
-  void drain() {
-    settle();
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!error_.empty()) {
-      std::string error;
-      std::swap(error, error_);
-      TORCH_CHECK(false, "a kernel of the simulated device failed: ", error);
-    }
-  }
-
-  bool is_idle() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return tasks_.empty() && !busy_;
-  }
-
-  void seed(unsigned seed) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    random_.seed(seed * 7919u + static_cast<unsigned>(id_));
-  }
-
- private:
-  void run() {
-    at::set_num_threads(1);
-    for (;;) {
-      std::pair<std::string, Task> next;
-      int delay = 0;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        ready_.wait(lock, [&] { return !tasks_.empty(); });
-        next = std::move(tasks_.front());
-        tasks_.pop_front();
-        busy_ = true;
-        if (const int limit = delay_limit) delay = static_cast<int>(random_() % static_cast<unsigned>(limit));
-      }
-      if (delay > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-      try {
-        next.second();
-      } catch (const std::exception& error) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (error_.empty()) error_ = next.first + ": " + error.what();
-      }
-      next.second = nullptr;
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        busy_ = false;
-      }
-      idle_.notify_all();
-    }
-  }
-
-  const int64_t id_;
-  std::mutex mutex_;
-  std::condition_variable ready_, idle_;
-  std::deque<std::pair<std::string, Task>> tasks_;
-  bool busy_ = false;
-  std::mt19937 random_;
-  std::string error_;
-};
-
-std::mutex workers_mutex;
-std::vector<Worker*> workers;  // never freed: their threads live as long as the process
-thread_local int64_t current = 0;
-
-Worker& worker(int64_t id) {
-  std::lock_guard<std::mutex> lock(workers_mutex);
-  while (static_cast<int64_t>(workers.size()) <= id) workers.push_back(new Worker(static_cast<int64_t>(workers.size())));
-  return *workers[id];
-}
-
-}  // namespace
-
-int64_t current_stream() { return current; }
-
-void push(int64_t stream, std::string name, Task task) { worker(stream).push(std::move(name), std::move(task)); }
-
-int64_t new_stream() {
-  std::unique_lock<std::mutex> lock(workers_mutex);
-  const int64_t id = std::max<int64_t>(1, static_cast<int64_t>(workers.size()));
-  lock.unlock();
-  worker(id);
-  return id;
-}
-
-void each_worker(const std::function<void(Worker&)>& act) {
-  for (size_t i = 0;; i++) {
-    Worker* next = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(workers_mutex);
-      if (i >= workers.size()) return;
-      next = workers[i];
-    }
-    act(*next);
-  }
-}
-
-void synchronize() {
-  each_worker([](Worker& w) { w.drain(); });
-}
-
-// --------------------------------------------------------------------------------------------------------------- events
-void Flag::raise() {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    set = true;
-  }
-  changed.notify_all();
-}
-
-void Flag::wait() {
-  std::unique_lock<std::mutex> lock(mutex);
-  changed.wait(lock, [&] { return set; });
-}
-
-bool Flag::is_set() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return set;
-}
-
-FlagPtr record(int64_t stream) {
-  auto flag = std::make_shared<Flag>();
-  worker(stream).push("record", [flag] { flag->raise(); });
-  return flag;
-}
-
-void wait_on(int64_t stream, FlagPtr flag) {
-  worker(stream).push("wait", [flag = std::move(flag)] { flag->wait(); });
-}
-
-namespace {
-
 // --------------------------------------------------------------------------------------------------------------- memory
 struct Block {
   void* data;
   size_t size;
   int64_t stream;
+  int64_t graph;              // memory that a graph took is the graph's alone, 0 outside
   int64_t id;                 // no other block ever has it
   std::set<int64_t> readers;  // streams of `record_stream`
 };
@@ -213,43 +42,36 @@ class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const size_t size = std::max<size_t>(512, (bytes + 511) / 512 * 512);
-    void* data = nullptr;
-    int64_t before = -1;
+    const int64_t stream = current_stream();
+    auto* block = new Block{nullptr, size, stream, graph_of(stream), 0, {}};
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (limit > 0 && live + size > limit) {
+        delete block;
         TORCH_CHECK_WITH(
             OutOfMemoryError, false, "the simulated device has ", limit - live, " of ", limit, " bytes left, wanted ", size);
       }
-      auto& free = free_[current];
+      auto& free = free_[{stream, block->graph}];
       if (auto found = free.find(size); found != free.end()) {
-        std::tie(data, before) = found->second;
+        block->data = found->second;
         free.erase(found);
+      } else {
+        block->data = aligned_alloc(512, size);
       }
+      block->id = next_++;
+      blocks_[block->data] = block;
       live += size;
       peak = std::max(peak, live);
     }
-    if (data == nullptr) data = aligned_alloc(512, size);
-    worker(current).push("poison", [this, data, size, before] {
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        overwritten_.insert(before);
-      }
-      std::memset(data, 0xFF, size);
-    });
-    auto* block = new Block{data, size, current, 0, {}};
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      block->id = next_++;
-      blocks_[data] = block;
-    }
-    return {data, block, &release, DEVICE};
+    note({stream, "take", "", {{}, {block->id}}});
+    push(stream, "poison", [data = block->data, size] { std::memset(data, 0xFF, size); }, {{}, {block->id}});
+    return {block->data, block, &release, DEVICE};
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    worker(current).push("copy", [=] { std::memcpy(to, from, bytes); });
+    push(current_stream(), "copy", [=] { std::memcpy(to, from, bytes); });
   }
 
   void record_stream(void* data, int64_t stream) {
@@ -266,9 +88,12 @@ class Allocator final : public c10::Allocator {
     return static_cast<const char*>(data) < static_cast<char*>(block->data) + block->size ? block->id : -1;
   }
 
-  bool is_overwritten(int64_t id) {
+  // The stream and the number of each block.
+  std::vector<std::pair<int64_t, int64_t>> blocks() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return overwritten_.count(id) > 0;
+    std::vector<std::pair<int64_t, int64_t>> result;
+    for (const auto& [data, block] : blocks_) result.emplace_back(block->stream, block->id);
+    return result;
   }
 
   size_t limit = 0, live = 0, peak = 0;
@@ -277,9 +102,8 @@ class Allocator final : public c10::Allocator {
   static void release(void* context);
 
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::multimap<size_t, std::pair<void*, int64_t>>> free_;
+  std::map<std::pair<int64_t, int64_t>, std::multimap<size_t, void*>> free_;  // by stream and graph
   std::map<void*, Block*> blocks_;
-  std::set<int64_t> overwritten_;
   int64_t next_ = 0;
 };
 
@@ -288,38 +112,30 @@ Allocator device_memory;
 void Allocator::release(void* context) {
   auto* block = static_cast<Block*>(context);
   for (const int64_t reader : block->readers) {
-    if (reader != block->stream) wait_on(block->stream, record(reader));
+    if (reader != block->stream) wait_on(block->stream, record(reader), "record_stream");
   }
-  void* data = block->data;
-  const size_t size = block->size;
+  note({block->stream, "free", "", {{}, {block->id}}});
   std::lock_guard<std::mutex> lock(device_memory.mutex_);
-  device_memory.blocks_.erase(data);
-  device_memory.free_[block->stream].emplace(size, std::make_pair(data, block->id));
-  device_memory.live -= size;
+  device_memory.blocks_.erase(block->data);
+  device_memory.free_[{block->stream, block->graph}].emplace(block->size, block->data);
+  device_memory.live -= block->size;
   delete block;
 }
 REGISTER_ALLOCATOR(SIM, &device_memory);
 
 }  // namespace
 
-Lifetimes::Lifetimes(const std::vector<Tensor>& xs) {
-  for (const auto& x : xs) {
-    if (!x.defined() || x.device().type() != SIM || x.numel() == 0) continue;
-    ids_.push_back(device_memory.block_at(x.mutable_data_ptr()));
-    shapes_.push_back(c10::str(x.sizes()));
-  }
-}
-
-bool Lifetimes::are_valid() const {
-  return std::none_of(ids_.begin(), ids_.end(), [](int64_t id) { return device_memory.is_overwritten(id); });
-}
-
-void Lifetimes::check(const std::string& reader) const {
-  for (size_t i = 0; i < ids_.size(); i++) {
-    TORCH_CHECK(
-        !device_memory.is_overwritten(ids_[i]), reader, " uses a tensor ", shapes_[i],
-        " that was freed, and whose memory another stream has reused before: a wait is missing");
-  }
+Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& writes) {
+  Memory result;
+  if (!is_logging()) return result;
+  const auto list = [](const std::vector<Tensor>& xs, std::vector<int64_t>& ids) {
+    for (const auto& x : xs) {
+      if (x.defined() && x.device().type() == SIM && x.numel() > 0) ids.push_back(device_memory.block_at(x.mutable_data_ptr()));
+    }
+  };
+  list(reads, result.reads);
+  list(writes, result.writes);
+  return result;
 }
 
 namespace {
@@ -358,7 +174,7 @@ void PinnedAllocator::release(void* data) {
     std::lock_guard<std::mutex> lock(pinned_memory.mutex_);
     pinned_memory.ranges_.erase(data);
   }
-  each_worker([](Worker& w) { w.settle(); });  // a copy may still read or write it
+  settle();  // a copy may still read or write it
   free(data);
 }
 
@@ -373,17 +189,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
 
-  c10::Stream getStream(c10::Device) const override { return stream(current); }
+  c10::Stream getStream(c10::Device) const override { return stream(current_stream()); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(new_stream()); }
   c10::Stream getNewStream(c10::Device, int) const override { return stream(new_stream()); }
-  c10::Stream exchangeStream(c10::Stream next) const override {
-    const int64_t before = current;
-    current = next.id();
-    return stream(before);
-  }
-  bool queryStream(const c10::Stream& s) const override { return worker(s.id()).is_idle(); }
-  void synchronizeStream(const c10::Stream& s) const override { worker(s.id()).drain(); }
+  c10::Stream exchangeStream(c10::Stream next) const override { return stream(exchange_stream(next.id())); }
+  bool queryStream(const c10::Stream& s) const override { return is_idle(s.id()); }
+  void synchronizeStream(const c10::Stream& s) const override { drain(s.id()); }
   void synchronizeDevice(c10::DeviceIndex) const override { synchronize(); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
     device_memory.record_stream(data.get(), s.id());
@@ -394,7 +206,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *static_cast<FlagPtr*>(*event) = sim::record(s.id());
   }
   void block(void* event, const c10::Stream& s) const override {
-    if (event != nullptr) wait_on(s.id(), *static_cast<FlagPtr*>(event));
+    if (event != nullptr) wait_on(s.id(), *static_cast<FlagPtr*>(event), where());
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
@@ -423,7 +235,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     const void* from = storage.data();
     void* to = data.get();
     if (const size_t kept = std::min(bytes, storage.nbytes())) {
-      worker(current).push("resize", [=] { std::memcpy(to, from, kept); });
+      push(current_stream(), "resize", [=] { std::memcpy(to, from, kept); });
     }
     storage.unsafeGetStorageImpl()->set_data_ptr(std::move(data));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
@@ -540,7 +352,7 @@ void resize_outputs(const c10::OperatorHandle& op, const std::vector<IValue>& ar
 // An operator whose results depend on values waits for its stream, as it does on a real device.
 void run_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args, const Args& cpu, torch::jit::Stack* stack) {
   note_read(op.schema().name());
-  worker(current).drain();
+  drain(current_stream());
   for (const auto& value : run_on_cpu(op, *cpu)) {
     stack->push_back(with_tensors(value, DEVICE, [&](const Tensor& x) {
       for (const auto& arg : args) {
@@ -574,22 +386,24 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto& arg : args) cpu->push_back(with_tensors(arg, c10::Device(at::kCPU), on_cpu));
   if (!queued) return run_at_once(op, args, cpu, stack);
 
-  std::vector<Tensor> used;
-  for (const std::vector<IValue>* values : std::vector<const std::vector<IValue>*>{&args, &results}) {
-    for (const auto& value : *values) {
-      with_tensors(value, DEVICE, [&](const Tensor& x) { used.push_back(x); return x; });
-    }
+  std::vector<Tensor> reads, written;
+  for (size_t i = 0; i < args.size(); i++) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    auto& used = alias != nullptr && alias->isWrite() ? written : reads;
+    with_tensors(args[i], DEVICE, [&](const Tensor& x) { used.push_back(x); return x; });
   }
-  const Lifetimes lifetimes(used);
+  for (const auto& result : results) {
+    with_tensors(result, DEVICE, [&](const Tensor& x) { written.push_back(x); return x; });
+  }
   std::vector<IValue> targets;
   if (!writes) {
     for (const auto& result : results) targets.push_back(with_tensors(result, c10::Device(at::kCPU), on_cpu));
   }
-  worker(current).push(schema.name(), [op, cpu, targets, lifetimes] {
-    lifetimes.check(op.schema().name());
+  const auto task = [op, cpu, targets] {
     auto values = run_on_cpu(op, *cpu);
     copy_results(targets, values);
-  });
+  };
+  push(current_stream(), schema.name(), task, memory_of(reads, written));
   for (auto& result : results) stack->push_back(result);
 }
 
@@ -621,21 +435,18 @@ Tensor reshape_alias(const Tensor& x, c10::SymIntArrayRef sizes, c10::SymIntArra
 Tensor view(const Tensor& x, c10::SymIntArrayRef sizes) { return at::native::view(x, C10_AS_INTARRAYREF_SLOW(sizes)); }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  if (is_sim(from) && !is_sim(to)) {
-    if (non_blocking && pinned_memory.holds(to.data_ptr())) {
-      worker(current).push("copy to host", [a = on_cpu(from), b = to]() mutable { b.copy_(a); });
-    } else {
-      note_read("copy to host");
-      worker(current).drain();
-      const_cast<Tensor&>(to).copy_(on_cpu(from));
-    }
+  const bool to_host = is_sim(from) && !is_sim(to);
+  if (to_host && !(non_blocking && pinned_memory.holds(to.data_ptr()))) {
+    note_read("copy to host");
+    drain(current_stream());
+    const_cast<Tensor&>(to).copy_(on_cpu(from));
     return to;
   }
   // Pageable memory may change after the call; pinned memory is read when the copy runs.
   const bool keeps = is_sim(from) || pinned_memory.holds(from.data_ptr());
-  worker(current).push(is_sim(from) ? "copy" : "copy to device", [a = keeps ? on_cpu(from) : from.clone(), b = on_cpu(to)]() mutable {
-    b.copy_(a);
-  });
+  TORCH_CHECK(keeps || graph_of(current_stream()) == 0, "a graph records a copy from pageable memory of the host");
+  const auto task = [a = keeps ? on_cpu(from) : from.clone(), b = on_cpu(to)]() mutable { b.copy_(a); };
+  push(current_stream(), "copy", task, memory_of({from}, {to}));
   return to;
 }
 
@@ -646,7 +457,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 at::Scalar local_scalar(const Tensor& x) {
   note_read("aten::_local_scalar_dense");
-  worker(current).drain();
+  drain(current_stream());
   return at::_local_scalar_dense(on_cpu(x));
 }
 
@@ -706,29 +517,19 @@ void use_kernels_of_cpu() {
 
 }  // namespace
 
-void add_backend(py::module_& m);  // backend.cpp
-
 }  // namespace sim
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace sim;
+  add_streams(m);
   add_backend(m);
   m.def("register_hooks", [] {
     static Hooks hooks;
     at::RegisterPrivateUse1HooksInterface(&hooks);
     use_kernels_of_cpu();
   });
-  m.def("synchronize", &synchronize, py::call_guard<py::gil_scoped_release>());
-  m.def("delay", [](int limit, unsigned seed) {
-    delay_limit = limit;
-    std::lock_guard<std::mutex> lock(workers_mutex);
-    for (auto* w : workers) w->seed(seed);
-  });
-  m.def("on_read", [](py::object call) {
-    Py_XDECREF(on_read.call);
-    on_read.call = call.is_none() ? nullptr : call.release().ptr();
-  });
   m.def("memory", [] { return std::make_pair(device_memory.live, device_memory.peak); });
   m.def("reset_peak", [] { device_memory.peak = device_memory.live; });
+  m.def("blocks", [] { return device_memory.blocks(); });
   m.def("limit", [](size_t bytes) { device_memory.limit = bytes; });
 }

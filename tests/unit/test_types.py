@@ -25,7 +25,7 @@ mesh = fs.make_mesh(dp=-1, tp=2, device="cpu", transport="native")
 fs.make_mesh(data=2)  # wrong
 fs.make_mesh(2)  # wrong
 fs.make_mesh(dp="2")  # wrong
-fs.make_mesh(dp=1, device="gpu")  # wrong
+fs.make_mesh(dp=1, device=0)  # wrong
 fs.make_mesh(dp=1, timeout=5)  # wrong
 fs.make_mesh(dp=1, transport="rdma")  # wrong
 fs.AxisRules(mlp="tp", embed=("dp", "ep"))
