@@ -40,8 +40,8 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import NO_SHARD, Strategy
 from fsharding.testing import device_mesh, strategies
 from fsharding.train.foresight import expected_traffic
-from fsharding.train.state import init_state
-from fsharding.train.step import make_train_step
+from fsharding.train.state import TrainState, init_state
+from fsharding.train.step import TrainStep, make_train_step
 from fsharding.transforms import policies
 from fsharding.transforms.policies import POLICIES
 
@@ -188,6 +188,17 @@ class DecoderCase:
         batch = {"tokens": tokens, "targets": tokens}
         return expected_traffic(self.model, self.optimizer, layout, batch, coord=coord, **self.options)
 
+    def start(self, mesh: Mesh, **options: Any) -> tuple[TrainState, TrainStep]:
+        """A state, and the step that it is trained with. Collective over all ranks.
+
+        Args:
+            mesh: of devices.
+            options: of the step, beside `options`.
+        """
+        model, opt = self.model, self.optimizer
+        step = make_train_step(model, opt, **{**self.options, **options})
+        return init_state(model, opt, random.key(0), self.layout(mesh)), step
+
     def train(self, *, foresee: bool = False) -> Tensor:
         """Runs it. Collective over all ranks.
 
@@ -197,11 +208,8 @@ class DecoderCase:
         Returns:
             float32[steps, 2]: loss and gradient norm of each step.
         """
-        model = self.model
         mesh = device_mesh(self.mesh)
-        opt = self.optimizer
-        state = init_state(model, opt, random.key(0), self.layout(mesh))
-        step = make_train_step(model, opt, **self.options)
+        state, step = self.start(mesh)
         result = list[Tensor]()
         checks = foresee and zlib.crc32(repr(self).encode()) % self.ranks == own_rank()
         expected = self.traffic(state.layout) if checks else None

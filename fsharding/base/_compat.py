@@ -820,10 +820,15 @@ def attend_block(
     H is a multiple of the heads of k and v. A mask is added to the scores, has the dtype of q and is finite: where all
     of a row is -inf, the CPU's kernel says that the log-sum-exp is 0. An empty q or k ends the process.
     """
-    if q.device.type == "cpu":
+    kernel = block_kernel(q.device.type)
+    if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
+    if kernel == "plain":
+        scores, values = _scores(q, k, mask, causal, scale), _for_each_head(v, q)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ values, lse
     k, v = (_for_each_head(x, q) for x in (k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(mask, q, k), True, 0.0, causal, scale=scale
@@ -847,18 +852,53 @@ def attend_block_backward(
 
     `out` and `lse` are those of attention to all blocks; then exp(score - lse) is the weight of each key among all.
     """
-    if q.device.type == "cpu":
+    kernel = block_kernel(q.device.type)
+    if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
     keys, values = (_for_each_head(x, q) for x in (k, v))
+    if kernel == "plain":
+        weights = (_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).exp()
+        terms = (grad @ values.mT).to(lse.dtype) - (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
+        of_scores = (weights * terms * _scale(q, scale)).to(q.dtype)
+        of_keys, of_values = of_scores.mT @ q, weights.to(q.dtype).mT @ grad
+        return of_scores @ keys, *(_sum_of_heads(x, k) for x in (of_keys, of_values))
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, q, keys, values, _aligned(mask, q, k), out, lse, none, none, 0.0, [True, True, True, False], causal,
         scale=scale,
     )  # fmt: skip
-    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    return dq, *(_sum_of_heads(x, k) for x in (dk, dv))
+
+
+@functools.cache
+def block_kernel(device_type: str) -> Literal["cpu", "efficient", "plain"]:
+    """The kernel of torch that gives log-sum-exps on a type of device; "plain" if it has none: matrix products."""
+    if device_type == "cpu":
+        return "cpu"
+    name, key = "aten::_scaled_dot_product_efficient_attention", torch._C._dispatch_key_for_device(device_type)
+    return "efficient" if torch._C._dispatch_has_kernel_for_dispatch_key(name, key) else "plain"
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """The scores of a block in float32 at least: [B, H, T, S]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ _for_each_head(k, q).to(wide).mT * _scale(q, scale)
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _sum_of_heads(grad: Tensor, k: Tensor) -> Tensor:
+    """Gradients for each query head, summed for each head of keys."""
+    return grad.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
 def _for_each_head(x: Tensor, q: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from fsharding.optim.base import (
     shardings_of,
 )
 from fsharding.optim.coded_moment import refuse_format
-from fsharding.optim.schedules import Schedule, as_schedule
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
 from fsharding.optim.validation import ABOVE_0, FROM_0, check_dtype, check_settings
 from fsharding.sharding.leaf_plan import mean_over
@@ -164,7 +164,6 @@ def adafactor(
         check_update(AdafactorState, updates, state, require_params(params))
         params = tree.prune(params, updates, ("parameters", "gradients"))
         refuse_other_shapes(params, updates, ("parameters", "gradients"))
-        t = int(state.count) + 1
         grads, spec = tree.flatten(updates)
         main = local_leaves(redistribute(params, shardings_of(updates)))
         leaves: list[_Leaf] = []
@@ -177,16 +176,19 @@ def adafactor(
             factored = len(unit) >= 2
             leaves.append(_Leaf(g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
         olds = [tree.flatten_up_to(spec, x, ("gradients", "moments")) for x in (state.row, state.col, state.full)]
+        device = leaves[0].param.device if leaves else state.count.device
+        count = state.count.to(device, non_blocking=True)
+        t = count.double() + 1
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
-        lr = rate(t - 1)
+        lr = torch.as_tensor(rate_at(rate, count), dtype=torch.float64, device=device)
         scaled = _normalized(leaves, moments, eps[0])
         norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])
         deltas: list[Tensor] = []
         for x, u, p2, u2 in zip(leaves, scaled, sizes, norms, strict=True):
-            size = (p2 / x.count).sqrt().clamp(min=eps[1]) * min(lr, t**-0.5)
+            size = (p2 / x.count).sqrt().clamp(min=eps[1]) * torch.minimum(lr, t**-0.5)
             share = ((u2 / x.count).sqrt() / clip).clamp(min=1.0)
             delta = u.mul_((-size / share).to(u.dtype))
-            deltas.append(delta.add_(x.param, alpha=-lr * weight_decay) if weight_decay else delta)
+            deltas.append(delta.sub_(x.param * (lr * weight_decay)) if weight_decay else delta)
         placed = [_placed(moments[k], olds[k], leaves, (-1, -2, 0)[k]) for k in range(3)]
         row, col, full = (tree.unflatten(spec, new) for new in placed)
         return like(updates, deltas), AdafactorState(state.count + 1, row, col, full)
@@ -199,7 +201,7 @@ def _sums(terms: Iterable[Tensor], leaves: Sequence[_Leaf], dims: Sequence[tuple
 
 
 def _moments(
-    leaves: list[_Leaf], olds: list[list[Any]], weight: float
+    leaves: list[_Leaf], olds: list[list[Any]], weight: Tensor
 ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Tensor]]:
     """New local statistics (row, col, full), None where a leaf has none, and sums of squares of the parameters."""
     matrices = [i for i, x in enumerate(leaves) if x.factored]
@@ -215,11 +217,11 @@ def _moments(
             mean = sums[k * len(matrices) + at] / max(leaves[i].shape[dim], 1)
             old = _old(olds[k][i], leaves[i], dim)
             # A stage without the leaf has no elements of its means either.
-            result[k][i] = old.lerp(mean.to(old.dtype), weight) if old.shape == mean.shape else old
+            result[k][i] = old.lerp(mean.to(old.dtype), weight.to(old.dtype)) if old.shape == mean.shape else old
     for i, x in enumerate(leaves):
         if not x.factored:
             old = _old(olds[2][i], x, 0)
-            result[2][i] = old.lerp(x.grad.square().to(old.dtype), weight)
+            result[2][i] = old.lerp(x.grad.square().to(old.dtype), weight.to(old.dtype))
     return result, sums[2 * len(matrices) :]
 
 

@@ -152,8 +152,12 @@ def local_part(whole: Tensor, sharding: NamedSharding, coord: dict[str, int] | N
 
 
 @functools.lru_cache(maxsize=256)
-def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
+def device_mesh(mesh: AbstractMesh, device: str = "cpu") -> DeviceMesh:
     """The mesh with devices of an abstract one, on the ranks that it names. Collective; made once for each mesh.
+
+    Args:
+        mesh: names and sizes of its axes.
+        device: type of device, as in `fs.make_mesh`.
 
     Example:
         >>> from fsharding.testing import Home, Leaf, device_mesh
@@ -164,7 +168,7 @@ def device_mesh(mesh: AbstractMesh) -> DeviceMesh:
     """
     order = (*mesh.names, *(axis for axis in AXES if axis not in mesh.names))
     sizes: dict[str, Any] = dict(zip(mesh.names, mesh.sizes, strict=True))
-    return make_mesh(device="cpu", order=order, timeout=_TIMEOUT, ranks=mesh.members, **sizes)
+    return make_mesh(device=device, order=order, timeout=_TIMEOUT, ranks=mesh.members, **sizes)
 
 
 def _stages() -> dict[str, Any]:

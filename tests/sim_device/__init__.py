@@ -109,6 +109,7 @@ def _device_module(extension: ModuleType) -> ModuleType:
     module.current_device = lambda: 0
     module.set_device = lambda device: None
     module.get_device_name = lambda device=None: "a simulated device"
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.manual_seed_all = lambda seed: None
     module._is_in_bad_fork = lambda: False
     module.synchronize = lambda device=None: extension.synchronize()
@@ -123,9 +124,10 @@ def _device_module(extension: ModuleType) -> ModuleType:
 
 
 class HostRead(NamedTuple):
-    """A read of the device by the host: the operator, and the innermost lines of Python that made it."""
+    """A read of the device by the host: the operator, the line of the library that asked for it, and the stack."""
 
     operator: str
+    line: str
     stack: tuple[str, ...]
 
 
@@ -146,10 +148,13 @@ def log() -> Generator[Log]:
     result = Log([], [])
 
     def note(kind: str, name: str) -> str:
-        frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()[:-1]]
+        stack = traceback.extract_stack()[:-1]
+        lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(stack) if _asks(frame.filename)]
+        line = lines[0] if lines else ""
         if kind == "read":
-            result.reads.append(HostRead(name, tuple(frames[-8:])))
-        return next((frame for frame in reversed(frames) if _calls_streams(frame)), "")
+            frames = tuple(f"{frame.filename}:{frame.lineno}" for frame in stack[-8:])
+            result.reads.append(HostRead(name, line, frames))
+        return line
 
     extension.synchronize()
     extension.on_note(note)
@@ -163,9 +168,9 @@ def log() -> Generator[Log]:
         result.rows.extend(Row(names.get(row[0], f"stream {row[0]}"), *row[1:]) for row in rows)
 
 
-def _calls_streams(frame: str) -> bool:
-    """Whether a line is one of the library's that asks for a wait, not of what passes it on."""
-    return "/fsharding/" in frame and not any(name in frame for name in ("comm/streams.py", "comm/handles.py"))
+def _asks(filename: str) -> bool:
+    """Whether a file is one of the library's that asks for a wait or a read, not one that passes it on."""
+    return "/fsharding/" in filename and not filename.endswith(("comm/streams.py", "comm/handles.py"))
 
 
 @contextmanager

@@ -43,6 +43,19 @@ class SimBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
 
+  // Between these two calls nothing starts; then all begin at once, so that none waits for one that comes after it.
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { group_ = std::make_unique<Group>(); }
+  WorkPtr endCoalescing() override {
+    const auto group = std::move(group_);
+    const auto all = [calls = group->calls]() mutable {
+      std::vector<WorkPtr> works;
+      for (auto& call : calls) works.push_back(call());
+      for (auto& work : works) work->wait();
+    };
+    return queue("group of messages", group->reads, group->writes, all);
+  }
+
   WorkPtr allreduce(Tensors& xs, const c10d::AllreduceOptions& options) override {
     return start("all-reduce", xs, xs, [=, gloo = gloo_, xs = host(xs)]() mutable { return gloo->allreduce(xs, options); });
   }
@@ -91,15 +104,29 @@ class SimBackend final : public c10d::Backend {
     return result;
   }
 
+  struct Group {
+    std::vector<std::function<WorkPtr()>> calls;
+    Tensors reads, writes;
+  };
+
   template <class F>
   WorkPtr start(const std::string& name, const Tensors& reads, const Tensors& writes, F call) {
+    if (!group_) return queue(name, reads, writes, [call]() mutable { call()->wait(); });
+    group_->calls.push_back(call);
+    group_->reads.insert(group_->reads.end(), reads.begin(), reads.end());
+    group_->writes.insert(group_->writes.end(), writes.begin(), writes.end());
+    return c10::make_intrusive<SimWork>(record(stream_), Tensors{});
+  }
+
+  WorkPtr queue(const std::string& name, const Tensors& reads, const Tensors& writes, Task task) {
     wait_on(stream_, record(current_stream()), "the collective was called");
-    push(stream_, name, [call]() mutable { call()->wait(); }, memory_of(reads, writes));
+    push(stream_, name, std::move(task), memory_of(reads, writes));
     Tensors kept = reads;
     kept.insert(kept.end(), writes.begin(), writes.end());
     return c10::make_intrusive<SimWork>(record(stream_), kept);
   }
 
+  std::unique_ptr<Group> group_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   const int64_t stream_;
 };

@@ -359,7 +359,7 @@ void run_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args,
         if (arg.isTensor() && is_sim(arg.toTensor()) && arg.toTensor().data_ptr() == x.data_ptr()) return arg.toTensor();
       }
       auto result = like(x);
-      on_cpu(result).copy_(x);
+      push(current_stream(), op.schema().name(), [a = x, b = on_cpu(result)] { b.copy_(a); }, memory_of({}, {result}));
       return result;
     }));
   }

@@ -1,0 +1,104 @@
+"""Runs on the simulated device beside the same runs on the CPU: losses and states, what was in wrong order, what was read.
+
+In: functions that run on ranks, a device. Out: plain values that pickle. Both sides have the kernels that the device has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fsharding as fs
+from fsharding.base import _compat
+from fsharding.sharding.named_sharding import local_of
+from fsharding.testing import RankPool
+from tests import sim_device
+from tests.helpers import bits
+from tests.stream_log import unjoined, violations
+
+SIM = sim_device.NAME
+
+needs_compiler = pytest.mark.skipif(
+    bool(sim_device.missing()), reason=sim_device.missing() or "there is a compiler"
+)
+"""Marks a test of the device."""
+
+
+class Seen(NamedTuple):
+    """What a run on a device did.
+
+    Attributes:
+        numbers: losses and the like, on the CPU.
+        state: all values of the state, on the CPU.
+        wrong: what the streams might do too early; empty on a CPU.
+        reads: lines of the library at which the host read the device.
+    """
+
+    numbers: list[Tensor]
+    state: dict[str, Tensor]
+    wrong: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+
+def same(one: Seen, other: Seen) -> bool:
+    """Whether two runs have the same bits."""
+    pairs = [*zip(one.numbers, other.numbers, strict=True)]
+    pairs += [(x, other.state[name]) for name, x in one.state.items()]
+    return one.state.keys() == other.state.keys() and all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Watch:
+    """Logs of the steps of a run; `step` is the context of one."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.logs: list[sim_device.Log] = []
+
+    @contextmanager
+    def step(self, number: int = 1) -> Generator[None]:
+        """Log a step on the device; the first of a run, with number 0, moves what the host has counted there."""
+        if self.device != SIM or number == 0:
+            yield
+            return
+        with sim_device.log() as log:
+            yield
+        self.logs.append(log)
+
+    def seen(self, numbers: list[Tensor], state: Any) -> Seen:
+        """Gather what there is to compare."""
+        rows = [log.rows for log in self.logs]
+        wrong = [text for log in rows for text in (*violations(log), *unjoined(log))]
+        wrong += [str(row) for log in rows for row in log if row.text == "record_stream"]
+        reads = {read.line for log in self.logs for read in log.reads}
+        values = {name: local_of(x).cpu() for name, x in fs.tree.named_leaves(bits(state)).items()}
+        return Seen([x.cpu() for x in numbers], values, tuple(wrong), tuple(sorted(reads)))
+
+
+@contextmanager
+def on_device(device: str, seed: int | None = None, microseconds: int = 200) -> Generator[Watch]:
+    """Run on ranks with the kernels that the device has, on one thread; delays of streams follow from the seed."""
+    torch.set_num_threads(1)
+    sim_device.join()
+    late = nullcontext() if device != SIM or seed is None else sim_device.delays(microseconds, seed)
+    plain = patch.object(_compat, "block_kernel", lambda device_type: "plain")
+    with plain, sdpa_kernel(SDPBackend.MATH), late:
+        yield Watch(device)
+
+
+@contextmanager
+def device_ranks(count: int) -> Generator[RankPool]:
+    """Ranks of their own: the device stays the accelerator of a process until it ends."""
+    sim_device.build()
+    with RankPool(count) as pool:
+        yield pool
