@@ -188,14 +188,17 @@ class DecoderCase:
         batch = {"tokens": tokens, "targets": tokens}
         return expected_traffic(self.model, self.optimizer, layout, batch, coord=coord, **self.options)
 
-    def start(self, mesh: Mesh, **options: Any) -> tuple[TrainState, TrainStep]:
+    def start(
+        self, mesh: Mesh, opt: GradientTransformation | None = None, **options: Any
+    ) -> tuple[TrainState, TrainStep]:
         """A state, and the step that it is trained with. Collective over all ranks.
 
         Args:
             mesh: of devices.
+            opt: by default `optimizer`.
             options: of the step, beside `options`.
         """
-        model, opt = self.model, self.optimizer
+        model, opt = self.model, opt or self.optimizer
         step = make_train_step(model, opt, **{**self.options, **options})
         return init_state(model, opt, random.key(0), self.layout(mesh)), step
 

@@ -8,6 +8,7 @@ Guarantee: no mesh and no strategy changes them by more than rounding.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
 from fsharding import ops
-from fsharding.mesh.abstract_mesh import AXES
+from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.models import Experts
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import assert_bitwise_equal, run_ranks
+from tests.decoders import DecoderCase
 from tests.helpers import mesh_of
 
 CONFIG = fs.models.DecoderConfig(vocab_size=50, dim=32, layers=2, heads=8, kv_heads=2, intermediate_size=36)
@@ -131,3 +133,26 @@ def alone(config: fs.models.DecoderConfig = CONFIG, **options: Any) -> torch.Ten
 def close(run: torch.Tensor, config: fs.models.DecoderConfig = CONFIG, **options: Any) -> None:
     """A run has the losses and norms of one process."""
     torch.testing.assert_close(run, alone(config, **options), rtol=1e-5, atol=0)
+
+
+# -------------------------------------------------------------------------------------------------------- axes together
+FIVE = ("pp", "dp", "cp", "ep", "tp")
+PAIRS, TRIPLES, FOURS = list(itertools.combinations(AXES, 2)), *(list(itertools.combinations(FIVE, n)) for n in (3, 4))
+
+# As long and as deep on all meshes, so that there is one reference for each model.
+RUN = DecoderCase(replace(DEEP, layers=4), rows=16, length=8, steps=3)
+RUNS = {"dense": RUN, "experts": replace(RUN, config=replace(RUN.config, experts=EXPERTS))}
+TURNS = ("1f1b", "zbv", "interleaved", "dualpipev")
+
+
+def case_of(axes, model=""):
+    """A run on a mesh of axes of size two: schedules, kinds of attention and, without `ep`, models take turns."""
+    turn = sum(1 << AXES.index(axis) for axis in axes)
+    model = model or ("experts" if "ep" in axes or turn % 3 == 0 else "dense")
+    case = replace(RUNS[model], mesh=AbstractMesh(axes, (2,) * len(axes)), sequence="tp" in axes)
+    if "cp" in axes:
+        case = replace(case, attention=KINDS[turn % 3])
+    if "pp" in axes:
+        name = TURNS[turn % len(TURNS)]
+        case = replace(case, microbatches=4, schedule=name, gather="microbatch" if name == "interleaved" else "step")
+    return case

@@ -25,9 +25,7 @@ from tests.stream_log import unjoined, violations
 
 SIM = sim_device.NAME
 
-needs_compiler = pytest.mark.skipif(
-    bool(sim_device.missing()), reason=sim_device.missing() or "there is a compiler"
-)
+needs_compiler = pytest.mark.skipif(bool(sim_device.missing()), reason=sim_device.missing() or "there is a compiler")
 """Marks a test of the device."""
 
 

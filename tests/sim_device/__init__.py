@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils import cpp_extension
 
+from fsharding.comm.streams import DeviceStreams, streams_for
 from tests.stream_log import COMPUTE, Row
 
 NAME, BACKEND = "sim", "simccl"
@@ -124,7 +125,7 @@ def _device_module(extension: ModuleType) -> ModuleType:
 
 
 class HostRead(NamedTuple):
-    """A read of the device by the host: the operator, the line of the library that asked for it, and the stack."""
+    """A read of the device by the host: the operator, the function of the library that asked for it, and the stack."""
 
     operator: str
     line: str
@@ -149,7 +150,7 @@ def log() -> Generator[Log]:
 
     def note(kind: str, name: str) -> str:
         stack = traceback.extract_stack()[:-1]
-        lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(stack) if _asks(frame.filename)]
+        lines = [f"{Path(frame.filename).name}:{frame.name}" for frame in reversed(stack) if _asks(frame.filename)]
         line = lines[0] if lines else ""
         if kind == "read":
             frames = tuple(f"{frame.filename}:{frame.lineno}" for frame in stack[-8:])
@@ -163,6 +164,8 @@ def log() -> Generator[Log]:
         yield result
     finally:
         names = {0: COMPUTE} | {number: f"communicator {number}" for number in extension.communicators()}
+        own = streams_for(torch.device(NAME, 0))
+        names |= {x.stream_id: name for name, x in own._streams.items()} if isinstance(own, DeviceStreams) else {}
         rows = extension.end_log()
         extension.on_note(None)
         result.rows.extend(Row(names.get(row[0], f"stream {row[0]}"), *row[1:]) for row in rows)

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.testing import assert_bitwise_equal, assert_trees_close, device_mesh, run_ranks
 from fsharding.transforms.unit_plan import large_from
-from tests.decoders import DecoderCase
 from tests.helpers import FULL, full
-from tests.models import DEEP, EXPERTS, KINDS, MESHES, MODELS, alone, train
+from tests.models import FIVE, FOURS, MESHES, MODELS, PAIRS, RUNS, TRIPLES, alone, case_of, train
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,28 +43,8 @@ def test_losses_and_norms_are_those_of_one_process(mesh, model, level):
 
 
 # -------------------------------------------------------------------------------------------------------- axes together
-FIVE = ("pp", "dp", "cp", "ep", "tp")
-PAIRS, TRIPLES, FOURS = list(itertools.combinations(AXES, 2)), *(list(itertools.combinations(FIVE, n)) for n in (3, 4))
 # Every two of what cuts a model or its tokens (pp, cp, ep, tp) are together in one of them, and dp is beside each.
 DEFAULT_TRIPLES = [("pp", "dp", "tp"), ("pp", "cp", "ep"), ("pp", "cp", "tp"), ("dp", "cp", "ep"), ("cp", "ep", "tp")]
-
-# As long and as deep on all meshes, so that there is one reference for each model.
-RUN = DecoderCase(replace(DEEP, layers=4), rows=16, length=8, steps=3)
-RUNS = {"dense": RUN, "experts": replace(RUN, config=replace(RUN.config, experts=EXPERTS))}
-TURNS = ("1f1b", "zbv", "interleaved", "dualpipev")
-
-
-def case_of(axes, model=""):
-    """A run on a mesh of axes of size two: schedules, kinds of attention and, without `ep`, models take turns."""
-    turn = sum(1 << AXES.index(axis) for axis in axes)
-    model = model or ("experts" if "ep" in axes or turn % 3 == 0 else "dense")
-    case = replace(RUNS[model], mesh=AbstractMesh(axes, (2,) * len(axes)), sequence="tp" in axes)
-    if "cp" in axes:
-        case = replace(case, attention=KINDS[turn % 3])
-    if "pp" in axes:
-        name = TURNS[turn % len(TURNS)]
-        case = replace(case, microbatches=4, schedule=name, gather="microbatch" if name == "interleaved" else "step")
-    return case
 
 
 def train_all(cases):

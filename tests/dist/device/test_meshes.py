@@ -1,0 +1,65 @@
+"""Meshes of two axes and formats on the simulated device: the bits of the CPU, in safe order, under delays."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.testing import device_mesh
+from tests.decoders import DecoderCase
+from tests.helpers import full
+from tests.models import PAIRS, case_of
+from tests.on_device import SIM, device_ranks, needs_compiler, on_device, same
+
+pytestmark = [pytest.mark.timeout(500), needs_compiler]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with device_ranks(4) as ranks:
+        yield ranks
+
+
+def trained(case, device, opt="sgd"):
+    with on_device(device, seed=1) as watch:
+        mesh = device_mesh(case.mesh, device)
+        rule = {"sgd": fs.sgd(0.1, momentum=0.9), "adamw": fs.adamw(3e-3, eps=1e-3)}[opt]
+        state, step = case.start(mesh, fs.optim.chain(fs.optim.clip_by_global_norm(0.5), rule))
+        numbers = []
+        for number in range(case.steps):
+            batch = {name: x.to(device) for name, x in case.batch(number, mesh).items()}
+            with watch.step(number):
+                state, metrics = step(state, batch)
+            numbers.append(torch.stack((metrics.loss, metrics.grad_norm)))
+        return watch.seen(numbers, state)
+
+
+def check(pool, case):
+    for want, found in zip(pool.run(trained, case, "cpu"), pool.run(trained, case, SIM), strict=True):
+        assert same(want, found)
+        assert found.wrong == ()
+        assert found.reads == () or case.config.experts is not None
+
+
+KEPT = [("pp", "dp"), ("pp", "tp"), ("dp", "cp"), ("dp", "ep"), ("cp", "tp"), ("ep", "tp"), ("replica", "dp")]
+
+
+@pytest.mark.parametrize(
+    "axes", [axes if {*axes} in map(set, KEPT) else pytest.param(axes, marks=full) for axes in PAIRS], ids="-".join
+)
+def test_every_pair_of_axes(pool, axes):
+    strategy = fs.hybrid(opt_state=True) if "replica" in axes else fs.zero(3)
+    check(pool, replace(case_of(axes), strategy=strategy, steps=2, precision=fs.Precision(sums="ordered")))
+
+
+FORMATS = {"fp8": fs.FP8, "fp8-blocks": fs.FP8_BLOCK, "mxfp8": fs.MXFP8, "nvfp4": fs.NVFP4}
+KEYED = replace(fs.BF16, params=torch.bfloat16, rounding="keyed")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "keyed"])
+def test_formats_and_keyed_rounding(pool, name):
+    config = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, intermediate_size=128)
+    precision = replace(FORMATS.get(name, KEYED), sums="ordered")
+    mesh = fs.AbstractMesh(("dp",), (4,))
+    check(pool, DecoderCase(config, mesh, fs.zero(3), rows=8, length=8, steps=2, microbatches=2, precision=precision))

@@ -1,0 +1,187 @@
+"""Streams of the simulated device: every wait that the library asks for is there for something, and delays change no bit.
+
+Orders are checked in logs, where a missing wait is seen whether or not a stream is late.
+"""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import fsharding as fs
+from fsharding.base.errors import NonFiniteError
+from fsharding.comm.streams import DeviceStreams
+from fsharding.pipeline.schedule import SCHEDULES
+from fsharding.testing import device_mesh
+from tests.decoders import DecoderCase
+from tests.helpers import full
+from tests.odd_units import NAMES, SIZE, init, loss_of
+from tests.on_device import SIM, device_ranks, needs_compiler, on_device, same
+from tests.stream_log import unjoined, violations
+
+pytestmark = [pytest.mark.timeout(500), needs_compiler]
+
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=3)
+BF16 = replace(fs.BF16, sums="ordered")
+BASE = DecoderCase(CONFIG, rows=8, length=8, steps=3, precision=BF16)
+CASES = {
+    f"zero{level}{'-donated' if donate else ''}": replace(
+        BASE, mesh=fs.AbstractMesh(("dp",), (2,)), strategy=fs.zero(level), microbatches=1 + donate, donate=donate
+    )
+    for level in range(4)
+    for donate in (False, True)
+}
+CASES |= {
+    schedule: replace(
+        BASE, config=replace(CONFIG, layers=4), mesh=fs.AbstractMesh(("pp",), (2,)), strategy=fs.zero(3),
+        schedule=schedule, microbatches=4, gather="microbatch" if schedule == "interleaved" else "step",
+    )
+    for schedule in SCHEDULES
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with device_ranks(2) as ranks:
+        yield ranks
+
+
+def trained(case, device, seed=None, steps=None, depth=2):
+    """Losses, norms and the state after some steps."""
+    with on_device(device, seed) as watch:
+        mesh = device_mesh(case.mesh, device)
+        how = {} if case.mesh.axis_size("pp") > 1 else {"prefetch_depth": depth}
+        # A rate that changes is a tensor, which the fused kernel rounds on a device and not on the CPU.
+        opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, eps=1e-3, weight_decay=0.1))
+        state, step = case.start(mesh, opt, **how, **({"check": "async"} if device == SIM else {}))
+        numbers = []
+        for number in range(steps or case.steps):
+            batch = {name: x.to(device) for name, x in case.batch(number, mesh).items()}
+            with watch.step(number):
+                state, metrics = step(state, batch)
+            numbers.append(torch.stack((metrics.loss, metrics.grad_norm)))
+        return watch.seen(numbers, state), [log.rows for log in watch.logs]
+
+
+# ---------------------------------------------------------------------------------------------------------------- delays
+def races(case, seeds, steps):
+    """Seeds whose delays change a bit."""
+    still, _ = trained(case, SIM, steps=steps)
+    return [seed for seed in seeds if not same(still, trained(case, SIM, seed, steps)[0])]
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 26), marks=full)], ids=["few", "many"])
+@pytest.mark.parametrize("name", CASES)
+def test_delays_change_no_bit(pool, name, seeds):
+    """The many are 24 runs of 3 steps of 14 cases: 1,008 delayed steps."""
+    assert pool.run(races, CASES[name], seeds, 3) == [[], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_device_has_the_bits_of_the_cpu(pool, name):
+    for (here, _), (there, _) in zip(
+        pool.run(trained, CASES[name], "cpu"), pool.run(trained, CASES[name], SIM, 1), strict=True
+    ):
+        assert same(here, there)
+        assert there.wrong == () and there.reads == ()
+
+
+# ----------------------------------------------------------------------------------------- every wait is there for something
+NEEDED = {
+    ("gather_context.py:__init__", "gather"),  # the optimizer has written the shards
+    ("gathered_unit.py:_take", "gather"),  # the all-gather is done
+    ("gathered_unit.py:wait", "compute"),  # the unit is there
+    ("buffer_pool.py:take", "gather"),  # the unit that had the buffer before is done
+    ("grad_reducer.py:_start", "reduce"),  # the bucket is filled
+    ("grad_reducer.py:_hand_over", "reduce"),  # the exchange of gradients is done
+    ("grad_reducer.py:_let_go", "compute"),  # the memory of a bucket is filled again
+    ("grad_reducer.py:_after_compute", "reduce"),  # what autograd has computed of leaves that are in no unit
+    ("bucket_queue.py:_finish_oldest", "compute"),  # parameters are gathered after the update
+    ("turns.py:wait_in_turn", "compute"),  # a sum of gradients that are in no unit
+    ("executor.py:_guard", "compute"),  # a stage has received what it computes with
+    *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),
+}
+IMPLIED = {
+    ("gather_context.py:__init__", "reduce"),  # `_start` waits for later work; it has the stream join a graph
+    ("gathered_unit.py:_end_gathers", "gather"),  # of units that nobody needed: `close` waits for more
+    ("gather_context.py:close", "compute"),  # the sums at the end are later on the communicator of gathers
+    ("buffer_pool.py:take", "compute"),
+    ("buffer_pool.py:take", "reduce"),
+}
+"""What follows from other waits in these steps."""
+
+
+def odd(**kinds):
+    """The log of a step of units, with a leaf that is used as it lies or a gather that nobody needs."""
+    with on_device(SIM) as watch:
+        mesh, opt = fs.make_mesh(device=SIM, dp=2), fs.sgd(0.1)
+        loss = loss_of(fs.policies.everything_saveable, **kinds)
+        layout = fs.plan_layout(init(fs.random.key(0)), mesh, names=NAMES, strategy=fs.zero(3), precision=BF16)
+        state, step = fs.init_state(init, opt, fs.random.key(0), layout), fs.make_train_step(loss, opt)
+        batch = {"x": torch.ones(4, SIZE, device=SIM)}
+        for number in range(2):
+            with watch.step(number):
+                state, _ = step(state, batch)
+        return watch.logs[0].rows
+
+
+def waits(rows):
+    """The waits of streams for events of others that the library asks for: the function, and the stream."""
+    recorded = {row.event: row.stream for row in rows if row.kind == "record"}
+    return [
+        (number, (row.text, row.stream))
+        for number, row in enumerate(rows)
+        if row.kind == "wait" and ":" in row.text and recorded.get(row.event) != row.stream
+    ]
+
+
+def fails(rows):
+    return bool(violations(rows) or unjoined(rows))
+
+
+def test_without_a_wait_the_order_is_refused(pool):
+    seen, needed, single = set(), set(), [0, 0]
+    logs = [pool.run(trained, case, SIM)[0][1][0] for case in CASES.values()]
+    logs += [pool.run(odd, **kind)[0] for kind in ({"direct": True}, {"in_vain": True})]
+    for rows in logs:
+        assert not fails(rows)
+        for number, wait in waits(rows):
+            seen.add(wait)
+            single[fails(rows[:number] + rows[number + 1 :])] += 1
+        for wait in {wait for _, wait in waits(rows)} - needed:
+            gone = {number for number, other in waits(rows) if other == wait}
+            if fails([row for number, row in enumerate(rows) if number not in gone]):
+                needed.add(wait)
+    assert needed == NEEDED
+    assert seen - needed == IMPLIED
+    # A buffer is handed out after its last reader, which other waits of the step imply more often than not.
+    assert single[True] > single[False]
+
+
+# ---------------------------------------------------------------------------------------------------------- a late stream
+def without(kind, seed):
+    """A run in which no stream waits for events of a kind: its numbers; None where they were not finite."""
+    kinds, record, wait = {}, DeviceStreams.record, DeviceStreams.wait
+
+    def noted(self, of):
+        event = record(self, of)
+        kinds[event] = of
+        return event
+
+    def unless(self, event):
+        if kinds.get(event) != kind:
+            wait(self, event)
+
+    try:
+        with patch.multiple(DeviceStreams, record=noted, wait=unless):
+            return trained(CASES["zero3-donated"], SIM, seed, steps=2)[0]
+    except NonFiniteError:
+        return None
+
+
+def test_a_wait_that_is_missing_changes_numbers(pool):
+    right = pool.run(without, None, 1)
+    assert None not in right
+    runs = [found for seed in range(1, 4) for found in pool.run(without, "gathered", seed)]
+    assert any(found is None or not same(right[0], found) for found in runs)
