@@ -874,7 +874,7 @@ def attend_block_backward(
 
 
 @functools.cache
-def block_kernel(device_type: str) -> Literal["cpu", "efficient", "plain"]:
+def block_kernel(device_type: str) -> Literal[cpu, efficient, plain]:
     """The kernel of torch that gives log-sum-exps on a type of device; "plain" if it has none: matrix products."""
     if device_type == "cpu":
         return "cpu"

@@ -7,15 +7,18 @@ Guarantee: no name of a kind of device decides anything; what a device lacks is 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
     "accelerator", "backend_for", "current_stream", "device_count", "is_capturing", "is_here", "missing_parts",
-    "name_of", "new_event", "new_stream", "on_stream", "peak_memory", "records_graphs", "set_device", "synchronize",
+    "name_of", "new_event", "new_graph", "new_stream", "on_stream", "peak_memory", "recording", "records_graphs",
+    "set_device", "synchronize",
 ]  # fmt: skip
 
 
@@ -114,7 +117,41 @@ def on_stream(stream: torch.Stream | None) -> Generator[None]:
 
 def records_graphs(device_type: str) -> bool:
     """Whether torch can record what a type of device is given as a graph, and run it again."""
-    return hasattr(torch.get_device_module(device_type), "graph")
+    return is_here(device_type) and _graph_type(device_type) is not None
+
+
+def new_graph(device: torch.device) -> Any:
+    """Return an empty graph of a device that `records_graphs`."""
+    made = _graph_type(device.type)
+    assert made is not None
+    return made()
+
+
+@functools.cache
+def _graph_type(device_type: str) -> Callable[[], Any] | None:
+    """What makes a graph: torch's class for CUDA, or its class for any accelerator; None if that has no graphs."""
+    of_cuda = getattr(torch.get_device_module(device_type), "CUDAGraph", None)
+    general = getattr(torch.accelerator, "Graph", None)
+    if of_cuda is not None or general is None:
+        return of_cuda
+    try:
+        general()
+    except RuntimeError:
+        return None
+    return functools.partial(general, capture_error_mode="thread_local")
+
+
+@contextmanager
+def recording(graph: Any, stream: torch.Stream) -> Generator[None]:
+    """Have a graph record what a stream, and those that wait for it, are given; nothing is carried out."""
+    if isinstance(graph, getattr(torch.accelerator, "Graph", ())):
+        with on_stream(stream), graph:
+            yield
+        return
+    # NCCL's watchdog asks for events in a thread of its own, which a capture would otherwise forbid.
+    module = torch.get_device_module(stream.device)
+    with module.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        yield
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -70,8 +70,8 @@ class DeviceGraph:
     """A `StepGraph` of an accelerator that records graphs, as CUDA does."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
-        self._graph, self._stream = self._module.CUDAGraph(), self._module.Stream(device)
+        self._device, self._stream = device, torch.Stream(device)
+        self._graph = devices.new_graph(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:
         """See `StepGraph`: on the stream on which it is recorded."""
@@ -84,8 +84,7 @@ class DeviceGraph:
 
     def record(self, run: Callable[[], T]) -> T:
         """See `StepGraph`: nothing is carried out."""
-        # NCCL's watchdog asks for events in a thread of its own, which a capture would otherwise forbid.
-        with self._module.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
+        with devices.recording(self._graph, self._stream):
             return run()
 
     def replay(self) -> None:

@@ -118,9 +118,6 @@ def _device_module(extension: ModuleType) -> ModuleType:
     module.current_stream = lambda device=None: torch.accelerator.current_stream(NAME)
     module.stream = lambda stream: stream
     module.is_current_stream_capturing = extension.is_capturing
-    module.memory_allocated = lambda device=None: extension.memory()[0]
-    module.max_memory_allocated = lambda device=None: extension.memory()[1]
-    module.reset_peak_memory_stats = lambda device=None: extension.reset_peak()
     return module
 
 

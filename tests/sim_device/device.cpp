@@ -7,10 +7,12 @@
 // a row with the blocks of memory that it reads and writes, from which a missing wait follows without any delay.
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/extension.h>
 
@@ -38,7 +40,7 @@ struct Block {
   std::set<int64_t> readers;  // streams of `record_stream`
 };
 
-class Allocator final : public c10::Allocator {
+class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const size_t size = std::max<size_t>(512, (bytes + 511) / 512 * 512);
@@ -73,6 +75,20 @@ class Allocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override {
     push(current_stream(), "copy", [=] { std::memcpy(to, from, bytes); });
   }
+
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream s) override { record_stream(data.get(), s.id()); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    bytes.current = static_cast<int64_t>(live);
+    bytes.peak = static_cast<int64_t>(peak);
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override { peak = live; }
 
   void record_stream(void* data, int64_t stream) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -141,7 +157,7 @@ Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& wr
 namespace {
 
 // Page-locked memory of the host: only copies from and to it are asynchronous.
-class PinnedAllocator final : public c10::Allocator {
+class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const size_t size = std::max<size_t>(64, (bytes + 63) / 64 * 64);
@@ -152,6 +168,11 @@ class PinnedAllocator final : public c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
   bool holds(const void* data) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -168,6 +189,7 @@ class PinnedAllocator final : public c10::Allocator {
   std::map<void*, size_t> ranges_;
 };
 PinnedAllocator pinned_memory;
+REGISTER_HOST_ALLOCATOR(SIM, &pinned_memory);
 
 void PinnedAllocator::release(void* data) {
   {
@@ -528,8 +550,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::RegisterPrivateUse1HooksInterface(&hooks);
     use_kernels_of_cpu();
   });
-  m.def("memory", [] { return std::make_pair(device_memory.live, device_memory.peak); });
-  m.def("reset_peak", [] { device_memory.peak = device_memory.live; });
   m.def("blocks", [] { return device_memory.blocks(); });
   m.def("limit", [](size_t bytes) { device_memory.limit = bytes; });
 }

@@ -141,22 +141,18 @@ def fails(rows):
 
 
 def test_without_a_wait_the_order_is_refused(pool):
-    seen, needed, single = set(), set(), [0, 0]
+    seen, needed = set(), set()
     logs = [pool.run(trained, case, SIM)[0][1][0] for case in CASES.values()]
     logs += [pool.run(odd, **kind)[0] for kind in ({"direct": True}, {"in_vain": True})]
     for rows in logs:
         assert not fails(rows)
-        for number, wait in waits(rows):
-            seen.add(wait)
-            single[fails(rows[:number] + rows[number + 1 :])] += 1
+        seen |= {wait for _, wait in waits(rows)}
         for wait in {wait for _, wait in waits(rows)} - needed:
             gone = {number for number, other in waits(rows) if other == wait}
             if fails([row for number, row in enumerate(rows) if number not in gone]):
                 needed.add(wait)
     assert needed == NEEDED
     assert seen - needed == IMPLIED
-    # A buffer is handed out after its last reader, which other waits of the step imply more often than not.
-    assert single[True] > single[False]
 
 
 # ---------------------------------------------------------------------------------------------------------- a late stream
