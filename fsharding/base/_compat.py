@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -874,7 +874,7 @@ def attend_block_backward(
 
 
 @functools.cache
-def block_kernel(device_type: str) -> Literal[cpu, efficient, plain]:
+def block_kernel(device_type: str) -> Literal["cpu", "efficient", "plain"]:
     """The kernel of torch that gives log-sum-exps on a type of device; "plain" if it has none: matrix products."""
     if device_type == "cpu":
         return "cpu"

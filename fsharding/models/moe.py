@@ -50,6 +50,9 @@ class Experts:
         z: factor of `ops.z_loss`.
         bias_rate: by how much a step moves the bias of each expert's score against its load (Wang et al. 2024); None
             for a router without biases, 0.0 for biases that stay.
+        capacity: how many tokens of a rank an expert takes, as a multiple of an equal share; see `ops.dispatch`. A step
+            then reads nothing of the device and can be captured, and is refused as not finite if an expert has more.
+            None takes all tokens, whose numbers the host reads.
 
     Example:
         >>> experts = fs.models.Experts(count=8, active=2, intermediate_size=32, shared=1, balance=1e-2)
@@ -71,10 +74,11 @@ class Experts:
     balance: float = 0.0
     z: float = 0.0
     bias_rate: float | None = None
+    capacity: float | None = None
 
     @named("Experts")
     def __post_init__(self) -> None:
-        least = {"count": 1, "intermediate_size": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
+        least = {"count": 1, "intermediate_size": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0, "capacity": 1}
         given = {name: getattr(self, name) for name in least}
         wrong = [f"{k}={v}: at least {least[k]}" for k, v in given.items() if v is not None and not v >= least[k]]
         wrong += misfits(self.count, self.active, self.score, self.groups, self.kept_groups)
@@ -164,7 +168,7 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
         routing = ops.record_load(routing, bias_X)
     y_ND = ops.experts_swiglu(
         x_ND, params["gate"], params["up"], params["down"], routing,
-        axis="ep" if params["gate"].shape[0] != c.count else (), tp=None,
+        axis="ep" if params["gate"].shape[0] != c.count else (), tp=None, capacity=c.capacity,
     )  # fmt: skip
     if c.shared:
         shared = params["shared"]
@@ -179,9 +183,9 @@ def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: boo
     # Tensors, not numbers: under forward over reverse torch takes a 0-d float32 times a number for a float64.
     extra = logits_NX.new_zeros(())
     if c.balance:
-        extra = extra + logits_NX.new_tensor(c.balance) * ops.balance_loss(routing)[0]
+        extra = extra + logits_NX.new_full((), c.balance) * ops.balance_loss(routing)[0]
     if c.z:
-        extra = extra + logits_NX.new_tensor(c.z) * ops.z_loss(logits_NX)[0]
+        extra = extra + logits_NX.new_full((), c.z) * ops.z_loss(logits_NX)[0]
     return ops.reduce_from_tp(extra / axis_size("tp")) if cut and extra.requires_grad else extra
 
 

@@ -1,8 +1,11 @@
 """Experts along an axis: tokens go to the ranks that own their experts, and the results come back.
 
 In: this rank's tokens and their `Routing`. Out: rows sorted by the experts of this rank, then the weighted results.
-Nothing is dropped: counts are exchanged first, then as many rows as there are, be it none or all for one expert.
-Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden.
+Nothing is dropped: counts are exchanged first, then as many rows as there are, be it none or all for one expert. With
+a capacity each expert has room for a fixed number of rows of each rank instead, so no shape depends on values and the
+host reads nothing; if one expert has too many, all results are NaN.
+Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden, C rows
+of a rank for an expert.
 Guarantee: what comes out is what one rank with all experts would give; `dispatch` and an unweighted `combine` are
 transposes.
 """
@@ -10,6 +13,7 @@ transposes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -32,22 +36,35 @@ from fsharding.ops.grouped_matmul import even_shares, grouped_matmul
 from fsharding.ops.router import Routing, count_choices
 from fsharding.sharding import boxes
 
-__all__ = ["Dispatched", "Plan", "combine", "dispatch", "experts_swiglu", "owned_experts"]
+__all__ = ["Dispatched", "Plan", "capacity_of", "combine", "dispatch", "experts_swiglu", "owned_experts"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Reorder:
-    """Puts rows in another order: row j of the result is row `order[j]`; `inverse` is the way back."""
+    """Puts rows in another order: row j of the result is row `order[j]`; `inverse` is the way back.
+
+    Rows of the result that are not `filled` are zero, and so are those of the way back that are not `back_filled`.
+    """
 
     order: Tensor
     inverse: Tensor
+    filled: Tensor | None = None
+    back_filled: Tensor | None = None
     dim: int = 0
 
     def run(self, x: Tensor) -> Tensor:
-        return x.index_select(self.dim, self.order)
+        return self.select(x, self.order)
 
-    def dual(self) -> Linear:
-        return replace(self, order=self.inverse, inverse=self.order)
+    def select(self, x: Tensor, order: Tensor) -> Tensor:
+        """Take rows of x by their number, and clear those that are not filled."""
+        rows = x.index_select(self.dim, order)
+        if self.filled is None:
+            return rows
+        empty = self.filled.logical_not().view(-1, *(1,) * (x.ndim - self.dim - 1))
+        return rows.masked_fill(empty, 0)
+
+    def dual(self) -> _Reorder:
+        return replace(self, order=self.inverse, inverse=self.order, filled=self.back_filled, back_filled=self.filled)
 
     def batched(self) -> Linear:
         return replace(self, dim=self.dim + 1)
@@ -62,11 +79,10 @@ class _Spread:
     back: bool = False
 
     def run(self, x: Tensor) -> Tensor:
-        dim = self.rows.dim
         if not self.back:
-            return x.index_select(dim, self.rows.order // self.copies)
-        count = self.rows.inverse.numel() // self.copies
-        return x.index_select(dim, self.rows.inverse).unflatten(dim, (count, self.copies)).sum(dim + 1)
+            return self.rows.select(x, self.rows.order // self.copies)
+        dim, count = self.rows.dim, self.rows.inverse.numel() // self.copies
+        return self.rows.dual().run(x).unflatten(dim, (count, self.copies)).sum(dim + 1)
 
     def dual(self) -> Linear:
         return replace(self, back=not self.back)
@@ -87,6 +103,7 @@ class Plan:
         mesh: on which; None where they do not travel.
         by_expert: from copies of tokens to the order of experts.
         arrived: from the order of ranks to the order of this rank's experts; None where they are one.
+        capacity: C; None where rows are as many as tokens came.
     """
 
     send: tuple[int, ...]
@@ -96,13 +113,14 @@ class Plan:
     mesh: Mesh | None = field(repr=False)
     by_expert: _Reorder = field(repr=False)
     arrived: _Reorder | None = field(repr=False)
+    capacity: int | None = None
 
 
 class Dispatched(NamedTuple):
     """The tokens that this rank's experts receive.
 
     Attributes:
-        rows: tokens, sorted by expert (`[M, D]`).
+        rows: tokens, sorted by expert (`[M, D]`); with a capacity zeros after the tokens of each rank for an expert.
         counts: rows of each expert of this rank (int64[E]).
         plan: for `combine`.
     """
@@ -131,15 +149,19 @@ def dispatch(
     *,
     axis: str | Sequence[str] = "ep",
     mesh: Mesh | None = None,
+    capacity: float | None = None,
 ) -> Dispatched:
     """Sends each token to the ranks that own its experts. Collective along the axis; dropless.
 
     Args:
-        x_ND: this rank's tokens; N may be 0, and another one on every rank.
+        x_ND: this rank's tokens; N may be 0, and another one on every rank unless there is a capacity.
         routing: what `ops.route` returned for these tokens.
         experts: X, how many there are on all ranks.
         axis: along which experts are owned; where the mesh lacks it, or there is no mesh, nothing is sent.
         mesh: by default the mesh of `fs.set_mesh`.
+        capacity: how many of this rank's tokens an expert takes, as a multiple of an equal share; see `capacity_of`.
+            The host then reads nothing. If more tokens choose one, the weights of the plan are NaN, and so is what
+            `combine` returns.
 
     Raises:
         MeshError: an axis that does not exist.
@@ -152,6 +174,8 @@ def dispatch(
         >>> rows, counts, plan = fs.ops.dispatch(x, routing, experts=2)
         >>> rows.flatten(), counts
         (tensor([2., 1., 3.]), tensor([1, 2]))
+        >>> fs.ops.dispatch(x, routing, experts=2, capacity=1.5).rows.flatten()
+        tensor([2., 0., 0., 1., 3., 0.])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
@@ -168,27 +192,90 @@ def dispatch(
         rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
         raise SpecError(message("needs x [N, D] and experts [N, k] of the same tokens.", rows))
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
+    route = _as_they_come if capacity is None else functools.partial(_in_slots, capacity=capacity)
     with _functorch.outside_transforms():
-        by_expert = _order(chosen_NK.reshape(-1))
-        counts_X = count_choices(chosen_NK, experts)
-        if counts_X.numel() > experts:
-            rows = [f"a token goes to expert {counts_X.numel() - 1}"]
-            raise SpecError(message(f"has {experts} experts, from 0 on.", rows))
-        coming_RE = _coming(counts_X, owned, group)
-        counts_E, (send, receive) = (
-            coming_RE.sum(0),
-            _rows_between(counts_X, coming_RE, owned, group, chosen_NK.numel()),
-        )
-        arrived = None
-        if group.size > 1:
-            numbers = torch.arange(coming_RE.shape[1], device=x_ND.device).expand_as(coming_RE).reshape(-1)
-            arrived = _order(numbers.repeat_interleave(coming_RE.reshape(-1), output_size=sum(receive)))
-    plan = Plan(send, receive, routing.weights, axes, where, by_expert, arrived)
-    rows = apply_linear(x_ND, _Spread(by_expert, chosen_NK.shape[1]))
-    if arrived is not None:
-        rows = all_to_all_rows(rows, axes, send=send, receive=receive, mesh=where)
-        rows = apply_linear(rows, arrived)
+        counts_E, travel = route(chosen_NK, experts, owned, group)
+    weights = routing.weights
+    if travel.overflow is not None:
+        weights = weights.masked_fill(travel.overflow, torch.nan)
+    plan = Plan(travel.send, travel.receive, weights, axes, where, travel.by_expert, travel.arrived, travel.capacity)
+    rows = apply_linear(x_ND, _Spread(plan.by_expert, chosen_NK.shape[1]))
+    if plan.arrived is not None:
+        rows = all_to_all_rows(rows, axes, send=plan.send, receive=plan.receive, mesh=where)
+        rows = apply_linear(rows, plan.arrived)
     return Dispatched(rows, counts_E, plan)
+
+
+def capacity_of(factor: float, tokens: int, choices: int, experts: int) -> int:
+    """C, the rows of an expert for the tokens of a rank: `ceil(factor * tokens * choices / experts)`, at most `tokens`.
+
+    That is the capacity of GShard (Lepikhin et al. 2020, sec. 2.2). A token chooses an expert once, so that with
+    `factor = experts / choices` none has too many.
+
+    Example:
+        >>> from fsharding.ops.moe import capacity_of
+        >>> capacity_of(1.25, tokens=1024, choices=2, experts=8), capacity_of(4.0, tokens=1024, choices=2, experts=8)
+        (320, 1024)
+    """
+    return min(math.ceil(factor * tokens * choices / experts), tokens)
+
+
+class _Travel(NamedTuple):
+    """Where rows go and come from: fields of a `Plan`, and whether an expert has too many (bool, 0-d)."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    by_expert: _Reorder
+    arrived: _Reorder | None
+    capacity: int | None = None
+    overflow: Tensor | None = None
+
+
+def _as_they_come(
+    chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group
+) -> tuple[Tensor, _Travel]:
+    """As many rows as there are: the counts are exchanged, and the host reads them."""
+    by_expert = _order(chosen_NK.reshape(-1))
+    counts_X = count_choices(chosen_NK, experts)
+    coming_RE = _coming(counts_X, owned, group)
+    send, receive = _rows_between(counts_X, coming_RE, owned, group, chosen_NK)
+    arrived = None
+    if group.size > 1:
+        numbers = torch.arange(coming_RE.shape[1], device=chosen_NK.device).expand_as(coming_RE).reshape(-1)
+        arrived = _order(numbers.repeat_interleave(coming_RE.reshape(-1), output_size=sum(receive)))
+    return coming_RE.sum(0), _Travel(send, receive, by_expert, arrived)
+
+
+def _in_slots(
+    chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group, *, capacity: float
+) -> tuple[Tensor, _Travel]:
+    """C rows for each expert, of every rank: nothing that the host does depends on values."""
+    size = capacity_of(capacity, *chosen_NK.shape, experts)
+    keys = chosen_NK.reshape(-1).clamp(0, experts - 1)
+    order = keys.argsort(stable=True)
+    counts_X = count_choices(chosen_NK, experts)
+    starts_X = counts_X.cumsum(0) - counts_X
+    numbers = torch.arange(keys.numel(), device=keys.device)
+    by_key = keys[order]
+    places = numbers - starts_X[by_key]  # of a choice among those of its expert
+    slots = torch.empty_like(order)
+    slots[order] = by_key * size + places.clamp(max=size - 1)
+    taken = torch.zeros(experts * size, dtype=order.dtype, device=order.device).scatter_(0, slots, numbers)
+    filled = torch.zeros_like(taken, dtype=torch.bool).scatter_(0, slots, True)
+    # What an expert that does not exist is chosen by is not counted.
+    overflow = (counts_X > size).any() | (counts_X.sum() != keys.numel())
+    start, stop = owned[group.index]
+    send = tuple((last - first) * size for first, last in owned)
+    receive = ((stop - start) * size,) * group.size
+    arrived = None
+    if group.size > 1:
+        rows = torch.arange(sum(receive), device=order.device).view(group.size, stop - start, size)
+        arrived = _Reorder(
+            rows.transpose(0, 1).reshape(-1), rows.view(stop - start, group.size, size).transpose(0, 1).reshape(-1)
+        )
+    counts_E = torch.full((stop - start,), group.size * size, device=order.device)
+    by_expert = _Reorder(taken, slots, filled)
+    return counts_E, _Travel(send, receive, by_expert, arrived, size, overflow)
 
 
 def _order(keys: Tensor) -> _Reorder:
@@ -214,14 +301,18 @@ def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) ->
 
 
 def _rows_between(
-    counts_X: Tensor, coming_RE: Tensor, owned: Sequence[tuple[int, int]], group: Group, choices: int
+    counts_X: Tensor, coming_RE: Tensor, owned: Sequence[tuple[int, int]], group: Group, chosen_NK: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How many rows go to each rank of the group, and come from each.
 
     Fake tensors do not say: then each rank has as many tokens as this one, and all experts have alike many of them.
     """
     fake = _compat.is_fake(counts_X)
-    going = even_shares(choices, counts_X.numel()) if fake else counts_X.tolist()
+    going = even_shares(chosen_NK.numel(), counts_X.numel()) if fake else counts_X.tolist()
+    if sum(going) != chosen_NK.numel():
+        unknown = chosen_NK[(chosen_NK < 0) | (chosen_NK >= counts_X.numel())]
+        rows = [f"a token goes to expert {int(unknown[0])}"]
+        raise SpecError(message(f"has {counts_X.numel()} experts, from 0 on.", rows))
     send = tuple(sum(going[start:stop]) for start, stop in owned)
     return send, (send[group.index],) * group.size if fake else tuple(map(int, coming_RE.sum(1).tolist()))
 
@@ -268,6 +359,7 @@ def experts_swiglu(
     axis: str | Sequence[str] = "ep",
     tp: str | None = "tp",
     mesh: Mesh | None = None,
+    capacity: float | None = None,
 ) -> Tensor:
     """SwiGLU experts (Shazeer 2020): `sum_j weight_j * down(silu(gate(x)) * up(x))` over the k experts of each token.
 
@@ -284,9 +376,10 @@ def experts_swiglu(
         axis: along which experts are owned.
         tp: the axis that cuts F, where the mesh has it; None when F is whole.
         mesh: by default the mesh of `fs.set_mesh`.
+        capacity: as in `dispatch`.
 
     Returns:
-        `[N, D]`.
+        `[N, D]`; NaN where an expert has more tokens than its capacity.
 
     Raises:
         SpecError: the weights do not belong to this rank's experts.
@@ -304,7 +397,7 @@ def experts_swiglu(
         assert tp is not None
         x_ND = pvary(x_ND, tp, mesh=mesh)
         routing = routing._replace(weights=pvary(routing.weights, tp, mesh=mesh))
-    x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh)
+    x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh, capacity=capacity)
     held = {name: list(w.shape) for name, w in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EFD))}
     if any(shape[0] != counts_E.numel() for shape in held.values()):
         rows = [f"{name} is {shape}" for name, shape in held.items()]
@@ -313,6 +406,14 @@ def experts_swiglu(
         raise SpecError(message(text, rows, mend))
     gate_EFD = dequantize(gate_EFD)
     up_EFD = dequantize(up_EFD)
-    hidden_MF = F.silu(grouped_matmul(x_MD, gate_EFD.mT, counts_E)) * grouped_matmul(x_MD, up_EFD.mT, counts_E)
-    y_ND = combine(grouped_matmul(hidden_MF, down_EFD, counts_E), plan)
+    product = functools.partial(grouped_matmul, counts_X=counts_E) if plan.capacity is None else _equal_matmul
+    hidden_MF = F.silu(product(x_MD, gate_EFD.mT)) * product(x_MD, up_EFD.mT)
+    y_ND = combine(product(hidden_MF, down_EFD), plan)
     return psum(y_ND, tp, mesh=mesh) if cut and tp is not None else y_ND
+
+
+def _equal_matmul(x_MD: Tensor, w_XDF: Tensor) -> Tensor:
+    """`grouped_matmul` where each group has as many rows."""
+    groups = w_XDF.shape[0]
+    x_XCD = x_MD.view(groups, x_MD.shape[0] // max(groups, 1), x_MD.shape[1])
+    return torch.bmm(x_XCD, w_XDF).flatten(0, 1)

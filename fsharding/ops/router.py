@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from fsharding.base import _compat, _functorch
+from fsharding.base import _functorch
 from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, SpecError, TransformError, message
@@ -138,15 +138,18 @@ def _without_worst_groups(scores_NX: Tensor, groups: int, kept: int) -> Tensor:
     return scores_NGE.masked_fill(dropped_NG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def count_choices(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen: int64[X], or longer where an expert is chosen that does not exist.
+def count_choices(chosen: Tensor, experts: int, counted: Tensor | None = None) -> Tensor:
+    """How often each expert is chosen: int64[X]; what is none of them is not counted. Nothing is read.
 
     Args:
         chosen: numbers of experts, of any shape.
+        counted: bool, of a shape that broadcasts to it; choices that count. By default all.
     """
-    if _compat.is_fake(chosen):  # how long the counts are follows from values
-        return chosen.new_empty(experts)
-    return torch.bincount(chosen.reshape(-1), minlength=experts)
+    known = (chosen >= 0) & (chosen < experts)
+    if counted is not None:
+        known = known & counted
+    numbers = chosen.clamp(0, experts - 1).reshape(-1)
+    return numbers.new_zeros(experts).scatter_add_(0, numbers, known.reshape(-1).to(numbers.dtype))
 
 
 @named("ops.expert_counts")
@@ -183,9 +186,7 @@ def expert_counts(
     with _functorch.outside_transforms():
         experts_NK = known[0]
         assert experts_NK is not None
-        # How many a mask leaves is a value, too.
-        chosen = experts_NK if counted_N is None or _compat.is_fake(experts_NK) else experts_NK[known[1]]
-        counts_X = count_choices(chosen, size)
+        counts_X = count_choices(experts_NK, size, None if counted_N is None else known[1].unsqueeze(-1))
         along = [a for a in (DATA_AXES if axes is None else axes) if axis_size(a, mesh) > 1]
         return psum(counts_X, along, mesh=mesh) if along else counts_X
 
@@ -300,7 +301,7 @@ def z_loss(logits_NX: Tensor, *, counted_N: Tensor | None = None) -> tuple[Tenso
 
 def _sum_of(each_N: Tensor, counted_N: Tensor | None) -> tuple[Tensor, Tensor]:
     if counted_N is None:
-        return each_N.sum(), torch.tensor(float(each_N.shape[0]), device=each_N.device)
+        return each_N.sum(), torch.full((), float(each_N.shape[0]), device=each_N.device)
     return torch.where(counted_N, each_N, torch.zeros_like(each_N)).sum(), counted_N.sum()
 
 

@@ -27,7 +27,15 @@ CASES = {
     for i, strategy in enumerate(map(fs.zero, range(4)))
     for name, precision in (("fp32", fs.FP32), ("bf16", fs.BF16), ("fp16", FP16), ("mxfp8", fs.MXFP8))
 }
-KEPT = {"zero0-fp32", "zero1-bf16", "zero2-fp16", "zero3-mxfp8", "zero3-fp16"}
+# Two of four experts a token: with twice an equal share none has too many.
+EXPERTS = fs.models.Experts(4, 2, 24, z=1e-2, bias_rate=1e-2, capacity=2.0)
+CASES |= {
+    "ep": replace(
+        BASE, config=replace(CONFIG, experts=EXPERTS), mesh=fs.AbstractMesh(("ep",), (2,)), strategy=fs.zero(3)
+    ),
+    "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed"), strategy=fs.zero(2)),
+}
+KEPT = {"ep", "keyed", "zero0-fp32", "zero1-bf16", "zero2-fp16", "zero3-mxfp8", "zero3-fp16"}
 
 
 @pytest.fixture(scope="module")

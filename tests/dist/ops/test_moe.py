@@ -38,7 +38,7 @@ def whole_layer():
 
 def tokens_of(place, case):
     """The tokens of one place along ep: other numbers on each, none on some; or all for one expert."""
-    count = {"uneven": (5, 0, 9, 2)[place], "one expert": 4, "none": 0}[case]
+    count = {"uneven": (5, 0, 9, 2)[place], "capacity": 6, "one expert": 4, "none": 0}[case]
     return values(count, DIM, seed=100 + place)
 
 
@@ -60,7 +60,8 @@ def layer_on_a_rank(axes, case):
     x, router, gate, up, down = args
     with fs.set_mesh(mesh):
         routing = ops.route(x @ router.T, top_k=TOP_K, score="sigmoid", bias=router_bias(case))
-        y = ops.experts_swiglu(x, gate, up, down, routing)
+        capacity = EXPERTS / TOP_K if case == "capacity" else None
+        y = ops.experts_swiglu(x, gate, up, down, routing, capacity=capacity)
         found = torch.autograd.grad(y, args, values(*y.shape, seed=200 + where.get("ep", 0)))
     return y, *found
 
@@ -83,7 +84,7 @@ def dense_layer(places, case):
     return ys, grads[:places], grads[places:]
 
 
-@pytest.mark.parametrize("case", ["uneven", "one expert", "none"])
+@pytest.mark.parametrize("case", ["uneven", "capacity", "one expert", "none"])
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"tp": 2}, {"ep": 4}, {"ep": 2, "tp": 2}], ids=str)
 def test_a_layer_on_ranks_is_the_layer_of_one_process(axes, case):
     places, cuts = axes.get("ep", 1), axes.get("tp", 1)
@@ -134,6 +135,15 @@ def transposes():
             range(*owned_experts(5, group_sizes(along, axes))[group.index])
         )
         assert_adjoint(lambda x: send_out(x).rows, lambda y: ops.combine(y, plan), tokens, mesh=mesh, what="dispatch")  # noqa: B023
+
+        same = torch.randint(0, 5, (4, 2), generator=torch.Generator().manual_seed(group.index))
+        routing = ops.Routing(same, torch.ones(4, 2), torch.zeros(4, 5))
+        roomy = functools.partial(ops.dispatch, routing=routing, experts=5, axis=along, mesh=mesh, capacity=5.0)
+        tokens = rank_values((4, 3), mesh, seed=3)
+        plan = roomy(tokens).plan
+        assert plan.capacity == 4
+        if not plan.weights.isnan().any():
+            assert_adjoint(lambda x: roomy(x).rows, lambda y: ops.combine(y, plan), tokens, mesh=mesh, what="slots")  # noqa: B023
     with pytest.raises(SpecError) as caught:
         ops.all_to_all_rows(torch.zeros(3, 2), "ep", send=[1, 1], receive=[1, 1, 1, 1], mesh=mesh_of({"ep": 4}))
     return str(caught.value)

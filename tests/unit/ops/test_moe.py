@@ -145,6 +145,32 @@ def test_rows_come_sorted_by_expert():
     assert none.rows.shape == (0, 3) and not none.counts.any() and ops.combine(none.rows, none.plan).shape == (0, 3)
 
 
+def test_a_capacity_gives_what_all_rows_give():
+    args, ahead = [x.requires_grad_() for x in inputs()], values(5, 3, seed=9)
+
+    def roomy(x, router, gate, up, down):
+        return ops.experts_swiglu(x, gate, up, down, ops.route(x @ router.T, top_k=2), capacity=2.0)
+
+    found, want = roomy(*args), sorted_by_expert(*args, 2)
+    grads = [torch.autograd.grad(out, args, ahead) for out in (found, want)]
+    assert_trees_close([found, *grads[0]], [want, *grads[1]], rtol=1e-12, atol=1e-13)
+    assert torch.autograd.gradcheck(roomy, args, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(roomy, args, fast_mode=True)
+
+
+@pytest.mark.parametrize("chosen", [[0, 0, 0, 1], [0, 1, 0, 5], [0, -1, 0, 1]], ids=str)
+def test_too_many_tokens_for_one_expert_are_nan_and_never_less(chosen):
+    """Two tokens fit: a third one, and experts that do not exist, are refused; their weights change nothing else."""
+    x, experts = torch.ones(4, 3), torch.tensor(chosen).unsqueeze(1)
+    routing = ops.Routing(experts, torch.ones(4, 1), torch.zeros(4, 2))
+    rows, counts, plan = ops.dispatch(x, routing, 2, capacity=1.0)
+    assert rows.shape == (4, 3) and counts.tolist() == [2, 2]
+    assert ops.combine(rows, plan).isnan().all()
+    fits = routing._replace(experts=torch.tensor([[0], [1], [1], [0]]))
+    rows, _, plan = ops.dispatch(x, fits, 2, capacity=1.0)
+    assert torch.equal(ops.combine(rows, plan), x)
+
+
 def test_what_experts_refuse():
     x, routing = torch.zeros(3, 2), ops.route(torch.zeros(3, 4), top_k=1)
     assert refusal(lambda: ops.dispatch(x[:2], routing, 4), kind=SpecError) == (
