@@ -21,7 +21,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import RankPool
 from tests import sim_device
 from tests.helpers import bits
-from tests.stream_log import unjoined, violations
+from tests.stream_order import unjoined, violations
 
 SIM = sim_device.NAME
 

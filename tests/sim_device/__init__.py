@@ -27,7 +27,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from torch.utils import cpp_extension
 
 from fsharding.comm.streams import DeviceStreams, streams_for
-from tests.stream_log import COMPUTE, Row
+from fsharding.testing.stream_log import COMPUTE, Row
 
 NAME, BACKEND = "sim", "simccl"
 ROOT = Path(__file__).resolve().parents[2]

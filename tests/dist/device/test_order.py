@@ -18,7 +18,7 @@ from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.odd_units import NAMES, SIZE, init, loss_of
 from tests.on_device import SIM, device_ranks, needs_compiler, on_device, same
-from tests.stream_log import unjoined, violations
+from tests.stream_order import unjoined, violations
 
 pytestmark = [pytest.mark.timeout(500), needs_compiler]
 

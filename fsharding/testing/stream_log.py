@@ -1,0 +1,216 @@
+"""Streams of a device that is not there: what each of them is given, as a log.
+
+In: a call inside `recording_streams`, on tensors of the CPU or fake ones. Out: rows, in the order in which the host
+issues them. Each operation of torch's dispatcher is one, with the memory that it reads and writes and what it costs;
+collectives are on streams of their own, as those of NCCL are; events are recorded and waited for; memory is taken and
+freed.
+Guarantee: everything is done at once all the same, so recording changes no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fsharding.base import tree
+from fsharding.comm.handles import Works
+from fsharding.comm.streams import StreamName, use_streams
+
+__all__ = ["COMPUTE", "RecordingStreams", "Row", "recording_streams"]
+
+COMPUTE = "compute"
+"""The stream that is current outside of `on`."""
+
+_RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter")
+"""Collectives that write their first argument alone."""
+
+
+class Row(NamedTuple):
+    """What a stream was given.
+
+    Attributes:
+        stream: its name; a collective is on `<stream>'s collectives`.
+        kind: run, take, free, record or wait.
+        text: the operator, or what the event is of.
+        reads: numbers of storages.
+        writes: the same.
+        event: number of the event of a record or a wait.
+        flops: floating-point operations of a run.
+        nbytes: bytes that it moves: to and from memory, or, of a collective, that this rank sends.
+    """
+
+    stream: str
+    kind: str
+    text: str
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    event: int = -1
+    flops: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        """The stream, what it does, and with what memory."""
+        sets = "".join(f" {name} {list(x)}" for name, x in (("reads", self.reads), ("writes", self.writes)) if x)
+        return f"{self.stream}: {self.kind} {self.text}{sets}"
+
+
+class RecordingStreams:
+    """`Streams` that note what they are given.
+
+    Attributes:
+        rows: so far.
+    """
+
+    several = True
+
+    def __init__(self) -> None:
+        """Makes streams without rows."""
+        self.rows: list[Row] = []
+        self._current = [COMPUTE]
+        self._labels: list[str] = []
+        self._storages: dict[int, tuple[int, Any, str]] = {}
+        self._count = 0
+        self._events_of_work: dict[int, tuple[Any, int]] = {}
+
+    # ---------------------------------------------------------------------------------------------------------- Streams
+    @contextmanager
+    def on(self, name: StreamName) -> Generator[None]:
+        """See `Streams`."""
+        self._current.append(name)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def record(self, of: str) -> int:
+        """See `Streams`."""
+        return self._record(self._current[-1], of)
+
+    def _record(self, stream: str, of: str) -> int:
+        self._look_for_freed()
+        self._labels.append(f"{of} on {stream}")
+        self.rows.append(Row(stream, "record", of, event=len(self._labels) - 1))
+        return len(self._labels) - 1
+
+    def wait(self, event: Any) -> None:
+        """See `Streams`."""
+        self._look_for_freed()
+        assert isinstance(event, int), "an event of other streams"
+        self.rows.append(Row(self._current[-1], "wait", self._labels[event], event=event))
+
+    def wait_all(self) -> None:
+        """See `Streams`."""
+        for stream in (COMPUTE, "gather", "reduce"):
+            if stream != self._current[-1]:
+                self.wait(self._record(stream, "all"))
+
+    # ------------------------------------------------------------------------------------------------------- operations
+    def _look_for_freed(self) -> None:
+        for key, (number, reference, stream) in list(self._storages.items()):
+            if reference.expired():
+                self.rows.append(Row(stream, "free", f"storage {number}", writes=(number,)))
+                del self._storages[key]
+
+    def _number_of(self, x: Tensor, stream: str) -> int:
+        key = x.untyped_storage()._cdata
+        if key not in self._storages:
+            self._count += 1
+            self._storages[key] = self._count, StorageWeakRef(x.untyped_storage()), stream
+            self.rows.append(Row(stream, "take", f"storage {self._count}", writes=(self._count,)))
+        return self._storages[key][0]
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes an operation that is done."""
+        self._look_for_freed()
+        current, collective = self._current[-1], func.namespace == "c10d"
+        stream = f"{current}'s collectives" if collective else current
+        schema, given = func._schema, (*args, *kwargs.values())
+        written = {id(x) for a, x in zip(schema.arguments, given, strict=False) if _is_written(a) for x in _tensors(x)}
+        if collective:
+            outs = 1 if func.name().split("::")[1].startswith(_RESULTS_FIRST) else 9
+            written = {id(x) for x in _tensors(given[:outs])}
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        if is_view and not written:
+            return
+        both = {id(x) for x in _tensors(given)} if collective and outs == 9 else set()
+        reads = {self._number_of(x, current) for x in _tensors(given) if id(x) not in written or id(x) in both}
+        writes = {self._number_of(x, current) for x in _tensors(given) if id(x) in written}
+        fresh = {self._number_of(x, current) for x in _tensors(result)} - reads - writes
+        if "empty" not in func.name():
+            writes |= fresh
+        if collective:  # begins when its stream has come to here
+            self.rows.append(Row(stream, "wait", f"issued on {current}", event=self._record(current, "issued")))
+        if reads or writes:
+            sets = tuple(sorted(reads)), tuple(sorted(writes))
+            cost = _sent(func, given) if collective else _cost(func, args, kwargs, result, given)
+            self.rows.append(Row(stream, "run", func.name(), *sets, -1, *cost))
+        if collective:
+            event = self._record(stream, "done")
+            for x in tree.leaves(result):
+                if isinstance(x, torch.ScriptObject):
+                    work = dist.Work.unbox(x)
+                    self._events_of_work[id(work)] = work, event
+
+    def waited_for(self, works: Iterable[Any]) -> None:
+        """Notes that the current stream waits for collectives."""
+        for work in works:
+            self.wait(self._events_of_work[id(work)][1])
+
+
+def _cost(func: Any, args: Any, kwargs: Any, result: Any, given: Any) -> tuple[int, int]:
+    """Floating-point operations, and bytes that are read and written."""
+    count = flop_registry.get(func.overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+    return flops, sum(x.nbytes for x in {id(x): x for x in (*_tensors(given), *_tensors(result))}.values())
+
+
+def _sent(func: Any, given: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes that a rank sends: a ring's for gathers and reductions, those of others for an exchange."""
+    name = func.name().split("::")[1]
+    groups = [x for x in given if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+    size = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
+    largest = max((x.nbytes for x in _tensors(given)), default=0)
+    rounds = 2 if name.startswith("allreduce") else 1
+    return 0, rounds * largest * (size - 1) // size
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [y for y in tree.leaves([x]) if isinstance(y, Tensor) and y.untyped_storage().nbytes()]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, streams: RecordingStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._streams.ran(func, args, kwargs or {}, result)
+        return result
+
+
+@contextmanager
+def recording_streams() -> Generator[RecordingStreams]:
+    """Note what streams are given until the `with` block ends."""
+    streams, plain = RecordingStreams(), Works.wait
+
+    def wait(works: Works, timeout: timedelta | None = None) -> None:
+        streams.waited_for(works.works)
+        plain(works, timeout)
+
+    with use_streams(streams), patch.object(Works, "wait", wait), _Operations(streams):
+        yield streams
