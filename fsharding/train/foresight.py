@@ -8,8 +8,9 @@ Guarantee: a real rank at the same coordinate sends the same calls and bytes ove
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ from fsharding.sharding.layout import Layout, on_mesh
 from fsharding.train.state import Buffers, TrainState, init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["expected_traffic"]
+__all__ = ["expected_traffic", "fake_step"]
+
+T = TypeVar("T")
 
 
 @public("fs.debug.expected_traffic")
@@ -81,6 +84,28 @@ def expected_traffic(
     """
     if not isinstance(layout, Layout):
         raise refuse("a layout", layout, "Make one with fs.plan_layout.")
+    return fake_step(count_bytes(), model, opt, layout, batch, coord=coord, buffers=buffers, **options)
+
+
+def fake_step(
+    around: AbstractContextManager[T],
+    model: Any,
+    opt: GradientTransformation,
+    layout: Layout,
+    batch: Any,
+    *,
+    coord: Mapping[str, int] | None = None,
+    buffers: Buffers | None = None,
+    **options: Any,
+) -> T:
+    """Run one step on fake tensors, as one rank of a mesh; the arguments are those of `expected_traffic`.
+
+    Args:
+        around: is entered for the step alone.
+
+    Returns:
+        What `around` gives.
+    """
     shapes = _shapes(batch)
     shape = abstract(layout.mesh)
     rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
@@ -91,9 +116,9 @@ def expected_traffic(
         mesh = _mesh(shape, device)
         state = _state(opt, on_mesh(layout, mesh), first)
         here = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), shapes)
-        with set_mesh(mesh), count_bytes() as traffic:
+        with set_mesh(mesh), around as seen:
             step(state, here)
-    return traffic
+    return seen
 
 
 def _shapes(batch: Any) -> Any:

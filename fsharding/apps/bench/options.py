@@ -15,6 +15,7 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "OverheadConfig",
+    "OverlapConfig",
     "PipelineConfig",
     "RanksConfig",
     "ReshardBenchConfig",
@@ -127,6 +128,43 @@ class OverheadConfig:
     leaves: int = 12
     rounds: int = 15
     json: bool = False
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """Which share of communication is hidden behind compute, from the order of a step and given rates; no device.
+
+    Attributes:
+        preset: the decoder; see `fsharding train`.
+        ranks: along dp.
+        strategies: by name.
+        depths: how many units ahead parameters are gathered.
+        batch: sequences of a rank.
+        seq_len: tokens of a sequence.
+        microbatches: pieces of a rank's batch.
+        tflops: of matrix products, in 10^12 a second; the defaults are about what an H100 reaches.
+        memory_gbs: memory that is read and written, in 10^9 bytes a second.
+        link_gbs: what a rank sends, in 10^9 bytes a second.
+        latency_us: of a collective, in microseconds.
+        json: print one JSON object instead of a table.
+        plot: where to draw timelines, a PNG or SVG; strategy and depth are added to the name.
+        trace: where to write them for Perfetto or chrome://tracing, likewise.
+    """
+
+    preset: str = "bench-1b"
+    ranks: int = 8
+    strategies: tuple[str, ...] = ("zero1", "zero2", "zero3")
+    depths: tuple[int, ...] = (0, 1, 2)
+    batch: int = 4
+    seq_len: int = 1024
+    microbatches: int = 1
+    tflops: float = 500.0
+    memory_gbs: float = 2500.0
+    link_gbs: float = 200.0
+    latency_us: float = 20.0
+    json: bool = False
+    plot: Path | None = None
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)

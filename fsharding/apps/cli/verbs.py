@@ -22,6 +22,7 @@ from fsharding.apps.bench.options import (
     MemoryConfig,
     OptimizerConfig,
     OverheadConfig,
+    OverlapConfig,
     PipelineConfig,
     RanksConfig,
     ReshardBenchConfig,
@@ -29,6 +30,7 @@ from fsharding.apps.bench.options import (
     StepConfig,
 )
 from fsharding.apps.bench.overhead import overhead
+from fsharding.apps.bench.overlap import bench_overlap
 from fsharding.apps.bench.pipeline import bench_pipeline, check_pipeline
 from fsharding.apps.bench.ranks import bench_ranks
 from fsharding.apps.bench.reshard import bench_reshard
@@ -135,7 +137,18 @@ def _step(config: StepConfig) -> int:
 
 
 def _list(config: ListConfig) -> None:
-    names = ("step", "memory", "scaling", "ranks", "overhead", "optimizer", "checkpoint", "pipeline", "reshard")
+    names = (
+        "step",
+        "memory",
+        "scaling",
+        "ranks",
+        "overhead",
+        "overlap",
+        "optimizer",
+        "checkpoint",
+        "pipeline",
+        "reshard",
+    )
     print(json.dumps({"benches": names}) if config.json else ", ".join(names))
 
 
@@ -172,6 +185,7 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     ReshardBenchConfig: _on_ranks(bench_reshard),
     ScalingConfig: bench_scaling,
     RanksConfig: bench_ranks,
+    OverlapConfig: bench_overlap,
     OptimizerConfig: bench_optimizer,
     ListConfig: _list,
 }
