@@ -863,14 +863,14 @@ def attend_block_backward(
         terms = (grad @ values.mT).to(lse.dtype) - (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
         of_scores = (weights * terms * _scale(q, scale)).to(q.dtype)
         of_keys, of_values = of_scores.mT @ q, weights.to(q.dtype).mT @ grad
-        return of_scores @ keys, *(_sum_of_heads(x, k) for x in (of_keys, of_values))
+        return of_scores @ keys, _sum_of_heads(of_keys, k), _sum_of_heads(of_values, k)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32))
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, q, keys, values, _aligned(mask, q, k), out, lse, none, none, 0.0, [True, True, True, False], causal,
         scale=scale,
     )  # fmt: skip
-    return dq, *(_sum_of_heads(x, k) for x in (dk, dv))
+    return dq, _sum_of_heads(dk, k), _sum_of_heads(dv, k)
 
 
 @functools.cache

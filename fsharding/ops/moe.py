@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
@@ -250,7 +250,8 @@ def _in_slots(
     chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group, *, capacity: float
 ) -> tuple[Tensor, _Travel]:
     """C rows for each expert, of every rank: nothing that the host does depends on values."""
-    size = capacity_of(capacity, *chosen_NK.shape, experts)
+    tokens, choices = chosen_NK.shape
+    size = capacity_of(capacity, tokens, choices, experts)
     keys = chosen_NK.reshape(-1).clamp(0, experts - 1)
     order = keys.argsort(stable=True)
     counts_X = count_choices(chosen_NK, experts)
@@ -406,7 +407,10 @@ def experts_swiglu(
         raise SpecError(message(text, rows, mend))
     gate_EFD = dequantize(gate_EFD)
     up_EFD = dequantize(up_EFD)
-    product = functools.partial(grouped_matmul, counts_X=counts_E) if plan.capacity is None else _equal_matmul
+    down_EFD = dequantize(down_EFD)
+    product: Callable[[Tensor, Tensor], Tensor] = _equal_matmul
+    if plan.capacity is None:
+        product = functools.partial(grouped_matmul, counts_X=counts_E)
     hidden_MF = F.silu(product(x_MD, gate_EFD.mT)) * product(x_MD, up_EFD.mT)
     y_ND = combine(product(hidden_MF, down_EFD), plan)
     return psum(y_ND, tp, mesh=mesh) if cut and tp is not None else y_ND

@@ -184,9 +184,9 @@ def expert_counts(
         raise TransformError(message("cannot run under a vmap over tokens.", mend=mend))
     size = routing.scores.shape[-1]
     with _functorch.outside_transforms():
-        experts_NK = known[0]
+        experts_NK, *masks = known
         assert experts_NK is not None
-        counts_X = count_choices(experts_NK, size, None if counted_N is None else known[1].unsqueeze(-1))
+        counts_X = count_choices(experts_NK, size, *(x.unsqueeze(-1) for x in masks if x is not None))
         along = [a for a in (DATA_AXES if axes is None else axes) if axis_size(a, mesh) > 1]
         return psum(counts_X, along, mesh=mesh) if along else counts_X
 

@@ -18,11 +18,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fsharding.base import tree
+from fsharding.base import _compat, tree
 from fsharding.comm.handles import Works
 from fsharding.comm.streams import StreamName, use_streams
 
@@ -122,10 +121,10 @@ class RecordingStreams:
                 del self._storages[key]
 
     def _number_of(self, x: Tensor, stream: str) -> int:
-        key = x.untyped_storage()._cdata
+        key = _compat.storage_id(x)
         if key not in self._storages:
             self._count += 1
-            self._storages[key] = self._count, StorageWeakRef(x.untyped_storage()), stream
+            self._storages[key] = self._count, _compat.weak_storage(x), stream
             self.rows.append(Row(stream, "take", f"storage {self._count}", writes=(self._count,)))
         return self._storages[key][0]
 
@@ -136,13 +135,13 @@ class RecordingStreams:
         stream = f"{current}'s collectives" if collective else current
         schema, given = func._schema, (*args, *kwargs.values())
         written = {id(x) for a, x in zip(schema.arguments, given, strict=False) if _is_written(a) for x in _tensors(x)}
+        first = func.name().split("::")[1].startswith(_RESULTS_FIRST)
         if collective:
-            outs = 1 if func.name().split("::")[1].startswith(_RESULTS_FIRST) else 9
-            written = {id(x) for x in _tensors(given[:outs])}
+            written = {id(x) for x in _tensors(given[:1] if first else given)}
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         if (is_view and not written) or func.namespace == "prim":  # which fake tensors ask for
             return
-        both = {id(x) for x in _tensors(given)} if collective and outs == 9 else set()
+        both = {id(x) for x in _tensors(given)} if collective and not first else set[int]()
         reads = {self._number_of(x, current) for x in _tensors(given) if id(x) not in written or id(x) in both}
         writes = {self._number_of(x, current) for x in _tensors(given) if id(x) in written}
         fresh = {self._number_of(x, current) for x in _tensors(result)} - reads - writes

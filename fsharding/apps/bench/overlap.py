@@ -86,7 +86,12 @@ def step_timeline(config: OverlapConfig, strategy: str, depth: int) -> Timeline:
     precision = replace(fs.BF16, sums="native")
     layout = fs.plan_layout(model, mesh, strategy=Strategy.parse(strategy), precision=precision)
     tokens = torch.empty(config.batch, config.seq_len, dtype=torch.int64, device="meta")
-    how = {"microbatches": config.microbatches, "prefetch_depth": depth, "donate": True, "check": "async"}
+    how: dict[str, Any] = {
+        "microbatches": config.microbatches,
+        "prefetch_depth": depth,
+        "donate": True,
+        "check": "async",
+    }
     streams = fake_step(
         recording_streams(), model, fs.adamw(1e-3), layout, {"tokens": tokens, "targets": tokens}, **how
     )

@@ -71,7 +71,7 @@ def races(case, seeds, steps):
     return [seed for seed in seeds if not same(still, trained(case, SIM, seed, steps)[0])]
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 26), marks=full)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 25), marks=full)], ids=["few", "many"])
 @pytest.mark.parametrize("name", CASES)
 def test_delays_change_no_bit(pool, name, seeds):
     """The many are 24 runs of 3 steps of 14 cases: 1,008 delayed steps."""

@@ -1,0 +1,77 @@
+"""Timelines: when streams do what a log says, at given rates, and what `fsharding bench overlap` makes of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fsharding.apps.bench.options import OverlapConfig
+from fsharding.apps.bench.overlap import bench_overlap, step_timeline
+from fsharding.apps.bench.timeline import Rates, timeline_of
+from fsharding.base.errors import ConfigError
+from fsharding.testing.stream_log import Row
+from tests.helpers import refusal
+
+RATES = Rates(flops=10.0, memory=100.0, link=2.0, latency=0.5)
+TINY = OverlapConfig(preset="tiny", ranks=4, strategies=("zero3",), depths=(1,), batch=2, seq_len=64)
+
+
+def run(stream, text="op", **cost):
+    return Row(stream, "run", text, **cost)
+
+
+def spans(*rows):
+    return {span.text: (span.begin, span.end) for span in timeline_of(rows, RATES).spans}
+
+
+def test_a_stream_does_one_operation_after_the_other_and_waits_for_events():
+    rows = [
+        run("compute", "a", flops=10),
+        run("gather", "b", nbytes=200),
+        Row("gather", "record", "gathered", event=0),
+        Row("compute", "wait", "gathered on gather", event=0),
+        run("compute", "c", flops=20, nbytes=100),
+    ]
+    assert spans(*rows) == {"a": (0, 1), "b": (0, 2), "c": (2, 4)}
+
+
+def test_collectives_share_a_link():
+    rows = [run("gather's collectives", "x", nbytes=1), run("reduce's collectives", "y", nbytes=3)]
+    assert spans(*rows) == {"x": (0, 1), "y": (1, 3)}
+
+
+def test_what_is_hidden_is_communication_during_compute():
+    sent = run("gather's collectives", nbytes=3)
+    hidden = timeline_of([sent, run("compute", flops=20)], RATES)
+    assert (hidden.seconds, hidden.communication, hidden.hidden) == (2, 2, 1)
+    waited = [Row("gather's collectives", "record", "done", event=0), Row("compute", "wait", "done", event=0)]
+    assert timeline_of([sent, *waited, run("compute", flops=20)], RATES).hidden == 0
+    half = [sent, run("compute", flops=10), *waited, run("compute", flops=20)]
+    assert timeline_of(half, RATES).hidden == 0.5
+    assert timeline_of([run("compute", flops=10)], RATES).hidden == 1
+
+
+def test_a_faster_link_hides_no_less():
+    slow, fast = (step_timeline(replace(TINY, link_gbs=rate), "zero3", 1) for rate in (1.0, 1000.0))
+    assert slow.communication > fast.communication and slow.seconds > fast.seconds
+    assert slow.compute == pytest.approx(fast.compute)
+    assert {span.stream for span in fast.spans} >= {"compute", "gather", "reduce", "gather's collectives"}
+    units = {span.unit for span in fast.spans if span.stream == "compute"}
+    assert len(units) > 4, "embedding, blocks and head, forward and backward"
+
+
+def test_the_command_prints_rows_and_writes_traces(capsys, tmp_path):
+    bench_overlap(replace(TINY, depths=(0, 1), json=True, trace=tmp_path / "line.json", plot=tmp_path / "line.svg"))
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["depth"] for row in rows] == [0, 1]
+    assert all(0 <= row["hidden"] <= 1 and row["step_ms"] >= row["compute_ms"] > 0 for row in rows)
+    events = json.loads((tmp_path / "line-zero3-1.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    assert (tmp_path / "line-zero3-0.svg").read_text().count("<path") > 10
+
+
+@pytest.mark.parametrize("wrong", [{"link_gbs": 0.0}, {"ranks": 0}, {"depths": (-1,)}, {"latency_us": -1.0}], ids=str)
+def test_rates_and_sizes_are_above_zero(wrong):
+    [name] = wrong
+    text = refusal(bench_overlap, replace(TINY, **wrong), kind=ConfigError)
+    assert text.startswith("fsharding bench overlap cannot place this in time.") and name.rstrip("s") in text
