@@ -17,6 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import fsharding as fs
+from fsharding.apps.bench.options import OverlapConfig
+from fsharding.apps.bench.overlap import step_timeline
+from fsharding.apps.bench.timeline import timeline_figure
 
 HERE = Path(__file__).parent
 COLORS = ["#6f9bd1", "#7fb77e", "#e0a458", "#c47fb0"]  # of rank 0, 1, 2, 3
@@ -114,12 +117,19 @@ def schedule(name: str, microbatches: int = 4, **options: Any) -> Callable[[Path
     return draw
 
 
+def timeline(path: Path) -> None:
+    """A step of a rank under zero(3), as `fsharding bench overlap` places it in time."""
+    config = OverlapConfig(preset="bench-34m", ranks=8, seq_len=2048, link_gbs=50.0)
+    save(timeline_figure(step_timeline(config, "zero3", 1), "one step of a rank, zero(3)"), path)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "leaf.svg": lambda path: save(leaf(), path),
     "strategies.svg": lambda path: save(strategies(), path),
     "schedule_1f1b.svg": schedule("1f1b"),
     "schedule_zbv.svg": schedule("zbv"),
     "schedule_dualpipev.svg": schedule("dualpipev", 8, overlap=True),
+    "timeline.svg": timeline,
 }
 
 

@@ -30,7 +30,7 @@ def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
     Raises:
         TransformError: the host reads the device, takes a tensor from the host to it, or the operations differ from
             call to call; with the lines.
-        ConfigError: the step was made with `check="sync"`, or the mesh has `pp`.
+        ConfigError: the step was made with `check="sync"`.
         ArgumentError: no step or no state.
 
     Example:

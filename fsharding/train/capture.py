@@ -260,7 +260,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------------------- capture
 @public(_NAME)
 def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
-    """Captures a whole train step as one CUDA graph. Collective.
+    """Captures a whole train step as one graph of the device. Collective.
 
     A graph is started by one call of the host, whatever the number of kernels in it, so a step whose kernels are short
     no longer waits for Python. Any strategy, precision, and number of microbatches can be captured; the state that is
@@ -281,8 +281,8 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
 
     Raises:
         ArgumentError: no step of `make_train_step`, or no state.
-        ConfigError: the state is not on a CUDA device; the step was made with `check="sync"`; or the mesh has `pp`,
-            whose stages wait for messages of each other.
+        ConfigError: the state is on a device that records no graphs, such as a CPU, or the step was made with
+            `check="sync"`.
         TransformError: the host reads the device, takes tensors of its own to it, or two calls have other operations.
         RankError: a rank is gone.
 
@@ -367,9 +367,6 @@ def _check(step: Any, state: Any) -> None:
     if not isinstance(state, TrainState):
         mend = "Give a state and a batch: fs.capture(step, state, batch)."
         raise ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
-    if abstract(state.layout.mesh).axis_size("pp") > 1:
-        rule = "cannot capture a step of a pipeline: its stages wait for messages of each other."
-        raise ConfigError(message(rule, mend="Use a mesh without pp, or call the step itself."))
 
 
 def _device(state: TrainState) -> torch.device:

@@ -15,12 +15,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsharding.pipeline.plots import require_matplotlib
 from fsharding.testing.stream_log import COMPUTE, Row
 
-__all__ = ["Rates", "Span", "Timeline", "draw_timeline", "timeline_of", "write_trace"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Rates", "Span", "Timeline", "draw_timeline", "timeline_figure", "timeline_of", "write_trace"]
 
 _LINK = "'s collectives"
 _READY = "gathered on gather"
@@ -178,7 +181,7 @@ def write_trace(line: Timeline, path: Path) -> None:
 
 
 def draw_timeline(line: Timeline, path: Path, title: str) -> None:
-    """Draw a timeline: streams are rows, units are colors.
+    """Draw a timeline.
 
     Args:
         path: of a PNG or SVG.
@@ -188,20 +191,36 @@ def draw_timeline(line: Timeline, path: Path, title: str) -> None:
         ConfigError: matplotlib is not installed.
     """
     require_matplotlib(path.name, instead=", or leave --plot out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timeline_figure(line, title).savefig(path)
+
+
+def timeline_figure(line: Timeline, title: str) -> Figure:
+    """A timeline as a figure: streams are rows, units are colors. An operation of no length is not drawn."""
     from matplotlib import colormaps  # lazy: an extra, and slow to load
     from matplotlib.figure import Figure  # lazy: the same
 
     streams = sorted({span.stream for span in line.spans}, key=lambda name: (name != COMPUTE, name))
     colors = colormaps["tab10"].colors  # pyright: ignore[reportAttributeAccessIssue]
-    figure = Figure(figsize=(10, 0.6 * len(streams) + 1.2), layout="constrained")
+    figure = Figure(figsize=(10, 0.45 * len(streams) + 1.2), layout="constrained")
     axes = figure.subplots()
     for row, stream in enumerate(streams):
-        own = [span for span in line.spans if span.stream == stream]
-        bars = [(span.begin * 1e3, (span.end - span.begin) * 1e3) for span in own]
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=[colors[span.unit % len(colors)] for span in own])
+        bars = _bars([span for span in line.spans if span.stream == stream], line.seconds / 2000)
+        spans = [(begin * 1e3, (end - begin) * 1e3) for _, begin, end in bars]
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[colors[unit % len(colors)] for unit, _, _ in bars])
     axes.set_yticks(range(len(streams)), streams)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure
+
+
+def _bars(spans: Sequence[Span], gap: float) -> list[tuple[int, float, float]]:
+    """Unit, begin and end of what one stream does for a unit without a gap: a picture needs no more."""
+    result: list[tuple[int, float, float]] = []
+    for span in spans:
+        if result and result[-1][0] == span.unit and span.begin - result[-1][2] < gap:
+            result[-1] = span.unit, result[-1][1], span.end
+        else:
+            result.append((span.unit, span.begin, span.end))
+    return [bar for bar in result if bar[2] > bar[1]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import device_mesh
 from tests.decoders import DecoderCase
 from tests.helpers import full
@@ -35,7 +36,14 @@ CASES |= {
     ),
     "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed"), strategy=fs.zero(2)),
 }
-KEPT = {"ep", "keyed", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
+CASES |= {
+    schedule: replace(
+        BASE, config=replace(CONFIG, layers=4), mesh=fs.AbstractMesh(("pp",), (2,)), strategy=fs.zero(3), microbatches=4,
+        schedule=schedule, gather="microbatch" if schedule == "interleaved" else "step",
+    )
+    for schedule in SCHEDULES
+}  # fmt: skip
+KEPT = {"ep", "keyed", "zbv", "interleaved", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
 
 
 @pytest.fixture(scope="module")

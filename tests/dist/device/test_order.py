@@ -75,7 +75,8 @@ def races(case, seeds, steps):
 @pytest.mark.parametrize("name", CASES)
 def test_delays_change_no_bit(pool, name, seeds):
     """The many are 24 runs of 3 steps of 14 cases: 1,008 delayed steps."""
-    assert pool.run(races, CASES[name], seeds, 3) == [[], []]
+    for first in range(0, len(seeds), 6):  # a call has a minute
+        assert pool.run(races, CASES[name], seeds[first : first + 6], 3) == [[], []]
 
 
 @pytest.mark.parametrize("name", CASES)
