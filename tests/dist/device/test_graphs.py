@@ -18,9 +18,9 @@ pytestmark = [
     pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch before 2.13 has no graphs of accelerators"),
 ]
 
-CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=3)
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2)
 FP16 = fs.Precision(params=torch.float32, compute=torch.float16, loss_scale=fs.formats.LossScale(2.0**17, interval=2))
-BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, steps=4)
+BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, steps=3)
 CASES = {
     f"{strategy}-{name}": replace(
         BASE, strategy=strategy, precision=precision, donate=bool(i & 1), microbatches=1 + i % 2
