@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PICTURES = sorted(path.name for path in (DOCS / "figures").glob("*.svg"))
@@ -24,6 +25,8 @@ def test_the_script_draws_all_of_them(draw):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_as_its_script_draws_it(name, draw, tmp_path):
+    if name == "timeline.svg" and not torch.__version__.startswith("2.13."):
+        pytest.skip("drawn with torch 2.13: the operators of a step differ between releases")
     draw.PICTURES[name](tmp_path / name)
     same = (tmp_path / name).read_bytes() == (DOCS / "figures" / name).read_bytes()
     assert same, f"{name} is not what `python docs/figures/draw.py` draws: run it, and look at the picture"
