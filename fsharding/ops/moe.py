@@ -151,7 +151,7 @@ def dispatch(
     mesh: Mesh | None = None,
     capacity: float | None = None,
 ) -> Dispatched:
-    """Sends each token to the ranks that own its experts. Collective along the axis; dropless.
+    """Sends each token to the ranks that own its experts. Collective along the axis; dropless without a capacity.
 
     Args:
         x_ND: this rank's tokens; N may be 0, and another one on every rank unless there is a capacity.
@@ -165,7 +165,7 @@ def dispatch(
 
     Raises:
         MeshError: an axis that does not exist.
-        SpecError: a routing of other tokens, or to an expert that does not exist.
+        SpecError: a routing of other tokens, or to an expert that does not exist; a capacity below 1.
         TransformError: the routing differs within a `vmap`: ranks would not know how much to expect.
 
     Example:
@@ -191,6 +191,9 @@ def dispatch(
     if chosen_NK.ndim != 2 or x_ND.ndim != 2 or chosen_NK.shape[0] != x_ND.shape[0]:
         rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
         raise SpecError(message("needs x [N, D] and experts [N, k] of the same tokens.", rows))
+    if capacity is not None and not capacity >= 1:
+        mend = "Give at least 1, an equal share of the tokens for each expert."
+        raise SpecError(message(f"got capacity={capacity}: some tokens would fit nowhere.", mend=mend))
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
     route = _as_they_come if capacity is None else functools.partial(_in_slots, capacity=capacity)
     with _functorch.outside_transforms():

@@ -180,7 +180,8 @@ def adafactor(
         count = state.count.to(device, non_blocking=True)
         t = count.double() + 1
         moments, sizes = _moments(leaves, olds, t**beta2_decay)
-        lr = torch.as_tensor(rate_at(rate, count), dtype=torch.float64, device=device)
+        lr = rate_at(rate, count)
+        lr = lr.double() if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
         scaled = _normalized(leaves, moments, eps[0])
         norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])
         deltas: list[Tensor] = []

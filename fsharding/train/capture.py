@@ -70,7 +70,7 @@ class DeviceGraph:
     """A `StepGraph` of an accelerator that records graphs, as CUDA does."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.Stream(device)
+        self._device, self._stream = device, torch.get_device_module(device).Stream(device)
         self._graph = devices.new_graph(device)
 
     def warm_up(self, run: Callable[[], T]) -> T:

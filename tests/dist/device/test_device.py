@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import cpp_extension
 
 import fsharding as fs
 from fsharding.base import devices
@@ -134,6 +135,18 @@ def refused():
 
     with pytest.raises(RuntimeError, match="ends before the work of stream"), stream, torch.accelerator.Graph():
         leaves_work()
+
+
+def test_a_build_that_fails_says_the_first_error_of_the_compiler(monkeypatch):
+    printed = "ninja failed\ndevice.cpp:3:1: error: expected ';'\nFAILED: device.o\ndevice.cpp:9:1: error: another"
+
+    def load(*args, **kwargs):
+        raise RuntimeError(printed)
+
+    monkeypatch.setattr(cpp_extension, "load", load)
+    with pytest.raises(RuntimeError) as caught:
+        sim_device.start.__wrapped__()
+    assert str(caught.value) == "device.cpp:3:1: error: expected ';'"
 
 
 test_a_second_stream_has_to_wait = there(races)

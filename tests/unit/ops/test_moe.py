@@ -186,6 +186,9 @@ def test_what_experts_refuse():
     assert refusal(lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan), kind=SpecError) == (
         "ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]"
     )
+    for capacity in (0.5, 0, float("nan")):
+        text = refusal(lambda capacity=capacity: ops.dispatch(x, routing, 4, capacity=capacity), kind=SpecError)
+        assert text.startswith(f"ops.dispatch got capacity={capacity}: some tokens would fit nowhere.")
     w = torch.zeros(3, 6, 2)
     assert refusal(lambda: ops.experts_swiglu(x, w, w, w, routing), kind=SpecError) == (
         "ops.experts_swiglu needs weights of the 4 experts of this rank, of 4 in all.\n"
