@@ -1,7 +1,8 @@
 """A simulated asynchronous accelerator, `sim`: torch's PrivateUse1 device, whose kernels are the CPU's, run later.
 
-In: a C++ compiler. Out: `torch.device("sim")` with streams, events, a caching allocator and host reads, from `start()`.
-`device.cpp` says how it works. It is built once per environment, into torch's directory of extensions.
+In: a C++ compiler. Out: `torch.device("sim")` with streams, events, graphs and a caching allocator, from `start()`; and
+from `log()` what its streams were given, and where the host read it. `device.cpp` says how it works. It is built once
+per environment, into torch's directory of extensions.
 Guarantee: results are those of the CPU bit for bit, if and only if each stream waits for what it reads.
 """
 
