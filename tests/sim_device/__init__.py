@@ -161,7 +161,7 @@ def log() -> Generator[Log]:
     try:
         yield result
     finally:
-        names = {0: COMPUTE} | {number: f"communicator {number}" for number in extension.communicators()}
+        names = {0: COMPUTE} | {number: f"communicator {number}'s collectives" for number in extension.communicators()}
         own = streams_for(torch.device(NAME, 0))
         names |= {x.stream_id: name for name, x in own._streams.items()} if isinstance(own, DeviceStreams) else {}
         rows = extension.end_log()

@@ -144,9 +144,11 @@ REGISTER_ALLOCATOR(SIM, &device_memory);
 Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& writes) {
   Memory result;
   if (!is_logging()) return result;
-  const auto list = [](const std::vector<Tensor>& xs, std::vector<int64_t>& ids) {
+  const auto list = [&](const std::vector<Tensor>& xs, std::vector<int64_t>& ids) {
     for (const auto& x : xs) {
-      if (x.defined() && x.device().type() == SIM && x.numel() > 0) ids.push_back(device_memory.block_at(x.mutable_data_ptr()));
+      if (!x.defined() || x.device().type() != SIM || x.numel() == 0) continue;
+      ids.push_back(device_memory.block_at(x.mutable_data_ptr()));
+      result.nbytes += static_cast<int64_t>(x.nbytes());
     }
   };
   list(reads, result.reads);

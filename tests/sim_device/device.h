@@ -18,9 +18,10 @@ namespace sim {
 using Task = std::function<void()>;
 using Clock = std::map<int64_t, int64_t>;  // by stream: how many of its tasks are known to be done
 
-// The blocks of memory that a task reads and writes, by their numbers.
+// The blocks of memory that a task reads and writes, by their numbers, and the bytes of both.
 struct Memory {
   std::vector<int64_t> reads, writes;
+  int64_t nbytes = 0;
 };
 Memory memory_of(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor>& writes);
 

@@ -363,7 +363,8 @@ void add_streams(py::module_& m) {
     std::lock_guard<std::mutex> lock(log_mutex);
     py::list result;
     for (const auto& row : rows) {
-      result.append(py::make_tuple(row.stream, row.kind, row.text, row.memory.reads, row.memory.writes, row.event));
+      const auto& [reads, writes, nbytes] = row.memory;
+      result.append(py::make_tuple(row.stream, row.kind, row.text, reads, writes, row.event, 0, nbytes));
     }
     return result;
   });

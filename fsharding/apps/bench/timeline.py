@@ -1,6 +1,7 @@
 """When streams would do what a log says that they were given, on a device of given rates: a timeline of a step.
 
-In: rows of `recording_streams`, rates. Out: spans, one for each operation, and which share of communication is hidden.
+In: rows of a log, such as that of `recording_streams`, and rates. Out: spans, one for each operation, and which share
+of communication is hidden.
 
 A stream does one operation after the other, and each begins when the events that its stream waits for have happened.
 An operation takes as long as its floating-point operations or its bytes take, whichever is more, and a collective its
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["Rates", "Span", "Timeline", "draw_timeline", "timeline_figure", "timeline_of", "write_trace"]
 
 _LINK = "'s collectives"
-_READY = "gathered on gather"
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,15 @@ def timeline_of(rows: Sequence[Row], rates: Rates) -> Timeline:
 
 def _units(rows: Sequence[Row]) -> list[int]:
     """The unit of each row: computed is the one that was gathered last, and gathered the one that is ready next."""
+    recorded = {row.event: row.stream for row in rows if row.kind == "record"}
+    waits = [row.kind == "wait" and row.stream == COMPUTE and recorded.get(row.event) == "gather" for row in rows]
+    ready = {row.event for row, is_ready in zip(rows, waits, strict=True) if is_ready}
     computed = gathered = 0
     result = list[int]()
-    for row in rows:
-        if row.kind == "wait" and row.text == _READY and row.stream == COMPUTE:
-            computed += 1
+    for row, is_ready in zip(rows, waits, strict=True):
+        computed += is_ready
         result.append(gathered if row.stream.startswith("gather") else max(computed - 1, 0))
-        if row.kind == "record" and row.text == "gathered":
-            gathered += 1
+        gathered += row.kind == "record" and row.event in ready
     return result
 
 

@@ -3,6 +3,8 @@
 Orders are checked in logs, where a missing wait is seen whether or not a stream is late.
 """
 
+import itertools
+import json
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.apps.bench.timeline import Rates, timeline_of, write_trace
 from fsharding.base.errors import NonFiniteError
 from fsharding.comm.streams import DeviceStreams
 from fsharding.pipeline.schedule import SCHEDULES
@@ -154,6 +157,20 @@ def test_without_a_wait_the_order_is_refused(pool):
                 needed.add(wait)
     assert needed == NEEDED
     assert seen - needed == IMPLIED
+
+
+def test_a_log_is_a_timeline(pool, tmp_path):
+    """What a device was given, placed in time at given rates: no stream does two things at once."""
+    rates = Rates(flops=1e12, memory=1e9, link=1e8, latency=1e-5)
+    line = timeline_of(pool.run(trained, CASES["zero3"], SIM)[0][1][0], rates)
+    for stream in {span.stream for span in line.spans}:
+        own = [span for span in line.spans if span.stream == stream]
+        assert all(before.end <= after.begin for before, after in itertools.pairwise(own))
+    assert {"compute", "gather", "reduce"} <= {span.stream for span in line.spans}
+    assert len({span.unit for span in line.spans if span.stream == "compute"}) >= 2 * CONFIG.layers
+    assert 0 <= line.hidden <= 1 and line.seconds >= line.compute > 0
+    write_trace(line, tmp_path / "step.json")
+    assert len(json.loads((tmp_path / "step.json").read_text())["traceEvents"]) > len(line.spans)
 
 
 # ---------------------------------------------------------------------------------------------------------- a late stream
