@@ -256,15 +256,11 @@ def _in_slots(
     tokens, choices = chosen_NK.shape
     size = capacity_of(capacity, tokens, choices, experts)
     keys = chosen_NK.reshape(-1).clamp(0, experts - 1)
-    order = keys.argsort(stable=True)
     counts_X = count_choices(chosen_NK, experts)
     starts_X = counts_X.cumsum(0) - counts_X
-    numbers = torch.arange(keys.numel(), device=keys.device)
-    by_key = keys[order]
-    places = numbers - starts_X[by_key]  # of a choice among those of its expert
-    slots = torch.empty_like(order)
-    slots[order] = by_key * size + places.clamp(max=size - 1)
-    taken = torch.zeros(experts * size, dtype=order.dtype, device=order.device).scatter_(0, slots, numbers)
+    places = _order(keys).inverse - starts_X[keys]  # of a choice among all choices of its expert
+    slots = keys * size + places.clamp(max=size - 1)
+    taken = slots.new_zeros(experts * size).scatter_(0, slots, torch.arange(keys.numel(), device=keys.device))
     filled = torch.zeros_like(taken, dtype=torch.bool).scatter_(0, slots, True)
     # What an expert that does not exist is chosen by is not counted.
     overflow = (counts_X > size).any() | (counts_X.sum() != keys.numel())
@@ -273,11 +269,11 @@ def _in_slots(
     receive = ((stop - start) * size,) * group.size
     arrived = None
     if group.size > 1:
-        rows = torch.arange(sum(receive), device=order.device).view(group.size, stop - start, size)
+        rows = torch.arange(sum(receive), device=keys.device).view(group.size, stop - start, size)
         arrived = _Reorder(
             rows.transpose(0, 1).reshape(-1), rows.view(stop - start, group.size, size).transpose(0, 1).reshape(-1)
         )
-    counts_E = torch.full((stop - start,), group.size * size, device=order.device)
+    counts_E = torch.full((stop - start,), group.size * size, device=keys.device)
     by_expert = _Reorder(taken, slots, filled)
     return counts_E, _Travel(send, receive, by_expert, arrived, size, overflow)
 

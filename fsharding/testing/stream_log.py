@@ -25,10 +25,13 @@ from fsharding.base import _compat, tree
 from fsharding.comm.handles import Works
 from fsharding.comm.streams import StreamName, use_streams
 
-__all__ = ["COMPUTE", "RecordingStreams", "Row", "recording_streams"]
+__all__ = ["COLLECTIVES", "COMPUTE", "RecordingStreams", "Row", "recording_streams"]
 
 COMPUTE = "compute"
 """The stream that is current outside of `on`."""
+
+COLLECTIVES = "'s collectives"
+"""How the name of a stream of collectives ends."""
 
 _RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter")
 """Collectives that write their first argument alone."""
@@ -132,7 +135,7 @@ class RecordingStreams:
         """Notes an operation that is done."""
         self._look_for_freed()
         current, collective = self._current[-1], func.namespace == "c10d"
-        stream = f"{current}'s collectives" if collective else current
+        stream = current + COLLECTIVES if collective else current
         schema, given = func._schema, (*args, *kwargs.values())
         written = {id(x) for a, x in zip(schema.arguments, given, strict=False) if _is_written(a) for x in _tensors(x)}
         first = func.name().split("::")[1].startswith(_RESULTS_FIRST)

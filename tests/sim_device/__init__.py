@@ -28,7 +28,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 from torch.utils import cpp_extension
 
 from fsharding.comm.streams import DeviceStreams, streams_for
-from fsharding.testing.stream_log import COMPUTE, Row
+from fsharding.testing.stream_log import COLLECTIVES, COMPUTE, Row
 
 NAME, BACKEND = "sim", "simccl"
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def log() -> Generator[Log]:
     try:
         yield result
     finally:
-        names = {0: COMPUTE} | {number: f"communicator {number}'s collectives" for number in extension.communicators()}
+        names = {0: COMPUTE} | {number: f"communicator {number}{COLLECTIVES}" for number in extension.communicators()}
         own = streams_for(torch.device(NAME, 0))
         names |= {x.stream_id: name for name, x in own._streams.items()} if isinstance(own, DeviceStreams) else {}
         rows = extension.end_log()

@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsharding.pipeline.plots import require_matplotlib
-from fsharding.testing.stream_log import COMPUTE, Row
+from fsharding.testing.stream_log import COLLECTIVES, COMPUTE, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Rates", "Span", "Timeline", "draw_timeline", "timeline_figure", "timeline_of", "write_trace"]
-
-_LINK = "'s collectives"
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Rates:
 
     def seconds(self, row: Row) -> float:
         """How long an operation takes."""
-        if row.stream.endswith(_LINK):
+        if row.stream.endswith(COLLECTIVES):
             return self.latency + row.nbytes / self.link
         return max(row.flops / self.flops, row.nbytes / self.memory)
 
@@ -125,7 +123,7 @@ def timeline_of(rows: Sequence[Row], rates: Rates) -> Timeline:
                     clock[stream] = max(clock[stream], events[row.event])
                 queue.popleft()
         starts = {
-            stream: max(clock[stream], link if stream.endswith(_LINK) else 0.0)
+            stream: max(clock[stream], link if stream.endswith(COLLECTIVES) else 0.0)
             for stream, queue in queues.items()
             if queue and rows[queue[0]].kind == "run"
         }
@@ -136,10 +134,10 @@ def timeline_of(rows: Sequence[Row], rates: Rates) -> Timeline:
         end = starts[stream] + rates.seconds(rows[number])
         spans[number] = Span(stream, rows[number].text, units[number], starts[stream], end)
         clock[stream] = end
-        if stream.endswith(_LINK):
+        if stream.endswith(COLLECTIVES):
             link = end
     placed = [spans[number] for number in sorted(spans)]
-    of_links = sum(x.end - x.begin for x in placed if x.stream.endswith(_LINK))
+    of_links = sum(x.end - x.begin for x in placed if x.stream.endswith(COLLECTIVES))
     of_compute = sum(x.end - x.begin for x in placed if x.stream == COMPUTE)
     return Timeline(placed, max(clock.values(), default=0.0), of_compute, of_links)
 
