@@ -1,4 +1,4 @@
-"""Tools to look into a run: bytes and collectives, traffic ahead of time, equal copies, equal order of units.
+"""Tools to look into a run: bytes and collectives, traffic and memory ahead of time, equal copies and units.
 
 In: functions of several rooms. Out: their public names, as `fs.debug`.
 Guarantee: none of them changes a result.
@@ -6,7 +6,7 @@ Guarantee: none of them changes a result.
 
 from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import count_bytes, record_collectives
-from fsharding.train.foresight import expected_traffic
+from fsharding.train.foresight import expected_memory, expected_traffic
 from fsharding.train.reshard import explain_reshard
 from fsharding.train.state import state_bytes
 from fsharding.transforms.compare_units import compare_units
@@ -15,6 +15,7 @@ __all__ = [
     "check_replicas",
     "compare_units",
     "count_bytes",
+    "expected_memory",
     "expected_traffic",
     "explain_reshard",
     "record_collectives",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,9 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsharding as fs
 from fsharding.base import _compat
+from fsharding.comm.stream_log import Row
+from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import RankPool
+from fsharding.testing import RankPool, device_mesh
 from tests import sim_device
+from tests.decoders import DecoderCase
 from tests.helpers import bits
 from tests.stream_order import unjoined, violations
 
@@ -100,3 +104,52 @@ def device_ranks(count: int) -> Generator[RankPool]:
     sim_device.build()
     with RankPool(count) as pool:
         yield pool
+
+
+def pipelines(base: DecoderCase) -> dict[str, DecoderCase]:
+    """A case for each schedule, on two stages."""
+    return {
+        name: replace(
+            base, config=replace(base.config, layers=4), mesh=fs.AbstractMesh(("pp",), (2,)), strategy=fs.zero(3),
+            schedule=name, microbatches=4, gather="microbatch" if name == "interleaved" else "step",
+        )
+        for name in SCHEDULES
+    }  # fmt: skip
+
+
+def train(
+    case: DecoderCase, device: str, seed: int | None = 1, *, captured: bool = False, opt: Any = None, **options: Any
+) -> tuple[Seen, list[list[Row]]]:
+    """Train on ranks: loss, norm, weight and whether it was skipped of each step, and the logs.
+
+    Args:
+        seed: of delays; None for none.
+        captured: whether steps are replays of a graph.
+        opt: by default that of the case.
+        options: as `DecoderCase.start` takes them.
+    """
+    with on_device(device, seed) as watch:
+        mesh = device_mesh(case.mesh, device)
+        state, step = case.start(mesh, opt, **options)
+        batches = [{name: x.to(device) for name, x in case.batch(i, mesh).items()} for i in range(case.steps)]
+        if captured:
+            step = fs.capture(step, state, batches[0])
+        numbers = list[Tensor]()
+        for number, batch in enumerate(batches):
+            with watch.step(number):
+                state, metrics = step(state, batch)
+            seen = (metrics.loss, metrics.grad_norm, metrics.weight, metrics.skipped)
+            numbers.append(torch.stack([x.double() for x in seen]))
+        return watch.seen(numbers, state), [log.rows for log in watch.logs]
+
+
+def assert_as_on_cpu(here: list[Seen], there: list[Seen], *, reads: bool = False) -> None:
+    """Check runs of all ranks: the same bits, in safe order, and the host read nothing.
+
+    Args:
+        reads: whether the host may read the device.
+    """
+    for want, found in zip(here, there, strict=True):
+        assert same(want, found)
+        assert found.wrong == ()
+        assert reads or found.reads == ()

@@ -1,6 +1,6 @@
 """Whether the order of what streams were given is safe on any device, and what each wait is there for.
 
-In: rows of a log, of `fsharding.testing.stream_log` or of the simulated device. Out: what may happen too early, in words.
+In: rows of a log, of `fsharding.comm.stream_log` or of the simulated device. Out: what may happen too early, in words.
 `violations` replays the rows with a vector clock for each stream. Memory that was freed belongs to the stream on which it
 was taken, and may be what that stream takes next, as torch's allocator for CUDA has it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from fsharding.testing.stream_log import COMPUTE, Row
+from fsharding.comm.stream_log import COMPUTE, Row
 
 Clock = dict[str, int]
 

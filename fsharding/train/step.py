@@ -416,6 +416,7 @@ class TrainStep:
             unchecked = self._unchecked
             self._unchecked = None
             unchecked.raise_refused()
+            del unchecked  # which holds numbers of that step
         with naming_lost("train step", state.layout.mesh, step=state.step):
             refuse_changed(state)
             return self._run(state, batch)

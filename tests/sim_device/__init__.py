@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 from torch.utils import cpp_extension
 
+from fsharding.comm.stream_log import COLLECTIVES, COMPUTE, Row
 from fsharding.comm.streams import DeviceStreams, streams_for
-from fsharding.testing.stream_log import COLLECTIVES, COMPUTE, Row
 
 NAME, BACKEND = "sim", "simccl"
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +157,7 @@ def log() -> Generator[Log]:
 
     extension.synchronize()
     extension.on_note(note)
-    extension.start_log(extension.blocks())
+    extension.start_log()
     try:
         yield result
     finally:

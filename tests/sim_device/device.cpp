@@ -3,8 +3,9 @@
 // Every stream is a worker thread with a queue. An operator returns at once: the Meta kernel gives the shapes of its
 // results, and its CPU kernel runs later, on the worker, on tensors that alias the same memory. What a device forgives
 // on most days fails here at once: a freed block is taken again by the next allocation of its size on its stream, which
-// overwrites it with 0xFF in the order of that stream; and each operator can be delayed. While a log is kept, each task is
-// a row with the blocks of memory that it reads and writes, from which a missing wait follows without any delay.
+// overwrites it with 0xFF in the order of that stream; each operator can be delayed; and a host that touches the memory
+// of the device is killed. While a log is kept, each task is a row with the blocks of memory that it reads and writes, from
+// which a missing wait follows without any delay.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -17,6 +18,9 @@
 #include <torch/extension.h>
 
 #include "device.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <map>
 #include <set>
@@ -31,6 +35,50 @@ constexpr auto SIM = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(SIM, 0);
 
 // --------------------------------------------------------------------------------------------------------------- memory
+// The memory is mapped twice: tensors have the addresses of the first mapping, where nothing may be read or written, and
+// tasks reach the same bytes in the second.
+class Arena {
+ public:
+  void* take(size_t bytes) {
+    const size_t begin = used_;
+    used_ += bytes;
+    TORCH_CHECK(used_ <= SIZE, "the simulated device has no addresses left");
+    return seen_ + begin;
+  }
+
+  // Where a task finds what a pointer of the device leads to; a pointer of the host is that itself.
+  void* reach(const void* data) const {
+    auto* at = static_cast<char*>(const_cast<void*>(data));
+    return at >= seen_ && at < seen_ + SIZE ? reached_ + (at - seen_) : at;
+  }
+
+ private:
+  static constexpr size_t SIZE = size_t{1} << 36;
+
+  static int file() {
+    static const int result = [] {
+      const int made = memfd_create("simulated device", 0);
+      TORCH_CHECK(made >= 0 && ftruncate(made, SIZE) == 0, "no memory for the simulated device");
+      return made;
+    }();
+    return result;
+  }
+  static char* map(int rights) {
+    void* result = mmap(nullptr, SIZE, rights, MAP_SHARED | MAP_NORESERVE, file(), 0);
+    TORCH_CHECK(result != MAP_FAILED, "no addresses for the simulated device");
+    return static_cast<char*>(result);
+  }
+
+  char* const seen_ = map(PROT_NONE);
+  char* const reached_ = map(PROT_READ | PROT_WRITE);
+  size_t used_ = 0;
+};
+
+Arena& arena() {
+  static auto* result = new Arena;
+  return *result;
+}
+
 struct Block {
   void* data;
   size_t size;
@@ -43,7 +91,8 @@ struct Block {
 class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    const size_t size = std::max<size_t>(512, (bytes + 511) / 512 * 512);
+    if (bytes == 0) return {nullptr, DEVICE};
+    const size_t size = (bytes + 511) / 512 * 512;
     const int64_t stream = current_stream();
     auto* block = new Block{nullptr, size, stream, graph_of(stream), 0, {}};
     {
@@ -58,22 +107,22 @@ class Allocator final : public c10::DeviceAllocator {
         block->data = found->second;
         free.erase(found);
       } else {
-        block->data = aligned_alloc(512, size);
+        block->data = arena().take(size);
       }
       block->id = next_++;
       blocks_[block->data] = block;
       live += size;
       peak = std::max(peak, live);
     }
-    note({stream, "take", "", {{}, {block->id}}});
-    push(stream, "poison", [data = block->data, size] { std::memset(data, 0xFF, size); }, {{}, {block->id}});
+    note({stream, "take", "sim", {{}, {block->id}, static_cast<int64_t>(size)}});
+    push(stream, "poison", [data = arena().reach(block->data), size] { std::memset(data, 0xFF, size); }, {{}, {block->id}});
     return {block->data, block, &release, DEVICE};
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    push(current_stream(), "copy", [=] { std::memcpy(to, from, bytes); });
+    push(current_stream(), "copy", [=] { std::memcpy(arena().reach(to), arena().reach(from), bytes); });
   }
 
   bool initialized() override { return true; }
@@ -104,11 +153,13 @@ class Allocator final : public c10::DeviceAllocator {
     return static_cast<const char*>(data) < static_cast<char*>(block->data) + block->size ? block->id : -1;
   }
 
-  // The stream and the number of each block.
-  std::vector<std::pair<int64_t, int64_t>> blocks() {
+  // The blocks that are taken, as rows of a log.
+  std::vector<Row> blocks() {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::pair<int64_t, int64_t>> result;
-    for (const auto& [data, block] : blocks_) result.emplace_back(block->stream, block->id);
+    std::vector<Row> result;
+    for (const auto& [data, block] : blocks_) {
+      result.push_back({block->stream, "take", "sim", {{}, {block->id}, static_cast<int64_t>(block->size)}});
+    }
     return result;
   }
 
@@ -130,7 +181,7 @@ void Allocator::release(void* context) {
   for (const int64_t reader : block->readers) {
     if (reader != block->stream) wait_on(block->stream, record(reader), "record_stream");
   }
-  note({block->stream, "free", "", {{}, {block->id}}});
+  note({block->stream, "free", "sim", {{}, {block->id}, static_cast<int64_t>(block->size)}});
   std::lock_guard<std::mutex> lock(device_memory.mutex_);
   device_memory.blocks_.erase(block->data);
   device_memory.free_[{block->stream, block->graph}].emplace(block->size, block->data);
@@ -256,8 +307,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override { return pinned_memory.holds(data); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto data = device_memory.allocate(bytes);
-    const void* from = storage.data();
-    void* to = data.get();
+    const void* from = arena().reach(storage.data());
+    void* to = arena().reach(data.get());
     if (const size_t kept = std::min(bytes, storage.nbytes())) {
       push(current_stream(), "resize", [=] { std::memcpy(to, from, kept); });
     }
@@ -274,7 +325,7 @@ bool is_sim(const Tensor& x) { return x.defined() && x.device().type() == SIM; }
 // What is freed too early is seen, since nothing here keeps it alive.
 Tensor on_cpu(const Tensor& x) {
   if (!is_sim(x)) return x;
-  return at::from_blob(x.mutable_data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
+  return at::from_blob(arena().reach(x.mutable_data_ptr()), x.sizes(), x.strides(), x.options().device(at::kCPU));
 }
 
 namespace {
@@ -380,7 +431,9 @@ void run_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args,
   for (const auto& value : run_on_cpu(op, *cpu)) {
     stack->push_back(with_tensors(value, DEVICE, [&](const Tensor& x) {
       for (const auto& arg : args) {
-        if (arg.isTensor() && is_sim(arg.toTensor()) && arg.toTensor().data_ptr() == x.data_ptr()) return arg.toTensor();
+        if (arg.isTensor() && is_sim(arg.toTensor()) && on_cpu(arg.toTensor()).data_ptr() == x.data_ptr()) {
+          return arg.toTensor();
+        }
       }
       auto result = like(x);
       push(current_stream(), op.schema().name(), [a = x, b = on_cpu(result)] { b.copy_(a); }, memory_of({}, {result}));
@@ -552,6 +605,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::RegisterPrivateUse1HooksInterface(&hooks);
     use_kernels_of_cpu();
   });
-  m.def("blocks", [] { return device_memory.blocks(); });
+  m.def("start_log", [] { start_log(device_memory.blocks()); });
   m.def("limit", [](size_t bytes) { device_memory.limit = bytes; });
 }

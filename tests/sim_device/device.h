@@ -64,6 +64,7 @@ struct Row {
   Memory memory;
   int64_t event = -1;
 };
+void start_log(std::vector<Row> first);
 bool is_logging();
 void note(Row row);
 std::string where();  // the line of Python that is at work, while the log is kept

@@ -339,6 +339,12 @@ void wait_on(int64_t stream, FlagPtr flag, std::string why) {
   worker(stream).push("wait", [flag = std::move(flag)] { flag->wait(); });
 }
 
+void start_log(std::vector<Row> first) {
+  std::lock_guard<std::mutex> lock(log_mutex);
+  rows = std::move(first);
+  logging = true;
+}
+
 // --------------------------------------------------------------------------------------------------------------- Python
 void add_streams(py::module_& m) {
   m.def("synchronize", &synchronize, py::call_guard<py::gil_scoped_release>());
@@ -351,12 +357,6 @@ void add_streams(py::module_& m) {
   m.def("on_note", [](py::object call) {
     Py_XDECREF(on_note);
     on_note = call.is_none() ? nullptr : call.release().ptr();
-  });
-  m.def("start_log", [](std::vector<std::pair<int64_t, int64_t>> blocks) {
-    std::lock_guard<std::mutex> lock(log_mutex);
-    rows.clear();
-    for (const auto& [stream, id] : blocks) rows.push_back({stream, "take", "", {{}, {id}}});
-    logging = true;
   });
   m.def("end_log", [] {
     logging = false;

@@ -137,27 +137,31 @@ class OverlapConfig:
     Attributes:
         preset: the decoder; see `fsharding train`.
         ranks: along dp.
+        stages: ranks along pp.
         strategies: by name.
-        depths: how many units ahead parameters are gathered.
+        schedules: of pipelines, where `stages` is above 1.
+        depths: how many units ahead parameters are gathered; a pipeline's schedule says that itself.
         batch: sequences of a rank.
         seq_len: tokens of a sequence.
-        microbatches: pieces of a rank's batch.
+        microbatches: pieces of a rank's batch; left out, 1, or two for each stage.
         tflops: of matrix products, in 10^12 a second; the defaults are about what an H100 reaches.
         memory_gbs: memory that is read and written, in 10^9 bytes a second.
         link_gbs: what a rank sends, in 10^9 bytes a second.
         latency_us: of a collective, in microseconds.
         json: print one JSON object instead of a table.
-        plot: where to draw timelines, a PNG or SVG; strategy and depth are added to the name.
+        plot: where to draw timelines, a PNG or SVG; strategy and depth or schedule are added to the name.
         trace: where to write them for Perfetto or chrome://tracing, likewise.
     """
 
     preset: str = "bench-1b"
     ranks: int = 8
+    stages: int = 1
     strategies: tuple[str, ...] = ("zero1", "zero2", "zero3")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "zbv")
     depths: tuple[int, ...] = (0, 1, 2)
     batch: int = 4
     seq_len: int = 1024
-    microbatches: int = 1
+    microbatches: int | None = None
     tflops: float = 500.0
     memory_gbs: float = 2500.0
     link_gbs: float = 200.0

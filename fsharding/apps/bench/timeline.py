@@ -1,25 +1,28 @@
-"""When streams would do what a log says that they were given, on a device of given rates: a timeline of a step.
+"""When streams would do what logs say that they were given, on devices of given rates: a timeline of a step.
 
-In: rows of a log, such as that of `recording_streams`, and rates. Out: spans, one for each operation, and which share
-of communication is hidden.
+In: rows of the log of each rank, such as `recording_streams` gives, and rates. Out: spans, one for each operation, and
+which share of communication is hidden.
 
 A stream does one operation after the other, and each begins when the events that its stream waits for have happened.
 An operation takes as long as its floating-point operations or its bytes take, whichever is more, and a collective its
-latency and its bytes. Collectives share one link, so that two of them at once take as long as one after the other. The
-host is ahead of the device at all times, and kernels reach the given rates, which those of small tensors do not.
+latency and its bytes. All that a rank sends shares one link, so that two collectives at once take as long as one after
+the other. A message begins when its sender and its receiver have come to it. Ranks without a log are taken to be where
+this one is. The host is ahead of the device at all times, and kernels reach the given rates, which those of
+small tensors do not.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from fsharding.comm.stream_log import COMPUTE, Row, communicates, messages
 from fsharding.pipeline.plots import require_matplotlib
-from fsharding.testing.stream_log import COLLECTIVES, COMPUTE, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +48,7 @@ class Rates:
 
     def seconds(self, row: Row) -> float:
         """How long an operation takes."""
-        if row.stream.endswith(COLLECTIVES):
+        if communicates(row.stream):
             return self.latency + row.nbytes / self.link
         return max(row.flops / self.flops, row.nbytes / self.memory)
 
@@ -54,6 +57,7 @@ class Span(NamedTuple):
     """An operation in time.
 
     Attributes:
+        rank: by the order of the logs.
         stream: which does it.
         text: the operator.
         unit: which unit of the step it is for, by the order in which units are gathered.
@@ -61,6 +65,7 @@ class Span(NamedTuple):
         end: the same.
     """
 
+    rank: int
     stream: str
     text: str
     unit: int
@@ -72,74 +77,154 @@ class Timeline(NamedTuple):
     """A step in time.
 
     Attributes:
-        spans: in the order in which the host issues them.
+        spans: in the order in which the host of each rank issues them.
         seconds: of the step.
-        compute: seconds in which the compute stream computes.
-        communication: seconds of all collectives.
+        compute: seconds in which the compute stream computes; of several ranks, their mean, as all that follows.
+        communication: seconds of all collectives and messages.
+        hidden: the share of communication during which the compute stream computes; 1 where nothing is sent.
     """
 
     spans: list[Span]
     seconds: float
     compute: float
     communication: float
-
-    @property
-    def hidden(self) -> float:
-        """The share of communication during which the compute stream computes; 1 where nothing is sent."""
-        exposed = self.seconds - self.compute
-        return 1 - min(exposed / self.communication, 1.0) if self.communication else 1.0
+    hidden: float
 
 
-def timeline_of(rows: Sequence[Row], rates: Rates) -> Timeline:
-    """Place rows in time, in the order of events.
+def timeline_of(logs: Sequence[Sequence[Row]], rates: Rates) -> Timeline:
+    """Place the rows of each rank in time, in the order of events and messages.
+
+    Args:
+        logs: of ranks that send messages to each other, in the order of their group; else of one rank.
+
+    Raises:
+        ValueError: the ranks wait for each other.
 
     Example:
         >>> from fsharding.apps.bench.timeline import Rates, timeline_of
-        >>> from fsharding.testing.stream_log import Row
+        >>> from fsharding.comm.stream_log import Row
         >>> rates = Rates(flops=10.0, memory=1e9, link=2.0, latency=0.0)
         >>> sent = Row("gather's collectives", "run", "all-gather", nbytes=4)
-        >>> line = timeline_of([sent, Row("compute", "run", "mm", flops=30)], rates)
+        >>> line = timeline_of([[sent, Row("compute", "run", "mm", flops=30)]], rates)
         >>> line.seconds, line.communication, line.hidden
         (3.0, 2.0, 1.0)
     """
-    units = _units(rows)
-    queues: dict[str, deque[int]] = {}
-    for number, row in enumerate(rows):
-        if row.kind in ("run", "record", "wait"):
-            queues.setdefault(row.stream, deque()).append(number)
-    clock = dict.fromkeys(queues, 0.0)
-    events: dict[int, float] = {}
-    link = 0.0
-    spans: dict[int, Span] = {}
-    while any(queues.values()):
-        for stream, queue in queues.items():  # what takes no time
-            while queue and rows[queue[0]].kind != "run":
-                row = rows[queue[0]]
-                if row.kind == "wait" and row.event not in events:
-                    break
-                if row.kind == "record":
-                    events[row.event] = clock[stream]
-                else:
-                    clock[stream] = max(clock[stream], events[row.event])
-                queue.popleft()
-        starts = {
-            stream: max(clock[stream], link if stream.endswith(COLLECTIVES) else 0.0)
-            for stream, queue in queues.items()
-            if queue and rows[queue[0]].kind == "run"
-        }
-        if not starts:
-            continue
-        stream = min(starts, key=starts.__getitem__)
-        number = queues[stream].popleft()
-        end = starts[stream] + rates.seconds(rows[number])
-        spans[number] = Span(stream, rows[number].text, units[number], starts[stream], end)
-        clock[stream] = end
-        if stream.endswith(COLLECTIVES):
-            link = end
-    placed = [spans[number] for number in sorted(spans)]
-    of_links = sum(x.end - x.begin for x in placed if x.stream.endswith(COLLECTIVES))
-    of_compute = sum(x.end - x.begin for x in placed if x.stream == COMPUTE)
-    return Timeline(placed, max(clock.values(), default=0.0), of_compute, of_links)
+    clock = _Clock(logs, rates)
+    while clock.advance():
+        pass
+    spans = clock.spans()
+    of_links = sum(x.end - x.begin for x in spans if communicates(x.stream))
+    of_compute = sum(x.end - x.begin for x in spans if x.stream == COMPUTE)
+    hidden = sum(_hidden([x for x in spans if x.rank == rank]) for rank in range(len(logs)))
+    count = max(len(logs), 1)
+    seconds = max((x.end for x in spans), default=0.0)
+    return Timeline(spans, seconds, of_compute / count, of_links / count, hidden / of_links if of_links else 1.0)
+
+
+def _hidden(spans: Sequence[Span]) -> float:
+    """Seconds of communication of a rank during which its compute stream computes."""
+    busy = sorted((x.begin, x.end) for x in spans if x.stream == COMPUTE and x.end > x.begin)
+    starts = [begin for begin, _ in busy]
+    result = 0.0
+    for span in spans:
+        if communicates(span.stream):
+            for begin, end in busy[max(bisect_right(starts, span.begin) - 1, 0) : bisect_left(starts, span.end)]:
+                result += max(0.0, min(end, span.end) - max(begin, span.begin))
+    return result
+
+
+def _sends(stream: str) -> bool:
+    """Whether this rank's link carries what the stream does: all but the messages of others."""
+    return communicates(stream) and not stream.startswith("messages from ")
+
+
+_Queue: TypeAlias = tuple[int, str]
+
+
+class _Clock:
+    """The streams of all ranks on their way through their logs."""
+
+    def __init__(self, logs: Sequence[Sequence[Row]], rates: Rates) -> None:
+        self._logs, self._rates = logs, rates
+        self._queues: dict[_Queue, deque[int]] = {}
+        for rank, rows in enumerate(logs):
+            for number, row in enumerate(rows):
+                if row.kind in ("run", "record", "wait"):
+                    self._queues.setdefault((rank, row.stream), deque()).append(number)
+        self._now = dict.fromkeys(self._queues, 0.0)
+        self._links = [0.0] * len(logs)
+        self._events: dict[tuple[int, int], float] = {}
+        self._placed: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def advance(self) -> bool:
+        """Place the operation that begins first; False where none is left."""
+        while sum(self._follow(queue) for queue in self._queues):
+            pass
+        begins = {queue: begin for queue in self._queues if (begin := self._begin(queue)) is not None}
+        if not begins:
+            if waiting := [f"rank {rank}, {stream}" for (rank, stream), rows in self._queues.items() if rows]:
+                raise ValueError(f"streams wait for each other: {'; '.join(waiting)}")
+            return False
+        first = min(begins, key=begins.__getitem__)
+        ends = begins[first], begins[first] + self._rates.seconds(self._next(first))
+        for queue in {first, self._peer(first) or first}:
+            self._place(queue, *ends)
+        return True
+
+    def _next(self, queue: _Queue) -> Row:
+        return self._logs[queue[0]][self._queues[queue][0]]
+
+    def _follow(self, queue: _Queue) -> int:
+        """Pass what takes no time; how much that was."""
+        rows = self._queues[queue]
+        before = len(rows)
+        while rows and (row := self._next(queue)).kind != "run":
+            event = queue[0], row.event
+            if row.kind == "record":
+                self._events[event] = self._now[queue]
+            elif event in self._events:
+                self._now[queue] = max(self._now[queue], self._events[event])
+            else:
+                break
+            rows.popleft()
+        return before - len(rows)
+
+    def _peer(self, queue: _Queue) -> _Queue | None:
+        """The other end of the message that is next, if its rank has a log."""
+        rank, row = queue[0], self._next(queue)
+        if row.peer < 0 or len(self._logs) == 1:
+            return None
+        return row.peer, messages("from" if _sends(queue[1]) else "to", rank)
+
+    def _begin(self, queue: _Queue) -> float | None:
+        """When the next operation could begin; None if there is none, or its peer has not come to it."""
+        if not self._queues[queue] or self._next(queue).kind != "run":
+            return None
+        ends = [queue]
+        if (peer := self._peer(queue)) is not None:
+            if not self._queues.get(peer) or self._next(peer).kind != "run":
+                return None
+            ends.append(peer)
+        links = [self._links[rank] for rank, stream in ends if _sends(stream)]
+        return max(*(self._now[end] for end in ends), *links, 0.0)
+
+    def _place(self, queue: _Queue, begin: float, end: float) -> None:
+        rank, stream = queue
+        self._placed[rank, self._queues[queue].popleft()] = begin, end
+        self._now[queue] = end
+        if _sends(stream):
+            self._links[rank] = end
+
+    def spans(self) -> list[Span]:
+        """All operations."""
+        result: list[Span] = []
+        for rank, rows in enumerate(self._logs):
+            units = _units(rows)
+            placed = [
+                (number, self._placed[rank, number]) for number in range(len(rows)) if (rank, number) in self._placed
+            ]
+            result += [Span(rank, rows[i].stream, rows[i].text, units[i], *times) for i, times in placed]
+        return result
 
 
 def _units(rows: Sequence[Row]) -> list[int]:
@@ -158,19 +243,20 @@ def _units(rows: Sequence[Row]) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------------------ pictures
 def write_trace(line: Timeline, path: Path) -> None:
-    """Write a timeline as a trace for Perfetto or chrome://tracing, with a row for each stream.
+    """Write a timeline as a trace for Perfetto or chrome://tracing, a process for each rank, a row for each stream.
 
     Args:
         path: of a JSON file.
     """
-    streams = [*dict.fromkeys(span.stream for span in line.spans)]
+    streams = [*dict.fromkeys((span.rank, span.stream) for span in line.spans)]
     rows: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": stream}}
-        for number, stream in enumerate(streams)
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}}
+        for number, (rank, stream) in enumerate(streams)
     ]
     rows += [
         {
-            "ph": "X", "name": span.text, "cat": f"unit {span.unit}", "pid": 0, "tid": streams.index(span.stream),
+            "ph": "X", "name": span.text, "cat": f"unit {span.unit}", "pid": span.rank,
+            "tid": streams.index((span.rank, span.stream)),
             "ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6, "args": {"unit": span.unit},
         }
         for span in line.spans
@@ -199,15 +285,17 @@ def timeline_figure(line: Timeline, title: str) -> Figure:
     from matplotlib import colormaps  # lazy: an extra, and slow to load
     from matplotlib.figure import Figure  # lazy: the same
 
-    streams = sorted({span.stream for span in line.spans}, key=lambda name: (name != COMPUTE, name))
+    order = {(span.rank, span.stream != COMPUTE, span.stream) for span in line.spans}
+    streams = [(rank, stream) for rank, _, stream in sorted(order)]
+    several = len({rank for rank, _ in streams}) > 1
     colors = colormaps["tab10"].colors  # pyright: ignore[reportAttributeAccessIssue]
     figure = Figure(figsize=(10, 0.45 * len(streams) + 1.2), layout="constrained")
     axes = figure.subplots()
     for row, stream in enumerate(streams):
-        bars = _bars([span for span in line.spans if span.stream == stream], line.seconds / 2000)
+        bars = _bars([span for span in line.spans if (span.rank, span.stream) == stream], line.seconds / 2000)
         spans = [(begin * 1e3, (end - begin) * 1e3) for _, begin, end in bars]
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=[colors[unit % len(colors)] for unit, _, _ in bars])
-    axes.set_yticks(range(len(streams)), streams)
+    axes.set_yticks(range(len(streams)), [f"rank {rank}: {name}" if several else name for rank, name in streams])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title)

@@ -1,6 +1,9 @@
 """The simulated device itself: what it forgives less than others, what it counts, and what it refuses."""
 
+import ctypes
 import gc
+import os
+import signal
 
 import pytest
 import torch
@@ -69,6 +72,24 @@ def freed():
     del x, alias
     y = torch.empty(512, device=SIM)
     assert y.data_ptr() == place and y.isnan().all().item()
+
+
+def touched():
+    """A host that reads or writes memory of the device by its address is killed; the device's own tasks are not."""
+    sim_device.join()
+    x = torch.arange(128.0, device=SIM)
+    torch.accelerator.synchronize()
+    acts = (lambda: ctypes.string_at(x.data_ptr(), 4), lambda: ctypes.memset(x.data_ptr(), 0, 4), lambda: None)
+    ends = []
+    for act in acts:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # the tests' handler would print every stack
+            act()
+            os._exit(0)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert ends == [-signal.SIGSEGV, -signal.SIGSEGV, 0]
+    assert torch.equal(x.cpu(), torch.arange(128.0))
 
 
 def pinned():
@@ -151,6 +172,7 @@ def test_a_build_that_fails_says_the_first_error_of_the_compiler(monkeypatch):
 
 test_a_second_stream_has_to_wait = there(races)
 test_freed_memory_is_overwritten = there(freed)
+test_the_host_cannot_touch_memory_of_the_device = there(touched)
 test_only_pinned_copies_are_asynchronous = there(pinned)
 test_a_state_is_as_large_as_its_plan = there(limited)
 test_a_graph_refuses_what_it_cannot_replay = graphs(there(refused))

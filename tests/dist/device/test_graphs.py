@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.testing import device_mesh
 from tests.decoders import DecoderCase
 from tests.helpers import full
-from tests.on_device import SIM, device_ranks, needs_compiler, on_device, same
+from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, on_device, pipelines, train
 
 pytestmark = [
     pytest.mark.timeout(500),
@@ -36,13 +35,7 @@ CASES |= {
     ),
     "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed"), strategy=fs.zero(2)),
 }
-CASES |= {
-    schedule: replace(
-        BASE, config=replace(CONFIG, layers=4), mesh=fs.AbstractMesh(("pp",), (2,)), strategy=fs.zero(3), microbatches=4,
-        schedule=schedule, gather="microbatch" if schedule == "interleaved" else "step",
-    )
-    for schedule in SCHEDULES
-}  # fmt: skip
+CASES |= pipelines(replace(BASE, strategy=fs.zero(3)))
 KEPT = {"ep", "keyed", "zbv", "interleaved", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
 
 
@@ -52,31 +45,16 @@ def pool():
         yield ranks
 
 
-def trained(case, captures, seed):
-    """Numbers of each step, which the host reads before the next."""
-    with on_device(SIM, seed) as watch:
-        mesh = device_mesh(case.mesh, SIM)
-        state, step = case.start(mesh)
-        batches = [{name: x.to(SIM) for name, x in case.batch(i, mesh).items()} for i in range(case.steps)]
-        if captures:
-            step = fs.capture(step, state, batches[0])
-        numbers = []
-        for number, batch in enumerate(batches):
-            with watch.step(number):
-                state, metrics = step(state, batch)
-            numbers.append(
-                torch.stack((metrics.loss, metrics.grad_norm, metrics.weight, metrics.skipped.float())).cpu()
-            )
-        return watch.seen(numbers, state)
+def trained(case, seed, *, captured):
+    return train(case, SIM, seed, captured=captured)[0]
 
 
 @pytest.mark.parametrize("name", [name if name in KEPT else pytest.param(name, marks=full) for name in CASES])
 def test_a_replay_has_the_bits_of_the_step(pool, name):
     """The step runs without delays, its replays with some."""
-    steps, replays = pool.run(trained, CASES[name], False, None), pool.run(trained, CASES[name], True, 1)
-    for want, found in zip(steps, replays, strict=True):
-        assert same(want, found)
-        assert found.wrong == () and want.reads == found.reads == ()
+    steps = pool.run(trained, CASES[name], None, captured=False)
+    assert_as_on_cpu(steps, pool.run(trained, CASES[name], 1, captured=True))
+    assert all(run.reads == () for run in steps)
 
 
 def dropped(params, batch, key):
@@ -103,6 +81,7 @@ def with_key(captures):
 
 
 def test_a_step_with_a_key_is_captured(pool):
-    for want, found in zip(pool.run(with_key, False), pool.run(with_key, True), strict=True):
-        assert same(want, found) and want.reads == found.reads == () and found.wrong == ()
-        assert len({float(loss) for loss in found.numbers}) == 4, "each step has a mask of its own"
+    steps, replays = pool.run(with_key, False), pool.run(with_key, True)
+    assert_as_on_cpu(steps, replays)
+    for run in steps:
+        assert run.reads == () and len({float(loss) for loss in run.numbers}) == 4, "each step has a mask of its own"

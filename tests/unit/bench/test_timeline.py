@@ -9,7 +9,8 @@ from fsharding.apps.bench.options import OverlapConfig
 from fsharding.apps.bench.overlap import bench_overlap, step_timeline
 from fsharding.apps.bench.timeline import Rates, timeline_of
 from fsharding.base.errors import ConfigError
-from fsharding.testing.stream_log import Row
+from fsharding.comm.stream_log import Row
+from fsharding.pipeline.schedule import SCHEDULES
 from tests.helpers import refusal
 
 RATES = Rates(flops=10.0, memory=100.0, link=2.0, latency=0.5)
@@ -21,7 +22,7 @@ def run(stream, text="op", **cost):
 
 
 def spans(*rows):
-    return {span.text: (span.begin, span.end) for span in timeline_of(rows, RATES).spans}
+    return {span.text: (span.begin, span.end) for span in timeline_of([rows], RATES).spans}
 
 
 def test_a_stream_does_one_operation_after_the_other_and_waits_for_events():
@@ -42,13 +43,48 @@ def test_collectives_share_a_link():
 
 def test_what_is_hidden_is_communication_during_compute():
     sent = run("gather's collectives", nbytes=3)
-    hidden = timeline_of([sent, run("compute", flops=20)], RATES)
+    hidden = timeline_of([[sent, run("compute", flops=20)]], RATES)
     assert (hidden.seconds, hidden.communication, hidden.hidden) == (2, 2, 1)
     waited = [Row("gather's collectives", "record", "done", event=0), Row("compute", "wait", "done", event=0)]
-    assert timeline_of([sent, *waited, run("compute", flops=20)], RATES).hidden == 0
+    assert timeline_of([[sent, *waited, run("compute", flops=20)]], RATES).hidden == 0
     half = [sent, run("compute", flops=10), *waited, run("compute", flops=20)]
-    assert timeline_of(half, RATES).hidden == 0.5
-    assert timeline_of([run("compute", flops=10)], RATES).hidden == 1
+    assert timeline_of([half], RATES).hidden == 0.5
+    assert timeline_of([[run("compute", flops=10)]], RATES).hidden == 1
+
+
+def test_a_message_begins_when_both_ranks_have_come_to_it():
+    sends = [
+        run("compute", "forward", flops=20),
+        Row("compute", "record", "issued", event=0),
+        Row("messages to 1", "wait", "issued", event=0),
+        run("messages to 1", "sent", nbytes=3, peer=1),
+        run("compute", "more", flops=10),
+    ]
+    receives = [
+        run("messages from 0", "received", nbytes=3, peer=0),
+        Row("messages from 0", "record", "done", event=0),
+        Row("compute", "wait", "done", event=0),
+        run("compute", "next", flops=10),
+    ]
+    line = timeline_of([sends, receives], RATES)
+    at = {(span.rank, span.text): (span.begin, span.end) for span in line.spans}
+    assert at[0, "sent"] == at[1, "received"] == (2, 4) and at[0, "more"] == (2, 3) and at[1, "next"] == (4, 5)
+    assert (line.seconds, line.compute, line.communication, line.hidden) == (5, 2, 2, 0.25)
+    with pytest.raises(ValueError, match="wait for each other: rank 0, messages to 1"):
+        timeline_of([sends, []], RATES)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_has_a_timeline(schedule):
+    config = replace(TINY, stages=2, ranks=2, batch=8)
+    line = step_timeline(config, "zero3", schedule)
+    assert {span.rank for span in line.spans} == {0, 1}
+    sent, received = (
+        sorted((span.begin, span.end) for span in line.spans if span.stream.startswith(f"messages {way}"))
+        for way in ("to", "from")
+    )
+    assert sent == received and len(sent) >= 8, "an activation and a gradient of each of four microbatches"
+    assert 0 <= line.hidden <= 1 and line.seconds >= line.compute > 0
 
 
 def test_a_faster_link_hides_no_less():
@@ -68,9 +104,18 @@ def test_the_command_prints_rows_and_writes_traces(capsys, tmp_path):
     events = json.loads((tmp_path / "line-zero3-1.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     assert (tmp_path / "line-zero3-0.svg").read_text().count("<path") > 10
+    bench_overlap(replace(TINY, stages=2, batch=8, schedules=("1f1b",), json=True, trace=tmp_path / "line.json"))
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    assert row["schedule"] == "1f1b" and 0 <= row["hidden"] <= 1
+    events = json.loads((tmp_path / "line-zero3-1f1b.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
 
 
-@pytest.mark.parametrize("wrong", [{"link_gbs": 0.0}, {"ranks": 0}, {"depths": (-1,)}, {"latency_us": -1.0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"link_gbs": 0.0}, {"ranks": 0}, {"stages": 0}, {"microbatches": 0}, {"depths": (-1,)}, {"latency_us": -1.0}],
+    ids=str,
+)
 def test_rates_and_sizes_are_above_zero(wrong):
     [name] = wrong
     text = refusal(bench_overlap, replace(TINY, **wrong), kind=ConfigError)

@@ -12,9 +12,9 @@ import torch
 
 import fsharding as fs
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.stream_log import Row, recording_streams
 from fsharding.comm.streams import OneStream, streams_for
 from fsharding.testing import assert_bitwise_equal
-from fsharding.testing.stream_log import Row, recording_streams
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import bits, fake_groups_write, fake_ranks, full, slow
 from tests.odd_units import NAMES, SIZE, init, loss_of

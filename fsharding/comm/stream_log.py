@@ -2,17 +2,18 @@
 
 In: a call inside `recording_streams`, on tensors of the CPU or fake ones. Out: rows, in the order in which the host
 issues them. Each operation of torch's dispatcher is one, with the memory that it reads and writes and what it costs;
-collectives are on streams of their own, as those of NCCL are; events are recorded and waited for; memory is taken and
-freed.
+collectives and messages are on streams of their own, as those of NCCL are; events are recorded and waited for; memory
+is taken and freed.
 Guarantee: everything is done at once all the same, so recording changes no value.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,14 +25,38 @@ from torch.utils.flop_counter import flop_registry
 from fsharding.base import _compat, tree
 from fsharding.comm.handles import Works
 from fsharding.comm.streams import StreamName, use_streams
+from fsharding.sharding.named_sharding import local_of
 
-__all__ = ["COLLECTIVES", "COMPUTE", "RecordingStreams", "Row", "recording_streams"]
+__all__ = [
+    "COLLECTIVES",
+    "COMPUTE",
+    "RecordingStreams",
+    "Row",
+    "communicates",
+    "messages",
+    "peak_bytes",
+    "recording_streams",
+]
 
 COMPUTE = "compute"
 """The stream that is current outside of `on`."""
 
 COLLECTIVES = "'s collectives"
 """How the name of a stream of collectives ends."""
+
+
+def messages(way: Literal["to", "from"], peer: int) -> str:
+    """Return the name of the stream of messages to or from another rank of their group, as NCCL has one for each."""
+    return f"messages {way} {peer}"
+
+
+def communicates(stream: str) -> bool:
+    """Return whether a stream of this name communicates."""
+    return stream.endswith(COLLECTIVES) or stream.startswith("messages ")
+
+
+_MESSAGE = re.compile(r"c10d::(send|recv)")
+_ROUND = 512
 
 _RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter")
 """Collectives that write their first argument alone."""
@@ -41,14 +66,16 @@ class Row(NamedTuple):
     """What a stream was given.
 
     Attributes:
-        stream: its name; a collective is on `<stream>'s collectives`.
+        stream: its name; a collective is on `<stream>'s collectives`, a message on that of `messages`.
         kind: run, take, free, record or wait.
-        text: the operator, or what the event is of.
+        text: the operator, what the event is of, or the type of device whose memory is taken or freed.
         reads: numbers of storages.
         writes: the same.
         event: number of the event of a record or a wait.
         flops: floating-point operations of a run.
-        nbytes: bytes that it moves: to and from memory, or, of a collective, that this rank sends.
+        nbytes: bytes that it moves: to and from memory, or, of a collective or message, that this rank sends or
+            receives. Of a storage that is taken or freed, its size.
+        peer: of a message, the other rank in their group.
     """
 
     stream: str
@@ -59,6 +86,7 @@ class Row(NamedTuple):
     event: int = -1
     flops: int = 0
     nbytes: int = 0
+    peer: int = -1
 
     def __str__(self) -> str:
         """The stream, what it does, and with what memory."""
@@ -80,7 +108,7 @@ class RecordingStreams:
         self.rows: list[Row] = []
         self._current = [COMPUTE]
         self._labels: list[str] = []
-        self._storages: dict[int, tuple[int, Any, str]] = {}
+        self._storages: dict[int, tuple[Row, Any]] = {}
         self._count = 0
         self._events_of_work: dict[int, tuple[Any, int]] = {}
 
@@ -118,24 +146,35 @@ class RecordingStreams:
 
     # ------------------------------------------------------------------------------------------------------- operations
     def _look_for_freed(self) -> None:
-        for key, (number, reference, stream) in list(self._storages.items()):
+        for key, (taken, reference) in list(self._storages.items()):
             if reference.expired():
-                self.rows.append(Row(stream, "free", f"storage {number}", writes=(number,)))
+                self.rows.append(taken._replace(kind="free"))
                 del self._storages[key]
 
     def _number_of(self, x: Tensor, stream: str) -> int:
         key = _compat.storage_id(x)
         if key not in self._storages:
             self._count += 1
-            self._storages[key] = self._count, _compat.weak_storage(x), stream
-            self.rows.append(Row(stream, "take", f"storage {self._count}", writes=(self._count,)))
-        return self._storages[key][0]
+            size = x.untyped_storage().nbytes()
+            taken = Row(stream, "take", x.device.type, writes=(self._count,), nbytes=size)
+            self._storages[key] = taken, _compat.weak_storage(x)
+            self.rows.append(taken)
+        return self._storages[key][0].writes[0]
+
+    def hold(self, held: Any) -> None:
+        """Note tensors from before the log."""
+        for x in map(local_of, tree.leaves(held)):
+            if _tensors(x):
+                self._number_of(x, COMPUTE)
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes an operation that is done."""
         self._look_for_freed()
         current, collective = self._current[-1], func.namespace == "c10d"
-        stream = current + COLLECTIVES if collective else current
+        stream, peer = current + COLLECTIVES if collective else current, -1
+        if collective and (found := _MESSAGE.match(func.name())):
+            peer = args[2]
+            stream = messages("to" if found[1] == "send" else "from", peer)
         schema, given = func._schema, (*args, *kwargs.values())
         written = {id(x) for a, x in zip(schema.arguments, given, strict=False) if _is_written(a) for x in _tensors(x)}
         first = func.name().split("::")[1].startswith(_RESULTS_FIRST)
@@ -155,7 +194,7 @@ class RecordingStreams:
         if reads or writes:
             sets = tuple(sorted(reads)), tuple(sorted(writes))
             cost = _sent(func, given) if collective else _cost(func, args, kwargs, result, given)
-            self.rows.append(Row(stream, "run", func.name(), *sets, -1, *cost))
+            self.rows.append(Row(stream, "run", func.name(), *sets, -1, *cost, peer))
         if collective:
             event = self._record(stream, "done")
             for x in tree.leaves(result):
@@ -184,6 +223,8 @@ def _sent(func: Any, given: tuple[Any, ...]) -> tuple[int, int]:
     groups = [x for x in given if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
     size = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
     largest = max((x.nbytes for x in _tensors(given)), default=0)
+    if _MESSAGE.match(func.name()):
+        return 0, largest
     rounds = 2 if name.startswith("allreduce") else 1
     return 0, rounds * largest * (size - 1) // size
 
@@ -207,10 +248,36 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+def peak_bytes(rows: Iterable[Row], device_type: str) -> int:
+    """Most bytes of a device that are allocated at once.
+
+    Each storage counts in multiples of 512, as allocators of accelerators give them.
+
+    Example:
+        >>> from fsharding.comm.stream_log import Row, peak_bytes
+        >>> rows = [Row("compute", kind, "cuda", writes=(1,), nbytes=600) for kind in ("take", "free", "take")]
+        >>> peak_bytes(rows, "cuda")
+        1024
+    """
+    live = peak = 0
+    for row in rows:
+        if row.kind in ("take", "free") and row.text == device_type:
+            size = -(-row.nbytes // _ROUND) * _ROUND
+            live += size if row.kind == "take" else -size
+            peak = max(peak, live)
+    return peak
+
+
 @contextmanager
-def recording_streams() -> Generator[RecordingStreams]:
-    """Note what streams are given until the `with` block ends."""
+def recording_streams(*held: Any) -> Generator[RecordingStreams]:
+    """Note what streams are given until the `with` block ends.
+
+    Args:
+        held: trees of tensors that are there before.
+    """
     streams, plain = RecordingStreams(), Works.wait
+    streams.hold(held)
+    del held
 
     def wait(works: Works, timeout: timedelta | None = None) -> None:
         streams.waited_for(works.works)
