@@ -138,8 +138,8 @@ def train(
         for number, batch in enumerate(batches):
             with watch.step(number):
                 state, metrics = step(state, batch)
-            seen = (metrics.loss, metrics.grad_norm, metrics.weight, metrics.skipped)
-            numbers.append(torch.stack([x.double() for x in seen]))
+            skipped = torch.as_tensor(metrics.skipped, device=device)
+            numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.weight, skipped.float())))
         return watch.seen(numbers, state), [log.rows for log in watch.logs]
 
 

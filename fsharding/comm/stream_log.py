@@ -10,6 +10,7 @@ Guarantee: everything is done at once all the same, so recording changes no valu
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -108,7 +109,8 @@ class RecordingStreams:
         self.rows: list[Row] = []
         self._current = [COMPUTE]
         self._labels: list[str] = []
-        self._storages: dict[int, tuple[Row, Any]] = {}
+        self._storages: dict[int, tuple[Row, weakref.ref[Any]]] = {}
+        self._freed: list[int] = []
         self._count = 0
         self._events_of_work: dict[int, tuple[Any, int]] = {}
 
@@ -146,18 +148,18 @@ class RecordingStreams:
 
     # ------------------------------------------------------------------------------------------------------- operations
     def _look_for_freed(self) -> None:
-        for key, (taken, reference) in list(self._storages.items()):
-            if reference.expired():
-                self.rows.append(taken._replace(kind="free"))
-                del self._storages[key]
+        for key in self._freed:
+            taken, _ = self._storages.pop(key)
+            self.rows.append(taken._replace(kind="free"))
+        self._freed.clear()
 
     def _number_of(self, x: Tensor, stream: str) -> int:
         key = _compat.storage_id(x)
         if key not in self._storages:
             self._count += 1
-            size = x.untyped_storage().nbytes()
-            taken = Row(stream, "take", x.device.type, writes=(self._count,), nbytes=size)
-            self._storages[key] = taken, _compat.weak_storage(x)
+            storage = x.untyped_storage()
+            taken = Row(stream, "take", x.device.type, writes=(self._count,), nbytes=storage.nbytes())
+            self._storages[key] = taken, weakref.ref(storage, lambda _: self._freed.append(key))
             self.rows.append(taken)
         return self._storages[key][0].writes[0]
 

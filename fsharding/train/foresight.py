@@ -114,10 +114,10 @@ def expected_memory(
         **options: as in `make_train_step`.
 
     Returns:
-        Bytes; each tensor counts in multiples of 512, as torch's allocators of accelerators give them. On the mesh of an
-        accelerator it may lack some KB, for single numbers by which ranks compare what they do. An abstract mesh takes
-        the step as a CPU runs it, which kernels of its own make an estimate: within 15 % for small decoders. Workspaces
-        that a kernel has for itself are not seen, nor what an allocator keeps for later.
+        Bytes; each tensor counts in multiples of 512, as torch's allocators of accelerators give them. On the mesh of
+        an accelerator some KB may be missing, for single numbers by which ranks compare what they do. On an abstract
+        mesh the step takes the kernels of a CPU, so this is an estimate: within 15 % for small decoders. Workspaces of
+        kernels and memory that an allocator keeps for later are not counted.
 
     Raises:
         ArgumentError: an argument of another kind.

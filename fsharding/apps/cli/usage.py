@@ -117,5 +117,6 @@ def _plain(preset: str) -> str:
     return preset.replace("-", "_").replace(".", "_")
 
 
-def _least(number: int | tuple[int, ...]) -> int:
-    return min(number, default=1) if isinstance(number, tuple) else number
+def _least(number: int | tuple[int, ...] | None) -> int:
+    """The least of the numbers of an option; one that is left out is large enough."""
+    return min(number, default=1) if isinstance(number, tuple) else 1 if number is None else number
