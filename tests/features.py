@@ -74,6 +74,7 @@ FEATURES = {
     ),
     "remat": Feature((("policy", "nothing_saveable"),)),
     "dots_saveable": Feature((("policy", "dots_saveable"),)),
+    "offload": Feature((("policy", "offload"),)),
     "donation": Feature((("donate", True),)),
     "frozen_leaves": Feature(frozen=("embed", "blocks.wq")),
     "checkpoint": Feature(half="checkpoint"),

@@ -8,6 +8,7 @@ Guarantee: the live bytes of each owner are known exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,8 +52,13 @@ class Pool:
         peak_bytes: most bytes that owners had alive at once.
     """
 
-    def __init__(self) -> None:
-        """Makes an empty pool."""
+    def __init__(self, allocate: Callable[..., Tensor] = _compat.fresh) -> None:
+        """Makes an empty pool.
+
+        Args:
+            allocate: makes memory of a shape, a dtype and a device.
+        """
+        self._allocate = allocate
         self.peak_owners = 0
         self.peak_bytes = 0
         self._buffers: list[_Buffer] = []
@@ -128,6 +134,10 @@ class Pool:
             result[id(owner)] = result.get(id(owner), 0) + nbytes
         return result
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor is in a buffer of this pool."""
+        return any(buffer.storage == _compat.storage_id(x) for buffer in self._buffers)
+
     def close(self) -> None:
         """Lets all buffers go."""
         self._buffers.clear()
@@ -135,7 +145,7 @@ class Pool:
 
     def _make(self, need: int, device: torch.device) -> _Buffer:
         self._streams = streams_for(device)
-        base = _compat.fresh((need,), torch.uint8, device)
+        base = self._allocate((need,), torch.uint8, device)
         buffer = _Buffer(base, _compat.storage_id(base))
         self._idle = _compat.storage_users(buffer.storage)
         self._buffers.append(buffer)

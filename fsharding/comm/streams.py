@@ -31,8 +31,8 @@ from fsharding.base.scoped import scoped
 
 __all__ = ["DeviceStreams", "OneStream", "StreamName", "Streams", "streams_for", "use_streams"]
 
-StreamName: TypeAlias = Literal["gather", "reduce"]
-"""The streams besides the compute stream, which is the current one outside of both."""
+StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
+"""The streams besides the compute stream, which is the current one outside of them; `out` and `in` copy to the host."""
 
 
 class Streams(Protocol):
@@ -61,7 +61,7 @@ class Streams(Protocol):
         ...
 
     def wait_all(self) -> None:
-        """Have the current stream wait for everything that the others have been given."""
+        """Have the current stream wait for everything that the compute, gather and reduce streams have been given."""
         ...
 
 
@@ -90,14 +90,14 @@ _ONE = OneStream()
 
 
 class DeviceStreams:
-    """Two streams besides the current one, of higher priority, since others wait for their work."""
+    """Streams besides the current one, of higher priority, since others wait for their work."""
 
     several = True
 
     # `_compute` is the stream that was current when `on` was entered from outside; None outside.
 
     def __init__(self, device: torch.device) -> None:
-        names: tuple[StreamName, ...] = ("gather", "reduce")
+        names: tuple[StreamName, ...] = ("gather", "reduce", "out", "in")
         self._device = device
         self._streams = {name: devices.new_stream(device) for name in names}
         self._compute: torch.Stream | None = None
@@ -126,7 +126,7 @@ class DeviceStreams:
     def wait_all(self) -> None:
         """See `Streams`."""
         current = self._current()
-        for stream in (self._compute or current, *self._streams.values()):
+        for stream in (self._compute or current, self._streams["gather"], self._streams["reduce"]):
             if stream != current:
                 current.wait_stream(stream)
 

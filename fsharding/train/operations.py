@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsharding.base import tree
 from fsharding.base.errors import TransformError, message
+from fsharding.comm.host_memory import is_kept
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.train.host_reads import HostReads, counting_host_reads, line_of_caller
 
@@ -71,7 +72,7 @@ class _Trace(TorchDispatchMode):
         row = Operation(f"{func}({', '.join(map(_text, taken))})", line_of_caller(__file__))
         self._seen.rows.append(row)
         devices = {x.device.type for x in tree.leaves([taken, result]) if isinstance(x, Tensor)}
-        of_host = any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree.leaves(taken))
+        of_host = any(isinstance(x, Tensor) and x.is_cpu and not is_kept(x) for x in tree.leaves(taken))
         if func.overloadpacket.__name__ in _OF_NUMBERS or (of_host and len(devices) > 1):
             self._seen.from_host.append(row)
         return result

@@ -45,6 +45,7 @@ from fsharding.base.scoped import scoped
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
+from fsharding.comm.host_memory import keepers_for
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import WholeLeaf
@@ -193,7 +194,8 @@ class GatherContext:
         self._reached: int | None = None
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
-        self.saved = SavedTensors(self._bring)
+        resident = frozenset(_compat.storage_id(node.value) for node in nodes if node is not None)
+        self.saved = SavedTensors(self._bring, keepers_for(self._device, resident))
         for i, node in enumerate(nodes):
             if node is not None:
                 self.register(node.value, LeafIndex(i, None))
@@ -341,6 +343,7 @@ class GatherContext:
         if self._current is not None:
             self._current.release()
         self.saved.forget_freed()
+        self.saved.enter(policy.memory)
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
         wholes: list[WholeLeaf] = [leaf.value for leaf in unit.leaves]
@@ -371,6 +374,7 @@ class GatherContext:
                 unit.abandon()
         self._current = None
         self._prefetched.clear()
+        self.saved.end_forward()
 
     # ------------------------------------------------------------------------------------------------------- backward
     def _bring(self, unit: GatheredUnit) -> None:

@@ -1,13 +1,14 @@
 """Policies: what is kept for backward. Values for `policy=` of `gather_unit`, `scan_units` and `remat`.
 
 A policy trades memory for recomputation and communication. The recompute and the backward of a unit share one gather,
-so remat never gathers a third time. Guarantee: results do not depend on the policy.
+so remat never gathers a third time. On a CPU memory of the host is the device's own, and under torch.func activations
+stay on the device. Guarantee: results do not depend on the policy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fsharding.base.errors import ConfigError, message
 
@@ -18,6 +19,8 @@ __all__ = [
     "dots_saveable",
     "everything_saveable",
     "nothing_saveable",
+    "offload",
+    "offload_inputs",
     "save_except_gathered",
 ]
 
@@ -30,10 +33,11 @@ class Policy:
         name: as in `policies`.
         gathered: gathered weights stay.
         activations: "all", "dots" (outputs of matrix products) or "inputs" (of the unit).
+        memory: where activations wait for backward, "device" or "host".
 
     Example:
         >>> fs.policies.nothing_saveable
-        Policy(name='nothing_saveable', gathered=False, activations='inputs')
+        Policy(name='nothing_saveable', gathered=False, activations='inputs', memory='device')
         >>> fs.policies.POLICIES["dots_saveable"].activations  # by name, as of a command line
         'dots'
     """
@@ -41,6 +45,7 @@ class Policy:
     name: str
     gathered: bool
     activations: str
+    memory: Literal["device", "host"] = "device"
 
 
 save_except_gathered = Policy("save_except_gathered", gathered=False, activations="all")
@@ -55,7 +60,18 @@ dots_saveable = Policy("dots_saveable", gathered=False, activations="dots")
 everything_saveable = Policy("everything_saveable", gathered=True, activations="all")
 """Gathered weights stay too: one gather a step, and the memory of all units at once."""
 
-POLICIES = {p.name: p for p in (save_except_gathered, nothing_saveable, dots_saveable, everything_saveable)}
+offload = Policy("offload", gathered=False, activations="all", memory="host")
+"""Everything but gathered weights, in pinned memory of the host: fetched in backward, one unit ahead."""
+
+offload_inputs = Policy("offload_inputs", gathered=False, activations="inputs", memory="host")
+"""Only the inputs of the unit, in pinned memory of the host; everything else is computed again."""
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        save_except_gathered, nothing_saveable, dots_saveable, everything_saveable, offload, offload_inputs
+    )
+}  # fmt: skip
 """Policies by name."""
 
 

@@ -7,7 +7,7 @@ Guarantee: saved tensors never keep a unit's buffers alive, unless the policy ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
+from fsharding.comm.host_memory import Keeper, Parked
 from fsharding.transforms.gathered_unit import GatheredUnit
 
 __all__ = ["SavedTensors", "SavedValues", "SavedView"]
@@ -36,7 +37,7 @@ class _Values(NamedTuple):
     """Decoded values. The weak reference keeps the id of their storage from being reused."""
 
     decode: Callable[..., Tensor]
-    parts: tuple[Tensor | SavedView | SavedValues, ...]
+    parts: tuple[Tensor | SavedView | SavedValues | Parked, ...]
     dtype: torch.dtype
     storage: _compat.WeakStorage
 
@@ -68,16 +69,28 @@ class SavedTensors:
 
     Args:
         bring: makes the buffers of a unit alive; backward needs them.
+        keepers: memory for activations, by its kind.
     """
 
-    def __init__(self, bring: Callable[[GatheredUnit], None]) -> None:
+    def __init__(self, bring: Callable[[GatheredUnit], None], keepers: Mapping[str, Keeper]) -> None:
         self._bring = bring
+        self._keepers = keepers
+        self._keeper = keepers["device"]
         self._watched: dict[int, _Watched] = {}
         self._values: dict[int, _Values] = {}
 
     def hooked(self) -> AbstractContextManager[None]:
         """Inside, autograd saves what `pack` returns."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def enter(self, memory: str) -> None:
+        """Forward has left a unit, and the next one keeps its activations in a kind of memory."""
+        self._keeper.next_unit()
+        self._keeper = self._keepers[memory]
+
+    def end_forward(self) -> None:
+        """Forward is over, and backward comes later."""
+        self._keeper.end_forward()
 
     def watch(self, unit: GatheredUnit) -> None:
         """Recognize views of the buffers of a unit, which is alive."""
@@ -96,8 +109,8 @@ class SavedTensors:
         kept = tuple(self.pack(part.detach()) for part in parts)
         self._values[_compat.storage_id(x)] = _Values(decode, kept, x.dtype, _compat.weak_storage(x))
 
-    def pack(self, x: Tensor) -> Tensor | SavedView | SavedValues:
-        """Replace a view of a gathered buffer, or of decoded values, by where it is."""
+    def pack(self, x: Tensor) -> Tensor | SavedView | SavedValues | Parked:
+        """Replace a view of a gathered buffer, or of decoded values, by where it is; keep everything else."""
         storage = _compat.storage_id(x)
         values = self._values.get(storage)
         if values is not None and not values.storage.expired() and x.dtype == values.dtype:
@@ -105,15 +118,17 @@ class SavedTensors:
         known = self._watched.get(storage)
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
-            return x if x.grad_fn is None else x.detach()
+            return self._keeper.keep(x if x.grad_fn is None else x.detach())
         known.unit.note_view(known.bucket)
         offset = int(x.storage_offset())
         return SavedView(known.unit, known.bucket, known.buffer, x.dtype, offset, x.size(), x.stride())
 
-    def unpack(self, saved: Tensor | SavedView | SavedValues) -> Tensor:
+    def unpack(self, saved: Tensor | SavedView | SavedValues | Parked) -> Tensor:
         """Return a view of the unit's buffer, which is gathered again if it is not alive."""
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, Parked):
+            return saved.take()
         if isinstance(saved, SavedValues):
             full = saved.values.decode(*(self.unpack(part) for part in saved.values.parts))
             return full.as_strided(saved.size, saved.stride, saved.offset)
@@ -131,4 +146,6 @@ class SavedTensors:
         """Break the references to units and buffers, and to the context, which holds this."""
         self._watched.clear()
         self._values.clear()
+        for keeper in self._keepers.values():
+            keeper.close()
         self._bring = _bring_nothing

@@ -22,8 +22,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 namespace sim {
 namespace {
@@ -209,14 +211,19 @@ Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& wr
 
 namespace {
 
-// Page-locked memory of the host: only copies from and to it are asynchronous.
+// Page-locked memory of the host: only copies from and to it are asynchronous. What is freed while a copy may still read or
+// write it is handed out again when that copy is done.
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     const size_t size = std::max<size_t>(64, (bytes + 63) / 64 * 64);
     void* data = aligned_alloc(64, size);
     std::lock_guard<std::mutex> lock(mutex_);
-    ranges_[data] = size;
+    for (auto& [copies, freed] : freed_) {
+      if (freed != nullptr && done(copies)) free(std::exchange(freed, nullptr));
+    }
+    freed_.erase(std::remove_if(freed_.begin(), freed_.end(), [](auto& x) { return x.second == nullptr; }), freed_.end());
+    blocks_[data] = {size, {}};
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -229,28 +236,49 @@ class PinnedAllocator final : public at::HostAllocator {
 
   bool holds(const void* data) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto after = ranges_.upper_bound(const_cast<void*>(data));
-    if (after == ranges_.begin()) return false;
-    --after;
-    return static_cast<const char*>(data) < static_cast<char*>(after->first) + after->second;
+    return find(data) != blocks_.end();
+  }
+
+  // A copy of a block begins; the flag is raised at its end. Nothing for memory that is not pinned.
+  FlagPtr begin_copy(const void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = find(data);
+    if (found == blocks_.end()) return nullptr;
+    found->second.copies.push_back(std::make_shared<Flag>());
+    return found->second.copies.back();
   }
 
  private:
+  struct Pinned {
+    size_t size;
+    std::vector<FlagPtr> copies;
+  };
+
+  static bool done(const std::vector<FlagPtr>& copies) {
+    return std::all_of(copies.begin(), copies.end(), [](const FlagPtr& copy) { return copy->is_set(); });
+  }
   static void release(void* data);
 
+  std::map<void*, Pinned>::iterator find(const void* data) {
+    auto after = blocks_.upper_bound(const_cast<void*>(data));
+    if (after == blocks_.begin()) return blocks_.end();
+    --after;
+    const bool inside = static_cast<const char*>(data) < static_cast<char*>(after->first) + after->second.size;
+    return inside ? after : blocks_.end();
+  }
+
   std::mutex mutex_;
-  std::map<void*, size_t> ranges_;
+  std::map<void*, Pinned> blocks_;
+  std::vector<std::pair<std::vector<FlagPtr>, void*>> freed_;
 };
 PinnedAllocator pinned_memory;
 REGISTER_HOST_ALLOCATOR(SIM, &pinned_memory);
 
 void PinnedAllocator::release(void* data) {
-  {
-    std::lock_guard<std::mutex> lock(pinned_memory.mutex_);
-    pinned_memory.ranges_.erase(data);
-  }
-  settle();  // a copy may still read or write it
-  free(data);
+  std::lock_guard<std::mutex> lock(pinned_memory.mutex_);
+  const auto found = pinned_memory.blocks_.find(data);
+  pinned_memory.freed_.emplace_back(std::move(found->second.copies), data);
+  pinned_memory.blocks_.erase(found);
 }
 
 // ------------------------------------------------------------------------------------------------- what torch asks a device
@@ -522,7 +550,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   // Pageable memory may change after the call; pinned memory is read when the copy runs.
   const bool keeps = is_sim(from) || pinned_memory.holds(from.data_ptr());
   TORCH_CHECK(keeps || graph_of(current_stream()) == 0, "a graph records a copy from pageable memory of the host");
-  const auto task = [a = keeps ? on_cpu(from) : from.clone(), b = on_cpu(to)]() mutable { b.copy_(a); };
+  const auto copied = pinned_memory.begin_copy((is_sim(from) ? to : from).data_ptr());
+  const auto task = [copied, a = keeps ? on_cpu(from) : from.clone(), b = on_cpu(to)]() mutable {
+    b.copy_(a);
+    if (copied) copied->raise();
+  };
   push(current_stream(), "copy", task, memory_of({from}, {to}));
   return to;
 }

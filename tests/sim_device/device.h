@@ -52,7 +52,6 @@ void wait_on(int64_t stream, FlagPtr flag, std::string why);
 // The host waits; errors of tasks are raised here.
 void drain(int64_t stream);
 void synchronize();
-void settle();  // raises nothing
 bool is_idle(int64_t stream);
 
 int64_t graph_of(int64_t stream);  // the number of the graph that records what the stream is given; 0 if none does

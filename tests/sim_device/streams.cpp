@@ -286,10 +286,6 @@ void synchronize() {
   for (int64_t stream = 0; stream < count_of_workers(); stream++) drain(stream);
 }
 
-void settle() {
-  for (int64_t stream = 0; stream < count_of_workers(); stream++) worker(stream).settle();
-}
-
 bool is_idle(int64_t stream) { return worker(stream).is_idle(); }
 
 // --------------------------------------------------------------------------------------------------------------- events

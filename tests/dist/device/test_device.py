@@ -56,7 +56,7 @@ def races():
     for waits in (True, False):
         right = []
         for seed in range(12):
-            with sim_device.delays(2000, seed):
+            with sim_device.delays(20_000, seed):  # more than the host needs for a call
                 value, rows = squared(waits)
             right.append(value)
             assert bool(violations(rows)) == (not waits), "seen at each try, whether or not the stream was late"

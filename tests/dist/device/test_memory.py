@@ -28,7 +28,7 @@ CASES = {
 }
 CASES |= {
     f"zero3-{policy}": replace(BASE, strategy=fs.zero(3), policy=policy, microbatches=2)
-    for policy in ("nothing_saveable", "dots_saveable", "everything_saveable")
+    for policy in ("nothing_saveable", "dots_saveable", "everything_saveable", "offload", "offload_inputs")
 }
 CASES |= {
     "tp": replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,))),
@@ -37,7 +37,7 @@ CASES |= {
 CASES |= pipelines(BASE)
 NUMBERS = 16 * 512
 """Bytes of the numbers that a plan may lack; an activation of one layer has more, and so has every matrix."""
-KEPT = {"zero1-bf16", "zero3-dots_saveable", "tp", "zbv"}
+KEPT = {"zero1-bf16", "zero3-dots_saveable", "zero3-offload", "tp", "zbv"}
 
 
 @pytest.fixture(scope="module")
@@ -73,5 +73,8 @@ def peaks(case):
 def test_the_peak_of_a_step_is_the_plan(pool, name):
     for (expected, without_devices), found in pool.run(peaks, CASES[name]):
         assert all(0 <= peak - expected <= NUMBERS for peak in found[1:]), (expected, found)
-        assert abs(without_devices - expected) <= 0.15 * expected, "the kernels of a CPU, which differ here and there"
+        if not name.startswith("zero3-offload"):  # A CPU leaves activations where they are.
+            assert abs(without_devices - expected) <= 0.15 * expected, (
+                "the kernels of a CPU, which differ here and there"
+            )
         assert found[0] <= found[1]

@@ -1,0 +1,261 @@
+"""Tensors that are kept in memory of the host until backward needs them: copies out and back, a unit at a time.
+
+In: the tensors that autograd saves in the forward of a unit. Out: a `Parked` for each, which gives it back in backward.
+Copies run on two streams of their own, from and to pinned memory, and nobody waits on the host:
+
+    out        ?saved   copy out   !out
+    compute    ?out, when the unit after the next begins: only then may the memory be used again
+    in         ?needed  ?out   copy in   !in      (when backward reaches the unit after it)
+    compute    ?in      backward of the unit
+
+So two units have their tensors on the device at a time, in forward and in backward. Device memory belongs to the
+compute stream. Guarantee: a tensor comes back with its bits, size and strides.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fsharding.base import _compat
+from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.streams import streams_for
+
+__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "is_kept", "keepers_for"]
+
+_ALIGN = 64
+
+_SMALLEST = 1 << 10
+"""Bytes below which a tensor stays on the device: a copy costs more than its memory is worth."""
+
+_LARGEST_SHARE = 4
+"""A tensor stays where its storage has more than this many times its bytes."""
+
+
+class Keeper(Protocol):
+    """Memory for the tensors that autograd saves."""
+
+    def keep(self, x: Tensor) -> Tensor | Parked:
+        """Return what autograd saves for a tensor of the present unit."""
+        ...
+
+    def next_unit(self) -> None:
+        """Forward has left a unit."""
+        ...
+
+    def end_forward(self) -> None:
+        """Forward is over, and backward comes later."""
+        ...
+
+    def close(self) -> None:
+        """Drop everything; the current stream waits for all copies."""
+        ...
+
+
+class OnDevice:
+    """A `Keeper` that leaves tensors where they are."""
+
+    def keep(self, x: Tensor) -> Tensor:
+        """See `Keeper`."""
+        return x
+
+    def next_unit(self) -> None:
+        """See `Keeper`."""
+
+    def end_forward(self) -> None:
+        """See `Keeper`."""
+
+    def close(self) -> None:
+        """See `Keeper`."""
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The elements of a storage: on the device, on the host, or on both."""
+
+    here: Tensor | None
+    host: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Unit:
+    """The storages that a unit has saved.
+
+    Attributes:
+        storages: by the id, version and dtype of each.
+        out: the event after which all of them are on the host; None if they have not been sent.
+        back: the event after which they are on the device again; None if the compute stream has waited for it.
+        is_sent: whether the compute stream has waited for `out`.
+    """
+
+    number: int
+    storages: dict[tuple[int, int, torch.dtype], _Storage] = field(default_factory=dict)
+    out: Any = None
+    back: Any = None
+    is_sent: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Parked:
+    """Stands for a tensor among those that autograd saves; `take` gives it back."""
+
+    keeper: OnHost
+    unit: _Unit
+    storage: _Storage
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def take(self) -> Tensor:
+        """Return the tensor on the device; the current stream waits for it."""
+        self.keeper.reach(self.unit)
+        assert self.storage.here is not None
+        return self.storage.here.as_strided(self.size, self.stride, self.offset)
+
+
+class OnHost:
+    """A `Keeper` that copies tensors to the host, and back one unit ahead.
+
+    Args:
+        resident: ids of storages that stay, such as those of parameters.
+    """
+
+    # `_units` has the units in the order of forward. `_reached` is the one that backward is at; None before.
+
+    def __init__(self, device: torch.device, resident: frozenset[int]) -> None:
+        self._device, self._resident = device, resident
+        self._streams = streams_for(device)
+        self._pool = Pool(_pinned) if _compat.makes_fakes() else _pool()
+        self._units = [_Unit(0)]
+        self._reached: _Unit | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- forward
+    def keep(self, x: Tensor) -> Tensor | Parked:
+        """See `Keeper`."""
+        storage, size = _compat.storage_id(x), x.untyped_storage().nbytes()
+        stays = size < _SMALLEST or size > _LARGEST_SHARE * x.nbytes or storage in self._resident
+        if stays or x.device != self._device:
+            return x
+        unit = self._units[-1]
+        key = storage, _compat.version_of(x), x.dtype
+        if key not in unit.storages:
+            unit.storages[key] = _Storage(x.as_strided((size // x.element_size(),), (1,), 0))
+        return Parked(self, unit, unit.storages[key], x.size(), x.stride(), int(x.storage_offset()))
+
+    def next_unit(self) -> None:
+        """See `Keeper`."""
+        self._send(self._units[-1])
+        for unit in self._units[-2:-1]:
+            self._free(unit)
+        self._units.append(_Unit(len(self._units)))
+
+    def end_forward(self) -> None:
+        """See `Keeper`."""
+        self._send(self._units[-1])
+        for unit in self._units[-2:]:
+            self._free(unit)
+
+    def _send(self, unit: _Unit) -> None:
+        """Start to copy a unit to the host."""
+        if not unit.storages:
+            return
+        saved = self._streams.record("saved")
+        with self._streams.on("out"):
+            self._streams.wait(saved)
+            for storage, place in zip(unit.storages.values(), self._room(unit), strict=True):
+                assert storage.here is not None
+                storage.host = place.view(storage.here.dtype)
+                storage.host.copy_(storage.here, non_blocking=True)
+            unit.out = self._streams.record("out")
+
+    def _room(self, unit: _Unit) -> list[Tensor]:
+        """Memory of the host for the storages of a unit, as bytes."""
+        sizes = [0 if storage.here is None else storage.here.nbytes for storage in unit.storages.values()]
+        ends = [*itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
+        flat = self._pool.take(ends[-1], torch.uint8, torch.device("cpu"))
+        return [flat[end - -(-size // _ALIGN) * _ALIGN :][:size] for size, end in zip(sizes, ends, strict=True)]
+
+    def _free(self, unit: _Unit) -> None:
+        """Free the device memory of a unit that has been sent."""
+        if unit.out is None:
+            return
+        if not unit.is_sent:
+            self._streams.wait(unit.out)
+            unit.is_sent = True
+        self._wait(unit)
+        for storage in unit.storages.values():
+            storage.here = None
+
+    def _wait(self, unit: _Unit) -> None:
+        """Have the compute stream wait for the copies of a unit to the device."""
+        if unit.back is not None:
+            self._streams.wait(unit.back)
+            unit.back = None
+
+    # --------------------------------------------------------------------------------------------------------- backward
+    def reach(self, unit: _Unit) -> None:
+        """Backward needs a unit: frees the later ones, waits for this one, and starts to fetch the one before it."""
+        if self._reached is unit:
+            return
+        self._reached = unit
+        for later in self._units[unit.number + 1 :]:
+            self._free(later)
+        self._fetch(unit)
+        self._wait(unit)
+        before = next((u for u in reversed(self._units[: unit.number]) if u.storages), None)
+        if before is not None:
+            self._fetch(before)
+
+    def _fetch(self, unit: _Unit) -> None:
+        """Start to copy a unit to the device, unless it is there or on its way."""
+        gone = [storage for storage in unit.storages.values() if storage.here is None]
+        if not gone:
+            return
+        for storage in gone:
+            assert storage.host is not None
+            storage.here = torch.empty(storage.host.shape, dtype=storage.host.dtype, device=self._device)
+        needed = self._streams.record("needed")
+        with self._streams.on("in"):
+            self._streams.wait(needed)
+            self._streams.wait(unit.out)
+            for storage in gone:
+                assert storage.here is not None and storage.host is not None
+                storage.here.copy_(storage.host, non_blocking=True)
+            unit.back = self._streams.record("in")
+
+    def close(self) -> None:
+        """See `Keeper`."""
+        for unit in self._units:
+            self._free(unit)
+        self._units = [_Unit(0)]
+        self._reached = None
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype, _: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+@functools.cache
+def _pool() -> Pool:
+    """Pinned memory of this process. It is kept: pinning is slow, and a graph replays copies to the same addresses."""
+    return Pool(_pinned)
+
+
+def is_kept(x: Tensor) -> bool:
+    """Return whether a tensor is in pinned memory that this process keeps, so that a graph may replay copies of it."""
+    return _pool().holds(x)
+
+
+def keepers_for(device: torch.device, resident: frozenset[int]) -> dict[str, Keeper]:
+    """Return a keeper for each kind of memory. On a CPU the memory of the device is the host's.
+
+    Args:
+        resident: ids of storages that stay on the device, such as those of parameters.
+    """
+    on_device = OnDevice()
+    return {"device": on_device, "host": on_device if device.type == "cpu" else OnHost(device, resident)}
