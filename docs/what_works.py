@@ -74,6 +74,7 @@ def features() -> Table:
         "clipping by the global norm": everywhere("microbatches"),
         "remat: `nothing_saveable`": everywhere("remat"),
         "remat: `dots_saveable`": everywhere("dots_saveable"),
+        "activations on the host": everywhere("offload"),
         "donation": everywhere("donation"),
         "frozen leaves": everywhere("frozen_leaves"),
         "checkpoint, and on": everywhere("checkpoint"),

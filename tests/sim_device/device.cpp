@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <set>
 #include <utility>
@@ -81,6 +82,8 @@ Arena& arena() {
   return *result;
 }
 
+std::atomic<int64_t> next_block{0};  // of the device and of pinned memory
+
 struct Block {
   void* data;
   size_t size;
@@ -111,7 +114,7 @@ class Allocator final : public c10::DeviceAllocator {
       } else {
         block->data = arena().take(size);
       }
-      block->id = next_++;
+      block->id = next_block++;
       blocks_[block->data] = block;
       live += size;
       peak = std::max(peak, live);
@@ -173,7 +176,6 @@ class Allocator final : public c10::DeviceAllocator {
   std::mutex mutex_;
   std::map<std::pair<int64_t, int64_t>, std::multimap<size_t, void*>> free_;  // by stream and graph
   std::map<void*, Block*> blocks_;
-  int64_t next_ = 0;
 };
 
 Allocator device_memory;
@@ -192,25 +194,6 @@ void Allocator::release(void* context) {
 }
 REGISTER_ALLOCATOR(SIM, &device_memory);
 
-}  // namespace
-
-Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& writes) {
-  Memory result;
-  if (!is_logging()) return result;
-  const auto list = [&](const std::vector<Tensor>& xs, std::vector<int64_t>& ids) {
-    for (const auto& x : xs) {
-      if (!x.defined() || x.device().type() != SIM || x.numel() == 0) continue;
-      ids.push_back(device_memory.block_at(x.mutable_data_ptr()));
-      result.nbytes += static_cast<int64_t>(x.nbytes());
-    }
-  };
-  list(reads, result.reads);
-  list(writes, result.writes);
-  return result;
-}
-
-namespace {
-
 // Page-locked memory of the host: only copies from and to it are asynchronous. What is freed while a copy may still read or
 // write it is handed out again when that copy is done.
 class PinnedAllocator final : public at::HostAllocator {
@@ -223,7 +206,7 @@ class PinnedAllocator final : public at::HostAllocator {
       if (freed != nullptr && done(copies)) free(std::exchange(freed, nullptr));
     }
     freed_.erase(std::remove_if(freed_.begin(), freed_.end(), [](auto& x) { return x.second == nullptr; }), freed_.end());
-    blocks_[data] = {size, {}};
+    blocks_[data] = {size, next_block++, {}};
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -239,6 +222,13 @@ class PinnedAllocator final : public at::HostAllocator {
     return find(data) != blocks_.end();
   }
 
+  // The number of a block; -1 for memory that is not pinned.
+  int64_t block_at(const void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = find(data);
+    return found == blocks_.end() ? -1 : found->second.id;
+  }
+
   // A copy of a block begins; the flag is raised at its end. Nothing for memory that is not pinned.
   FlagPtr begin_copy(const void* data) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -251,6 +241,7 @@ class PinnedAllocator final : public at::HostAllocator {
  private:
   struct Pinned {
     size_t size;
+    int64_t id;
     std::vector<FlagPtr> copies;
   };
 
@@ -280,6 +271,30 @@ void PinnedAllocator::release(void* data) {
   pinned_memory.freed_.emplace_back(std::move(found->second.copies), data);
   pinned_memory.blocks_.erase(found);
 }
+
+}  // namespace
+
+Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& writes) {
+  Memory result;
+  if (!is_logging()) return result;
+  const auto list = [&](const std::vector<Tensor>& xs, std::vector<int64_t>& ids) {
+    for (const auto& x : xs) {
+      if (!x.defined() || x.numel() == 0) continue;
+      const bool on_device = x.device().type() == SIM;
+      if (!on_device && !x.is_cpu()) continue;
+      const void* data = x.mutable_data_ptr();
+      const int64_t id = on_device ? device_memory.block_at(data) : pinned_memory.block_at(data);
+      if (id < 0) continue;
+      ids.push_back(id);
+      if (on_device) result.nbytes += static_cast<int64_t>(x.nbytes());
+    }
+  };
+  list(reads, result.reads);
+  list(writes, result.writes);
+  return result;
+}
+
+namespace {
 
 // ------------------------------------------------------------------------------------------------- what torch asks a device
 struct Guard final : c10::impl::DeviceGuardImplInterface {

@@ -67,7 +67,7 @@ class TrainConfig:
             `newest`, which has to be there; the number of a step in `out`; or the path of a checkpoint.
         resume_older: go back to the checkpoint before, if the data of the one to go on from turns out to be damaged.
         policy: what blocks keep for backward: save_except_gathered, nothing_saveable, dots_saveable,
-            everything_saveable.
+            everything_saveable; or on the host: offload, offload_inputs.
         optimizer: adamw, lion, muon (for the matrices of blocks, AdamW for the rest) or adafactor.
         lr: peak learning rate; left out, the preset's, which is one of AdamW, times 0.2 for lion and 10 for adafactor.
         decay_steps: step at which a cosine decay to a tenth ends, not before the warm-up does; 0 for a constant rate

@@ -21,7 +21,9 @@ __all__ = ["DTYPES", "OPTIMIZERS", "POLICIES", "PRESETS", "SCHEDULES", "TRACKERS
 
 DTYPES = ("float32", "bfloat16", "float16", "fp8", "fp8-block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
-POLICIES = ("save_except_gathered", "nothing_saveable", "dots_saveable", "everything_saveable")
+POLICIES = (
+    "save_except_gathered", "nothing_saveable", "dots_saveable", "everything_saveable", "offload", "offload_inputs"
+)  # fmt: skip
 PRESETS = (
     "tiny", "tiny-moe", "bench-1b", "bench-34m", "bench-deep", "bench-wide", "bench-moe",
     "llama3_8b", "llama3_70b", "llama3_405b", "qwen2_5_72b", "mixtral_8x7b", "deepseek_v3",

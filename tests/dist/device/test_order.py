@@ -43,6 +43,7 @@ CASES = {
     for donate in (False, True)
 }
 CASES |= pipelines(BASE)
+CASES["offload"] = replace(CASES["zero3"], policy="offload")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,10 @@ NEEDED = {
     ("grad_reducer.py:_let_go", "compute"),  # the memory of a bucket is filled again
     ("grad_reducer.py:_after_compute", "reduce"),  # what autograd has computed of leaves that are in no unit
     ("bucket_queue.py:_finish_oldest", "compute"),  # parameters are gathered after the update
+    ("host_memory.py:_send", "out"),  # activations have been computed
+    ("host_memory.py:_free", "compute"),  # they are on the host
+    ("host_memory.py:_fetch", "in"),  # there is memory for them, and they are on the host
+    ("host_memory.py:_wait", "compute"),  # they are back
     ("turns.py:wait_in_turn", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),

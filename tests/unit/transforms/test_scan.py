@@ -255,7 +255,7 @@ def test_arguments_of_a_step_that_can_never_be_right():
     assert of(policy="nothing_saveable") == (
         "fs.make_train_step got policy='nothing_saveable'.\n"
         "Use one of fs.policies.save_except_gathered, fs.policies.nothing_saveable, fs.policies.dots_saveable, "
-        "fs.policies.everything_saveable."
+        "fs.policies.everything_saveable, fs.policies.offload, fs.policies.offload_inputs."
     )
 
 
