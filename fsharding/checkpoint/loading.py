@@ -30,7 +30,15 @@ from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
-from fsharding.checkpoint.state_leaves import BUFFERS, Want, device_of, leaves_in, main_wants, saved_sharding
+from fsharding.checkpoint.state_leaves import (
+    BUFFERS,
+    Want,
+    device_of,
+    in_memory_of,
+    leaves_in,
+    main_wants,
+    saved_sharding,
+)
 from fsharding.checkpoint.writer import METADATA
 from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
@@ -276,7 +284,7 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
     for path, leaf in leaves_in(state, layout).items():
         device = device_of(layout) if leaf.local.is_meta else leaf.local.device
-        wanted[path] = Want(leaf.shape, leaf.local.dtype, leaf.sharding, device)
+        wanted[path] = Want(leaf.shape, leaf.local.dtype, in_memory_of(path, leaf, layout), device)
     return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
 
 

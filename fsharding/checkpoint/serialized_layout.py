@@ -94,8 +94,8 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
     return {
         "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
         "ranks": shape.size,
-        "strategy": str(layout.strategy),
-        "cuts": dataclasses.asdict(layout.strategy),
+        "strategy": str(dataclasses.replace(layout.strategy, memory=())),  # the kind of memory is a run's own
+        "cuts": {name: x for name, x in dataclasses.asdict(layout.strategy).items() if name != "memory"},
         "precision": {
             **{role: _plain_role(getattr(precision, role)) for role in _ROLES},
             "loss_scale": None if precision.loss_scale is None else dataclasses.asdict(precision.loss_scale),

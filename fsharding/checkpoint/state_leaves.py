@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from fsharding.base.errors import CheckpointError, LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
+from fsharding.comm.host_memory import empty_in
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
@@ -35,8 +36,8 @@ from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of,
 from fsharding.train.state import TrainState, main_of
 
 __all__ = [
-    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "leaves_beside", "leaves_in", "main_wants",
-    "objections", "saved_sharding",
+    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "in_memory_of", "leaves_beside", "leaves_in",
+    "main_wants", "objections", "saved_sharding",
 ]  # fmt: skip
 
 BUFFERS = "buffers."
@@ -104,8 +105,10 @@ class Want(NamedTuple):
 
     def empty(self) -> StateLeaf:
         """The leaf, with memory that is to be filled."""
-        size = self.shape if self.sharding is None else self.sharding.local_shape(self.shape)
-        return StateLeaf(self.shape, self.sharding, _compat.fresh(size, self.dtype, self.device))
+        if self.sharding is None:
+            return StateLeaf(self.shape, None, _compat.fresh(self.shape, self.dtype, self.device))
+        size = self.sharding.local_shape(self.shape)
+        return StateLeaf(self.shape, self.sharding, empty_in(self.sharding, size, self.dtype))
 
 
 @named("fs.checkpoint.save")
@@ -162,7 +165,15 @@ def saved_sharding(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding
     if saved.spec is None:
         return None
     owner = owner_of(path, saved.shape, layout.leaves)
-    return NamedSharding(layout.mesh) if owner is None else owner.home
+    if owner is None:
+        return NamedSharding(layout.mesh)
+    return owner.moments if path.startswith("opt_state") else owner.home
+
+
+def in_memory_of(path: str, leaf: StateLeaf, layout: Layout) -> NamedSharding | None:
+    """The sharding of a leaf of an optimizer state, with the kind of memory that the layout has for it."""
+    owner = owner_of(path, leaf.shape, layout.leaves)
+    return leaf.sharding if leaf.sharding is None or owner is None else replace(leaf.sharding, memory=owner.memory)
 
 
 def device_of(layout: Layout) -> torch.device:

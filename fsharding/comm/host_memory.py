@@ -25,8 +25,9 @@ from torch import Tensor
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.streams import streams_for
+from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "is_kept", "keepers_for"]
+__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "empty_in", "empty_on_host", "is_kept", "keepers_for", "to_memory"]
 
 _ALIGN = 64
 
@@ -234,6 +235,27 @@ class OnHost:
             self._free(unit)
         self._units = [_Unit(0)]
         self._reached = None
+
+
+def empty_on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return pinned memory that is to be filled."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def empty_in(sharding: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for the local tensor of a leaf on a mesh with devices, where its sharding says."""
+    device = torch.device(sharding.device_mesh().device_type)
+    if sharding.memory == "host" and device.type != "cpu":
+        return empty_on_host(shape, dtype)
+    return _compat.fresh(shape, dtype, device)
+
+
+def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
+    """Return a local tensor where its sharding says: itself if it is there. The host waits for a copy."""
+    away = x.is_cpu and sharding.device_mesh().device_type != "cpu"
+    if away == (sharding.memory == "host") or sharding.device_mesh().device_type == "cpu":
+        return x
+    return empty_in(sharding, tuple(x.shape), x.dtype).copy_(x)
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype, _: torch.device) -> Tensor:

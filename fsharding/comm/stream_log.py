@@ -146,6 +146,9 @@ class RecordingStreams:
             if stream != self._current[-1]:
                 self.wait(self._record(stream, "all"))
 
+    def settle(self, event: Any) -> None:
+        """See `Streams`."""
+
     # ------------------------------------------------------------------------------------------------------- operations
     def _look_for_freed(self) -> None:
         for key in self._freed:

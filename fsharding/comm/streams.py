@@ -64,6 +64,10 @@ class Streams(Protocol):
         """Have the current stream wait for everything that the compute, gather and reduce streams have been given."""
         ...
 
+    def settle(self, event: Any) -> None:
+        """Have the host wait for an event."""
+        ...
+
 
 class OneStream:
     """The stream of a CPU: everything runs in program order."""
@@ -82,6 +86,9 @@ class OneStream:
         """See `Streams`."""
 
     def wait_all(self) -> None:
+        """See `Streams`."""
+
+    def settle(self, event: Any) -> None:
         """See `Streams`."""
 
 
@@ -129,6 +136,10 @@ class DeviceStreams:
         for stream in (self._compute or current, self._streams["gather"], self._streams["reduce"]):
             if stream != current:
                 current.wait_stream(stream)
+
+    def settle(self, event: torch.Event) -> None:
+        """See `Streams`."""
+        event.synchronize()
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)

@@ -189,6 +189,7 @@ class ContextTransformation(GradientTransformation):
             product.
         factor: for one that has no state and only multiplies by a number: that number for a global norm, 0-d.
         masks: whether `apply` looks at `context.finite`.
+        by_leaf: whether it updates each leaf by itself, given the global norm.
 
     Example:
         >>> def init(params, context=fs.optim.InitContext()):
@@ -206,6 +207,7 @@ class ContextTransformation(GradientTransformation):
     apply: _Apply | None = None
     factor: Callable[[Tensor], Tensor] | None = None
     masks: bool = False
+    by_leaf: bool = False
 
     def with_context(self) -> ContextTransformation:
         """Itself."""

@@ -94,8 +94,10 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
             context = replace(context, norm=None)
         return updates, ChainState(tuple(states))
 
+    # A norm is known before the first member alone.
+    by_leaf = all(t.by_leaf and (t.factor is None or i == 0) for i, t in enumerate(members))
     if not members or members[-1].apply is None:
-        return ContextTransformation(init, update)
+        return ContextTransformation(init, update, by_leaf=by_leaf)
     first_members = members[:-1]
     apply_last = members[-1].apply
 
@@ -127,7 +129,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         params, last_state = apply_last(updates, last_state, params, context, scale=scale)
         return params, ChainState((*states, last_state))
 
-    return ContextTransformation(init, update, apply, masks=members[-1].masks)
+    return ContextTransformation(init, update, apply, masks=members[-1].masks, by_leaf=by_leaf)
 
 
 def _check_chain(updates: Tree, state: Any, count: int) -> None:

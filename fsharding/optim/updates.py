@@ -22,6 +22,7 @@ from fsharding.base.public import check_optimizer, public, refuse, refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
 from fsharding.optim.base import (
+    ContextTransformation,
     GradientTransformation,
     UpdateContext,
     clone,
@@ -32,6 +33,7 @@ from fsharding.optim.base import (
     where_finite,
 )
 from fsharding.optim.chunked_update import chunk_size, leaves_of, rounds_by_key, step_key, write_param
+from fsharding.optim.windows import through_windows
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of, sharding_of
 
@@ -76,6 +78,21 @@ def apply_gradients(
     """
     check_optimizer(opt)
     transformation = opt.with_context()
+    return through_windows(
+        lambda grads, state, params: _apply(transformation, grads, state, params, context, scale), grads, state, params,
+        by_leaf=transformation.by_leaf and context.norm is not None, donate=context.donate,
+    )  # fmt: skip
+
+
+def _apply(
+    transformation: ContextTransformation,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    context: UpdateContext,
+    scale: float | Tensor,
+) -> tuple[Tree, Tree]:
+    """`apply_gradients` where moments are on the device."""
     finite = context.finite
     donate = context.donate
     masks = finite is None or (transformation.apply is not None and transformation.masks)

@@ -59,6 +59,7 @@ class Memory(NamedTuple):
         grads: gradients as they are accumulated.
         opt_state: optimizer moments.
         buffers: tensors that the forward of a functionalized module writes, which every rank has in full.
+        host: those of all these bytes that are in memory of the host.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -72,6 +73,12 @@ class Memory(NamedTuple):
     grads: int
     opt_state: int
     buffers: int = 0
+    host: int = 0
+
+    @property
+    def device(self) -> int:
+        """Bytes in memory of the device."""
+        return self.total - self.host
 
     @property
     def state(self) -> int:
@@ -80,11 +87,12 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All five."""
+        """All of it, on device and host."""
         return self.state + self.grads
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value:,}" for name, value in self._asdict().items())
+        kinds = {name: value for name, value in self._asdict().items() if name != "host" or value}
+        parts = ", ".join(f"{name} {value:,}" for name, value in kinds.items())
         return f"{self.total:,} bytes a rank ({parts})"
 
 
@@ -218,11 +226,13 @@ class Layout:
         if opt is not None:
             check_optimizer(opt)
         if opt is None:
-            moments = sum(2 * self._moment_bytes(leaf, coord) for leaf in trained)
+            held = [(2 * self._moment_bytes(leaf, coord), leaf) for leaf in trained]
         else:
             state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
-            moments = sum(self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items())
-        return Memory(params, main if self.has_main else 0, grads, moments, self.buffers)
+            held = [self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items()]
+        moments = sum(size for size, _ in held)
+        host = sum(size for size, leaf in held if leaf is not None and leaf.memory == "host")
+        return Memory(params, main if self.has_main else 0, grads, moments, self.buffers, host)
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
         """Bytes of one rank's part of a moment in the precision of the layout."""
@@ -233,14 +243,14 @@ class Layout:
         scales = plan_scales(leaf.main, leaf.shape, format)
         return elements + math.prod(scales.sharding.local_shape(scales.shape, coord)) * format.scale_dtype.itemsize
 
-    def _bytes_here(self, path: str, x: Any, coord: dict[str, int] | None) -> int:
-        """Bytes that one rank has of a leaf of an optimizer state, which is whole on the meta device."""
+    def _bytes_here(self, path: str, x: Any, coord: dict[str, int] | None) -> tuple[int, LeafLayout | None]:
+        """Bytes that one rank has of a leaf of an optimizer state, which is whole on the meta device; and its owner."""
         if not isinstance(x, Tensor):
-            return 0
+            return 0, None
         owner = owner_of(f"opt_state.{path}", x.shape, self.leaves) if x.is_meta else None
         if owner is None:
-            return x.nbytes
-        return math.prod(owner.main.local_shape(owner.shape, coord)) * x.dtype.itemsize
+            return x.nbytes, None
+        return math.prod(owner.main.local_shape(owner.shape, coord)) * x.dtype.itemsize, owner
 
     def meta_main(self) -> Tree:
         """Whole main parameters as plain tensors on the meta device; None for frozen leaves."""

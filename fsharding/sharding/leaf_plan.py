@@ -27,6 +27,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.block_scales import coded_part, plan_scales
+from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
@@ -74,6 +75,7 @@ class LeafLayout:
         params: where the parameter is.
         grads: where gradients are accumulated; unreduced over the axes that the strategy does not cut them over.
         main: where the optimizer's main parameter and moments are, and reduced gradients go.
+        memory: the kind of memory of its moments.
     """
 
     path: str
@@ -84,6 +86,12 @@ class LeafLayout:
     params: NamedSharding
     grads: NamedSharding
     main: NamedSharding
+    memory: MemoryKind = "device"
+
+    @property
+    def moments(self) -> NamedSharding:
+        """Where its moments are: as its main parameter, in memory of their own."""
+        return replace(self.main, memory=self.memory)
 
     def path_in(self, field: str) -> str:
         """Its path in a field of a state, such as `params.blocks.wq`."""
@@ -279,7 +287,8 @@ def plan_leaf(
         unreduced = tuple(a for a in summed if _leaves_open(a, strategy))
         return NamedSharding(mesh, cuts, unreduced, assigned, axes.owned).simplified()
 
-    return LeafLayout(path, shape, init, names, trainable, **{kind: sharding(kind) for kind in _STRATEGY_PART})
+    shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
+    return LeafLayout(path, shape, init, names, trainable, **shardings, memory=strategy.memory_of("moments"))
 
 
 _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}

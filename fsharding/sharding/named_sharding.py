@@ -32,6 +32,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is
 from fsharding.sharding import boxes, mesh_view
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.boxes import Box, Grid, Runs
+from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.partition_spec import P, PartitionSpec
 
 __all__ = [
@@ -62,6 +63,8 @@ class NamedSharding:
         assigned: explicit ownership along axes that the spec does not use, one dim each.
         owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
             is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
+        memory: "device", or "host" for pinned memory of the host; on a CPU they are the same. `sharding_of` does not
+            know it.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -74,6 +77,7 @@ class NamedSharding:
     partial: tuple[str, ...] = ()
     assigned: tuple[Assigned, ...] = ()
     owned: tuple[str, ...] = ()
+    memory: MemoryKind = "device"
 
     @named("NamedSharding")
     def __post_init__(self) -> None:
@@ -247,7 +251,7 @@ class NamedSharding:
             text += f" assigned over {', '.join(a.axis for a in self.assigned)}"
         if self.owned:
             text += f" owned over {', '.join(self.owned)}"
-        return text
+        return text if self.memory == "device" else f"{text} on the {self.memory}"
 
 
 @cache_on_its_mesh()

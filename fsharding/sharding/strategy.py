@@ -6,11 +6,12 @@ Guarantee: the strategy never changes a loss, only where bytes live and when the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, public
+from fsharding.sharding.memory_kinds import MemoryKind, check_memory
 from fsharding.sharding.strategy_names import meant_strategy
 
 __all__ = [
@@ -38,6 +39,7 @@ class Strategy:
         replica_params: cut the parameters over `replica` too.
         replica_grads: the same for accumulated gradients.
         replica_opt_state: the same for main parameters and moments.
+        memory: the kind of memory of each role that is kept elsewhere than on the device; see `with_memory`.
 
     Example:
         >>> print(fs.zero(2))
@@ -52,6 +54,30 @@ class Strategy:
     replica_params: bool = False
     replica_grads: bool = False
     replica_opt_state: bool = False
+    memory: tuple[tuple[str, MemoryKind], ...] = ()
+
+    @public("Strategy.with_memory")
+    def with_memory(self, **memory: MemoryKind) -> Strategy:
+        """The same strategy with other memory for some roles.
+
+        Args:
+            **memory: by role, "device" or "host". `moments="host"` keeps the moments of the optimizer in pinned memory
+                of the host, and updates them through windows on the device. On a CPU nothing changes.
+
+        Raises:
+            ConfigError: another role or kind; all of them are listed.
+
+        Example:
+            >>> print(fs.zero(3).with_memory(moments="host"))
+            zero3 with moments on the host
+        """
+        check_memory(memory)
+        kinds = {**dict(self.memory), **memory}
+        return replace(self, memory=tuple(sorted((r, kind) for r, kind in kinds.items() if kind != "device")))
+
+    def memory_of(self, role: str) -> MemoryKind:
+        """The kind of memory of a role."""
+        return dict(self.memory).get(role, "device")
 
     def cut(self, kind: str, axis: str) -> bool:
         """Whether `kind` (params, grads, opt_state) is cut over a data axis."""
@@ -76,6 +102,8 @@ class Strategy:
         return STRATEGIES[name]
 
     def __str__(self) -> str:
+        if self.memory:
+            return f"{replace(self, memory=())} with {', '.join(f'{r} on the {kind}' for r, kind in self.memory)}"
         for name, strategy in STRATEGIES.items():
             if strategy == self:
                 return name

@@ -23,6 +23,7 @@ from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
+from fsharding.comm.host_memory import to_memory
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -110,13 +111,12 @@ def _move(
     _agree(plan, group, device)
     donate = given is not None
     dtypes = [m.dtype for m in moved]
-    homes = [torch.device("cpu") if m.plain else device for m in moved]
-    sources = [m.value for m in moved]
+    sources = [x if (x := m.value) is None or m.plain else x.to(device) for m in moved]
     if donate:
         reshard_leaves.let_go(moved)
         _give_up(given)
     values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
-    return rebuild([x.to(home) for x, home in zip(values, homes, strict=True)])
+    return rebuild([x.cpu() if m.plain else to_memory(x, m.target) for m, x in zip(moved, values, strict=True)])
 
 
 def _give_up(tree_or_state: Tree) -> None:

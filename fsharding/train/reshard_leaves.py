@@ -227,7 +227,7 @@ def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) ->
         return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
     target_owner = owner_of(path, owner.shape, [leaf for leaf in new.leaves if leaf.path == owner.path])
     assert target_owner is not None, "the layouts are of one model"
-    return Moving(path, owner.shape, owner.main, target_owner.main, x.dtype, local_of(x))
+    return Moving(path, owner.shape, owner.main, target_owner.moments, x.dtype, local_of(x))
 
 
 def _placed(moving: Moving, local: Tensor) -> Tensor:

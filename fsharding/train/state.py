@@ -33,6 +33,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.host_memory import to_memory
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
 from fsharding.comm.rounded_params import roundings_of_copies
@@ -46,8 +47,8 @@ from fsharding.optim.base import GradientTransformation
 from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.leaf_plan import type_text
-from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
+from fsharding.sharding.leaf_plan import owner_of, type_text
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.state_check import check_leaves, check_main
 
@@ -421,7 +422,13 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
     """The first state of an optimizer in a layout."""
     moments = layout.precision.moments
     whole = layout.meta_main()
-    return opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
+    state = opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
+
+    def place(path: str, x: Any) -> Any:
+        owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves) if isinstance(x, DTensor) else None
+        return x if owner is None else like(x, to_memory(local_of(x), owner.moments))
+
+    return tree.map_with_path(place, state)
 
 
 def _refuse_shared_draws(draws: Tree) -> None:

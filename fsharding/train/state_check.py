@@ -187,7 +187,7 @@ def _moments(values: Tree, layout: Layout) -> list[str]:
             continue
         owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves, local=not isinstance(x, DTensor))
         if owner is not None and (isinstance(x, DTensor) or x.ndim):
-            result += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.main))
+            result += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.moments))
         elif isinstance(x, DTensor):
             result += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
     return result
@@ -221,6 +221,10 @@ def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
     local = _compat.local_tensor(x)
     if tuple(local.shape) != here or local.dtype != dtype:
         return [f"{path} is {wanted}, which is {list(here)} here, but holds {local.dtype} {list(local.shape)}"]
+    on_mesh = sharding.device_mesh().device_type
+    is_away = local.device.type not in (on_mesh, "meta")
+    if is_away != (sharding.memory == "host" and on_mesh != "cpu"):
+        return [f"{path} is {wanted}, but its memory is on {local.device}, and the layout says {sharding.memory}"]
     return []
 
 

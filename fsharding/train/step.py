@@ -56,6 +56,7 @@ from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.schedules import noting_rates
 from fsharding.optim.updates import add_updates, apply_gradients
+from fsharding.optim.windows import through_windows
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
 from fsharding.sharding.layout import Layout, check_fit, on_mesh
@@ -655,10 +656,14 @@ class TrainStep:
         grads = multiply(verdict.grads, verdict.to_mean, donate=context.donate)
         # The verdict is still on the device, so the old values are kept for a refused step.
         context = replace(context, donate=context.donate and finite is None, finite=None)
-        updates, opt_state = self._opt.update(grads, state.opt_state, main, context)
-        updates = update_against_load(updates, verdict.loads, self._bias_rates)
-        new_main = add_updates(main, updates, context, donate=context.donate)
-        return where_finite(finite, new_main, main), where_finite(finite, opt_state, state.opt_state)
+
+        def change(grads: Tree, before: Tree, main: Tree) -> tuple[Tree, Tree]:
+            updates, opt_state = self._opt.update(grads, before, main, context)
+            updates = update_against_load(updates, verdict.loads, self._bias_rates)
+            new_main = add_updates(main, updates, context, donate=context.donate)
+            return where_finite(finite, new_main, main), where_finite(finite, opt_state, before)
+
+        return through_windows(change, grads, state.opt_state, main, by_leaf=False, donate=context.donate)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""

@@ -555,6 +555,7 @@ Tensor reshape_alias(const Tensor& x, c10::SymIntArrayRef sizes, c10::SymIntArra
 Tensor view(const Tensor& x, c10::SymIntArrayRef sizes) { return at::native::view(x, C10_AS_INTARRAYREF_SLOW(sizes)); }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (from.numel() == 0) return to;
   const bool to_host = is_sim(from) && !is_sim(to);
   if (to_host && !(non_blocking && pinned_memory.holds(to.data_ptr()))) {
     note_read("copy to host");

@@ -41,6 +41,7 @@ class TrainConfig:
         gather: a stage's parameters that data axes cut come once a step and stay, or anew for each microbatch.
         attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
+        offload: what is kept in memory of the host: `moments=host` for those of the optimizer.
         dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
             mxfp8 or nvfp4.
         steps: total number of steps, also with `resume`.
@@ -100,6 +101,7 @@ class TrainConfig:
     stage_layers: str = ""
     gather: Literal["step", "microbatch"] = "step"
     strategy: str = "zero3"
+    offload: str = ""
     dtype: str = "float32"
     steps: int = 60
     microbatches: int = 1
@@ -157,6 +159,7 @@ class PlanConfig:
         preset: a name of `fsharding.models.presets`.
         mesh: sizes of axes, such as `pp=16,dp=4,ep=64,tp=2`; their product is the number of ranks.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
+        offload: what is kept in memory of the host: `moments=host` for those of the optimizer.
         dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
             mxfp8 or nvfp4.
         schedule: of the pipeline over pp.
@@ -167,6 +170,7 @@ class PlanConfig:
     preset: tyro.conf.Positional[str]
     mesh: str = "dp=1"
     strategy: str = "zero3"
+    offload: str = ""
     dtype: str = "bfloat16"
     schedule: str = "1f1b"
     microbatches: int | None = None

@@ -21,6 +21,7 @@ from fsharding.models.presets import recipe
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.pipeline.stages import layers_by_coordinate, stages_of
 from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.memory_kinds import parse_memory
 from fsharding.sharding.strategy import Strategy
 
 __all__ = ["preview"]
@@ -49,7 +50,7 @@ def _planned(config: PlanConfig) -> dict[str, Any]:
     stages = None
     if ranks > 1:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
-    strategy = Strategy.parse(config.strategy)
+    strategy = Strategy.parse(config.strategy).with_memory(**call_as("fsharding plan", parse_memory, config.offload))
     precision = PRECISIONS[config.dtype]
     layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
     return {
@@ -58,7 +59,7 @@ def _planned(config: PlanConfig) -> dict[str, Any]:
         "leaves": len(layout.leaves),
         "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
         "ranks": math.prod(mesh.sizes),
-        "strategy": config.strategy,
+        "strategy": str(strategy) if config.offload else config.strategy,
         "dtype": config.dtype,
         "stages": _stages(model, layout, ranks),
     }
@@ -80,7 +81,13 @@ def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for pp in range(ranks):
         memory = layout.memory(coord={"pp": pp})
-        rows.append({"pp": pp, "layers": layers[pp], "bytes": {**memory._asdict(), "total": memory.total}})
+        rows.append(
+            {
+                "pp": pp,
+                "layers": layers[pp],
+                "bytes": {**memory._asdict(), "total": memory.total, "device": memory.device},
+            }
+        )
     return rows
 
 
@@ -91,6 +98,7 @@ def _text(result: dict[str, Any]) -> str:
         f"{result['ranks']:,} ranks ({mesh}), {result['strategy']}, {result['dtype']}; GB a rank, at most:",
     ]
     columns = ["params", "main", "grads", "opt_state", "total"]
+    columns += ["device", "host"] if any(row["bytes"]["host"] for row in result["stages"]) else []
     table = [["pp", "layers", *columns]]
     for row in result["stages"]:
         layers = " + ".join(str(n) for n in row["layers"])

@@ -46,7 +46,7 @@ from fsharding.apps.cli.trace import traced, traces
 from fsharding.apps.cli.trackers import Tracker, cut_rows, open_trackers, tracker_files
 from fsharding.apps.data import Packed, Shard, Tokens
 from fsharding.base import devices
-from fsharding.base.calls import named
+from fsharding.base.calls import call_as, named
 from fsharding.base.errors import CheckpointError, RankError, printable, report
 from fsharding.checkpoint.directory import append, naming_path, survey
 from fsharding.checkpoint.replicas import check_replicas
@@ -60,6 +60,7 @@ from fsharding.models.model import Model
 from fsharding.models.presets import Recipe, recipe
 from fsharding.pipeline.plots import has_matplotlib, metrics_rows, plot_loss
 from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.memory_kinds import parse_memory
 from fsharding.sharding.strategy import Strategy
 from fsharding.train.evaluate import Evaluate, evaluate
 from fsharding.train.reshard import reshard
@@ -240,8 +241,8 @@ def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
 
 
 _TOLD_CHANGES = (
-    "lr", "decay_steps", "clip", "dtype", "batch", "seq", "seed", "microbatches", "strategy", "mesh", "schedule",
-    "attention", "policy", "swap_at",
+    "lr", "decay_steps", "clip", "dtype", "batch", "seq", "seed", "microbatches", "strategy", "offload", "mesh",
+    "schedule", "attention", "policy", "swap_at",
 )  # fmt: skip
 """Options that may change when a run is resumed, and that affect its numbers, memory or speed."""
 
@@ -382,10 +383,14 @@ def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
     return plan_layout(
         model,
         mesh,
-        strategy=Strategy.parse(strategy),
+        strategy=_strategy(config, strategy),
         precision=PRECISIONS[dtype],
         stages=stages(config, mesh),
     )
+
+
+def _strategy(config: TrainConfig, name: str) -> Strategy:
+    return Strategy.parse(name).with_memory(**call_as("fsharding train", parse_memory, config.offload))
 
 
 def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
@@ -397,7 +402,7 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
     if swap.dtype:
         layout = layout.with_precision(PRECISIONS[swap.dtype])
     if swap.strategy:
-        layout = layout.with_strategy(Strategy.parse(swap.strategy))
+        layout = layout.with_strategy(_strategy(config, swap.strategy))
     return reshard(state, layout, donate=True)
 
 

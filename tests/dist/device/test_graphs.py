@@ -42,7 +42,7 @@ CASES |= {
     "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed"), strategy=fs.zero(2)),
 }
 CASES |= pipelines(replace(BASE, strategy=fs.zero(3)))
-KEPT = {"ep", "offload", "keyed", "zbv", "interleaved", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
+KEPT = {"ep", "offload", "keyed", "zbv", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,16 @@ Guarantee: where activations wait for backward changes no bit; at most two units
 
 import gc
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import fsharding as fs
+from fsharding.base.errors import ConfigError, LayoutError
+from fsharding.optim import windows
+from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import device_mesh
 from tests.decoders import DecoderCase
 from tests.helpers import full
@@ -78,3 +83,77 @@ def test_activations_of_two_units_are_on_the_device(pool):
     )
     inputs = pool.run(grown, "offload_inputs")[0]
     assert gone < 0.2 * kept and inputs < remat < 0.5 * kept, (kept, gone, remat, inputs)
+
+
+# --------------------------------------------------------------------------------------------------------------- moments
+OPTIMIZERS = {
+    "sgd": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.sgd(0.1, momentum=0.9)),
+    "adamw": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, eps=1e-3, weight_decay=0.1)),
+    "mxfp8": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, moments=fs.formats.MXFP8)),
+    "adafactor": lambda: fs.optim.adafactor(1e-3),
+    "ema": lambda: fs.optim.chain(fs.adamw(1e-3, eps=1e-3), fs.optim.ema(0.9)),
+}
+MOMENTS = {
+    f"zero{level}-{name}": (replace(BASE, strategy=fs.zero(level)), name) for level in range(4) for name in OPTIMIZERS
+}
+MOMENTS |= {
+    f"{name}-adamw": (replace(case, strategy=fs.zero(3), donate=i % 2 == 0), "adamw")
+    for i, (name, case) in enumerate(
+        {
+            "tp": replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,))),
+            "bf16": replace(BASE, precision=fs.BF16),
+            "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed")),
+            **pipelines(BASE),
+        }.items()
+    )
+}
+MOMENTS_KEPT = {"zero0-adamw", "zero2-sgd", "zero3-adamw", "zero3-mxfp8", "zero1-adafactor", "bf16-adamw", "zbv-adamw"}
+
+
+def updated(case, optimizer, device, folder):
+    """A run that is saved and loaded, and resharded to the device and back; its moments are where they belong."""
+    with on_device(device) as watch, patch.object(windows, "WINDOW_BYTES", 1 << 12):
+        mesh, opt = device_mesh(case.mesh, device), OPTIMIZERS[optimizer]()
+        state, step = case.start(mesh, opt)
+        here = device == SIM and bool(case.strategy.memory)
+        numbers = []
+        for number in range(4):
+            if number == 2:
+                fs.checkpoint.save(folder, state)
+                state = fs.checkpoint.load(folder, state.layout, opt=opt if "zero0" in str(folder) else None)
+            if number == 3:
+                away = state.layout.with_strategy(replace(case.strategy, memory=()))
+                state = fs.reshard(fs.reshard(state, away), state.layout)
+            batch = {name: x.to(device) for name, x in case.batch(number, mesh).items()}
+            with watch.step(number):
+                state, metrics = step(state, batch)
+            moments = [local_of(x) for x in fs.tree.leaves(state.opt_state) if isinstance(x, DTensor)]
+            assert all(x.is_cpu == here and x.is_pinned() == here for x in moments if device == SIM)
+            numbers.append(torch.stack((metrics.loss, metrics.grad_norm)))
+        return watch.seen(numbers, state)
+
+
+@pytest.mark.parametrize("name", [name if name in MOMENTS_KEPT else pytest.param(name, marks=full) for name in MOMENTS])
+def test_moments_on_the_host_change_no_bit(pool, name, tmp_path):
+    case, optimizer = MOMENTS[name]
+    there = replace(case, strategy=case.strategy.with_memory(moments="host"))
+    kept = pool.run(updated, case, optimizer, SIM, tmp_path / f"{name}-kept")
+    assert_as_on_cpu(kept, pool.run(updated, there, optimizer, SIM, tmp_path / name))
+
+
+def refused(folder):
+    case = replace(BASE, strategy=fs.zero(3).with_memory(moments="host"))
+    with on_device(SIM):
+        mesh = device_mesh(case.mesh, SIM)
+        state, step = case.start(mesh)
+        batch = {name: x.to(SIM) for name, x in case.batch(0, mesh).items()}
+        with pytest.raises(ConfigError, match="moments are on the host"):
+            fs.capture(step, state, batch)
+        moved = fs.tree.map(lambda x: x.to(SIM) if x.ndim else x, state.opt_state)
+        with pytest.raises(LayoutError, match="its memory is on sim:0, and the layout says host"):
+            step(state.replace(opt_state=moved), batch)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch before 2.13 has no graphs of accelerators")
+def test_what_cannot_be_is_refused_by_name(pool, tmp_path):
+    pool.run(refused, tmp_path)

@@ -65,3 +65,25 @@ def test_unknown_strategies():
             f"fs.zero knows no level {level!r}.\n"
             "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too."
         )
+
+
+def test_memory_of_roles():
+    host = fs.zero(3).with_memory(moments="host")
+    assert str(host) == "zero3 with moments on the host" and host != fs.zero(3)
+    assert host.with_memory(moments="device") == fs.zero(3) == fs.zero(3).with_memory()
+    with pytest.raises(ConfigError, match=r"roles are moments\. Did you mean 'moments'"):
+        fs.zero(3).with_memory(moment="host")
+    with pytest.raises(ConfigError, match="moments='tape': kinds are device, host"):
+        fs.zero(3).with_memory(moments="tape")
+
+
+def test_bytes_of_each_kind_of_memory():
+    shapes = {"w": fs.random.zeros((64, 8)), "b": fs.random.zeros((8,))}
+    here = fs.plan_layout(shapes, fs.AbstractMesh(("dp",), (4,)), strategy=fs.zero(1))
+    away = here.with_strategy(here.strategy.with_memory(moments="host"))
+    for opt in (None, fs.adamw(1e-3), fs.sgd(0.1, momentum=0.9)):
+        planned, before = away.memory(opt), here.memory(opt)
+        assert planned._replace(host=0) == before and before.host == 0 < planned.host <= before.opt_state
+        assert planned.device == before.total - planned.host and f"host {planned.host:,}" in str(planned)
+    assert [leaf.moments.memory for leaf in away.leaves] == ["host", "host"]
+    assert str(away.leaves[0].moments).endswith("on the host") and away.main == here.main

@@ -1,0 +1,175 @@
+"""Updates of moments that are kept in memory of the host: through windows of leaves on the device.
+
+In: gradients, a state and parameters as they are at rest, and a function that updates some of the leaves. Out: the
+same, updated. While a window is updated the next one is copied in and the one before copied out, on two more streams:
+
+    in         ?wanted   copy in   !in
+    compute    ?in       update    !updated
+    out        ?updated  copy out  !out
+    compute    ?out, when the window after the next has been updated: only then is the memory free
+
+An optimizer that computes each leaf by itself has windows of some leaves; any other one has all leaves in one.
+Guarantee: the bits are those of an update without windows. The host waits for the last copy, so that a state between
+steps can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding.base import _compat, tree
+from fsharding.base.tree import Tree
+from fsharding.comm.host_memory import empty_on_host
+from fsharding.comm.redistribute import in_buckets
+from fsharding.comm.streams import streams_for
+from fsharding.optim.coded_moment import is_coded
+from fsharding.sharding.named_sharding import like, local_of
+
+__all__ = ["WINDOW_BYTES", "through_windows"]
+
+WINDOW_BYTES = 64 << 20
+"""Most bytes of moments in a window; a larger leaf is in one of its own."""
+
+_Change: TypeAlias = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+"""`change(grads, state, params) -> (params, state)`, on trees with None for the leaves of other windows."""
+
+
+def through_windows(change: _Change, grads: Tree, state: Tree, params: Tree, *, by_leaf: bool, donate: bool) -> Any:
+    """Run an update on leaves whose moments are on the device.
+
+    Args:
+        change: updates the leaves that it is given.
+        by_leaf: each leaf is updated by itself.
+        donate: memory of the state may be overwritten.
+
+    Returns:
+        (parameters, state), in the memory that they were in.
+    """
+    if not any(map(_is_parked, tree.leaves(state))):
+        return change(grads, state, params)
+    parked = {path: x for path, x in tree.named_leaves(state).items() if _is_parked(x)}
+    names = {*tree.paths(params)}
+    windows = _Windows(parked, local_of(tree.leaves(grads)[0]).device, donate=donate)
+    groups = _groups(parked, names) if by_leaf else [names]
+    if len(groups) == 1:
+        new_params, new_state = change(grads, windows.wait(state, windows.fetch(state)), params)
+        return new_params, windows.finish(windows.send(new_state))
+    selected = [_of_window(state, group, names) for group in groups]
+    coming = windows.fetch(selected[0])
+    found: list[tuple[Tree, Tree]] = []
+    for number, group in enumerate(groups):
+        present = windows.wait(selected[number], coming)
+        coming = windows.fetch(selected[number + 1]) if number + 1 < len(groups) else {}
+        new_params, new_state = change(_only(grads, group), present, _only(params, group))
+        found.append((new_params, windows.send(new_state)))
+    new_params, new_state = (
+        _merged(old, parts) for old, parts in zip((params, state), zip(*found, strict=True), strict=True)
+    )
+    return new_params, windows.finish(new_state)
+
+
+def _groups(parked: Mapping[str, DTensor], names: Collection[str]) -> list[set[str]]:
+    """The parameters of each window; all in one where a moment belongs to none of them."""
+    owners = {path: _owner(path, names) for path in parked}
+    sizes = dict.fromkeys(names, 0)
+    for path, x in parked.items():
+        if (owner := owners[path]) is None:
+            return [{*names}]
+        sizes[owner] += local_of(x).nbytes
+    return [{*bucket} for bucket in in_buckets(sorted(sizes), sizes.__getitem__, WINDOW_BYTES)]
+
+
+def _is_parked(x: Any) -> bool:
+    """Whether a leaf is in memory of the host, though its mesh is of another device."""
+    return isinstance(x, DTensor) and _compat.local_tensor(x).is_cpu and x.device_mesh.device_type != "cpu"
+
+
+def _owner(path: str, names: Collection[str]) -> str | None:
+    """The parameter whose path a leaf of a state ends with, the longest one; codes and scales are a step below it."""
+    parts = path.split(".")
+    ends = (".".join(parts[i:j]) for j in (len(parts), len(parts) - 1) for i in range(j))
+    return next((end for end in ends if end in names), None)
+
+
+def _only(values: Tree, group: Collection[str]) -> Tree:
+    return tree.map_with_path(lambda path, x: x if path in group else None, values)
+
+
+def _of_window(state: Tree, group: Collection[str], names: Collection[str]) -> Tree:
+    """A state with None for the moments of other windows; what belongs to no parameter, such as a count, stays."""
+
+    def choose(path: str, x: Any) -> Any:
+        owner = _owner(path, names)
+        return x if owner is None or owner in group else None
+
+    return tree.map_with_path(choose, state, is_leaf=is_coded)
+
+
+def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
+    """One tree of the leaves of all windows."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        found |= tree.named_leaves(part, is_leaf=is_coded)
+    return tree.map_with_path(lambda path, x: found.get(path, x), like_tree, is_leaf=is_coded)
+
+
+class _Windows:
+    """Copies of the moments of one update."""
+
+    # `_leaving` has, for each window that has been sent, its tensors on the device and the event of its copies.
+
+    def __init__(self, parked: Mapping[str, DTensor], device: torch.device, *, donate: bool) -> None:
+        self._parked, self._device, self._donate = parked, device, donate
+        self._streams = streams_for(device)
+        self._leaving: list[tuple[list[Tensor], Any]] = []
+
+    def fetch(self, state: Tree) -> dict[str, tuple[Tensor, Any]]:
+        """Start to copy a window to the device."""
+        wanted = {path: local_of(x) for path, x in tree.named_leaves(state).items() if path in self._parked}
+        here = {path: _compat.fresh(tuple(x.shape), x.dtype, self._device) for path, x in wanted.items()}
+        event = self._streams.record("wanted")
+        with self._streams.on("in"):
+            self._streams.wait(event)
+            for path, x in wanted.items():
+                here[path].copy_(x, non_blocking=True)
+            done = self._streams.record("in")
+        return {path: (x, done) for path, x in here.items()}
+
+    def wait(self, state: Tree, coming: Mapping[str, tuple[Tensor, Any]]) -> Tree:
+        """The window on the device; the compute stream waits for it."""
+        for event in dict.fromkeys(event for _, event in coming.values()):
+            self._streams.wait(event)
+        return tree.map_with_path(lambda path, x: like(x, coming[path][0]) if path in coming else x, state)
+
+    def send(self, state: Tree) -> Tree:
+        """Start to copy a window back to the host, and let go the one before the last."""
+        given = {path: x for path, x in tree.named_leaves(state).items() if path in self._parked}
+        homes = {path: self._home(path, x) for path, x in given.items()}
+        updated = self._streams.record("updated")
+        with self._streams.on("out"):
+            self._streams.wait(updated)
+            for path, x in given.items():
+                homes[path].copy_(local_of(x), non_blocking=True)
+            done = self._streams.record("out")
+        self._leaving.append(([local_of(x) for x in given.values()], done))
+        for _, event in self._leaving[:-1]:
+            self._streams.wait(event)
+        del self._leaving[:-1]
+        return tree.map_with_path(lambda path, x: like(x, homes[path]) if path in homes else x, state)
+
+    def _home(self, path: str, x: Tensor) -> Tensor:
+        old, new = local_of(self._parked[path]), local_of(x)
+        return old if self._donate and old.dtype == new.dtype else empty_on_host(tuple(new.shape), new.dtype)
+
+    def finish(self, state: Tree) -> Tree:
+        """The state; the compute stream and the host wait for the last window."""
+        for _, event in self._leaving:
+            self._streams.wait(event)
+            self._streams.settle(event)
+        self._leaving.clear()
+        return state
