@@ -1,7 +1,7 @@
 """Tensors that are kept in memory of the host until backward needs them: copies out and back, a unit at a time.
 
 In: the tensors that autograd saves in the forward of a unit. Out: a `Parked` for each, which gives it back in backward.
-Copies run on two streams of their own, from and to pinned memory, and nobody waits on the host:
+Copies run on two streams of their own, from and to pinned memory; the host waits for none of them:
 
     out        ?saved   copy out   !out
     compute    ?out, when the unit after the next begins: only then may the memory be used again

@@ -54,33 +54,29 @@ def through_windows(change: _Change, grads: Tree, state: Tree, params: Tree, *, 
         return change(grads, state, params)
     parked = {path: x for path, x in tree.named_leaves(state).items() if _is_parked(x)}
     names = {*tree.paths(params)}
-    windows = _Windows(parked, local_of(tree.leaves(grads)[0]).device, donate=donate)
     groups = _groups(parked, names) if by_leaf else [names]
-    if len(groups) == 1:
-        new_params, new_state = change(grads, windows.wait(state, windows.fetch(state)), params)
-        return new_params, windows.finish(windows.send(new_state))
-    selected = [_of_window(state, group, names) for group in groups]
-    coming = windows.fetch(selected[0])
-    found: list[tuple[Tree, Tree]] = []
-    for number, group in enumerate(groups):
-        present = windows.wait(selected[number], coming)
-        coming = windows.fetch(selected[number + 1]) if number + 1 < len(groups) else {}
-        new_params, new_state = change(_only(grads, group), present, _only(params, group))
-        found.append((new_params, windows.send(new_state)))
-    new_params, new_state = (
-        _merged(old, parts) for old, parts in zip((params, state), zip(*found, strict=True), strict=True)
-    )
-    return new_params, windows.finish(new_state)
+    with _Windows(parked, local_of(tree.leaves(grads)[0]).device, donate=donate) as windows:
+        if len(groups) == 1:
+            new_params, new_state = change(grads, windows.wait(state, windows.fetch(state)), params)
+            return new_params, windows.send(new_state)
+        selected = [_of_window(state, group, names) for group in groups]
+        coming = windows.fetch(selected[0])
+        found: list[tuple[Tree, Tree]] = []
+        for number, group in enumerate(groups):
+            present = windows.wait(selected[number], coming)
+            coming = windows.fetch(selected[number + 1]) if number + 1 < len(groups) else {}
+            new_params, new_state = change(_only(grads, group), present, _only(params, group))
+            found.append((new_params, windows.send(new_state)))
+    return _merged(params, (x for x, _ in found)), _merged(state, (x for _, x in found))
 
 
 def _groups(parked: Mapping[str, DTensor], names: Collection[str]) -> list[set[str]]:
-    """The parameters of each window; all in one where a moment belongs to none of them."""
-    owners = {path: _owner(path, names) for path in parked}
+    """The parameters of each window; all in one where a path does not tell which of them a moment belongs to."""
     sizes = dict.fromkeys(names, 0)
     for path, x in parked.items():
-        if (owner := owners[path]) is None:
+        if len(owners := _owners(path, names)) != 1:
             return [{*names}]
-        sizes[owner] += local_of(x).nbytes
+        sizes[owners[0]] += local_of(x).nbytes
     return [{*bucket} for bucket in in_buckets(sorted(sizes), sizes.__getitem__, WINDOW_BYTES)]
 
 
@@ -89,11 +85,11 @@ def _is_parked(x: Any) -> bool:
     return isinstance(x, DTensor) and _compat.local_tensor(x).is_cpu and x.device_mesh.device_type != "cpu"
 
 
-def _owner(path: str, names: Collection[str]) -> str | None:
-    """The parameter whose path a leaf of a state ends with, the longest one; codes and scales are a step below it."""
+def _owners(path: str, names: Collection[str]) -> list[str]:
+    """The parameters whose path a leaf of a state ends with; codes and scales are a step below it."""
     parts = path.split(".")
     ends = (".".join(parts[i:j]) for j in (len(parts), len(parts) - 1) for i in range(j))
-    return next((end for end in ends if end in names), None)
+    return [end for end in ends if end in names]
 
 
 def _only(values: Tree, group: Collection[str]) -> Tree:
@@ -104,8 +100,8 @@ def _of_window(state: Tree, group: Collection[str], names: Collection[str]) -> T
     """A state with None for the moments of other windows; what belongs to no parameter, such as a count, stays."""
 
     def choose(path: str, x: Any) -> Any:
-        owner = _owner(path, names)
-        return x if owner is None or owner in group else None
+        owners = _owners(path, names)
+        return x if not owners or owners[0] in group else None
 
     return tree.map_with_path(choose, state, is_leaf=is_coded)
 
@@ -119,16 +115,39 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
 
 
 class _Windows:
-    """Copies of the moments of one update."""
+    """Copies of the moments of one update: a context, at whose end the compute stream and the host wait for them."""
 
-    # `_leaving` has, for each window that has been sent, its tensors on the device and the event of its copies.
+    # `_coming` is the event of the window that is fetched. `_leaving` has the tensors of the window that was sent last.
 
     def __init__(self, parked: Mapping[str, DTensor], device: torch.device, *, donate: bool) -> None:
         self._parked, self._device, self._donate = parked, device, donate
         self._streams = streams_for(device)
-        self._leaving: list[tuple[list[Tensor], Any]] = []
+        self._coming: Any = None
+        self._leaving: tuple[list[Tensor], Any] | None = None
 
-    def fetch(self, state: Tree) -> dict[str, tuple[Tensor, Any]]:
+    def __enter__(self) -> _Windows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arrive()
+        if self._leaving is not None:
+            event = self._leaving[1]
+            self._let_go()
+            self._streams.settle(event)
+
+    def _arrive(self) -> None:
+        """Have the compute stream wait for the window that is fetched."""
+        if self._coming is not None:
+            self._streams.wait(self._coming)
+            self._coming = None
+
+    def _let_go(self) -> None:
+        """Free the window that was sent last, when it is on the host."""
+        if self._leaving is not None:
+            self._streams.wait(self._leaving[1])
+            self._leaving = None
+
+    def fetch(self, state: Tree) -> dict[str, Tensor]:
         """Start to copy a window to the device."""
         wanted = {path: local_of(x) for path, x in tree.named_leaves(state).items() if path in self._parked}
         here = {path: _compat.fresh(tuple(x.shape), x.dtype, self._device) for path, x in wanted.items()}
@@ -137,17 +156,16 @@ class _Windows:
             self._streams.wait(event)
             for path, x in wanted.items():
                 here[path].copy_(x, non_blocking=True)
-            done = self._streams.record("in")
-        return {path: (x, done) for path, x in here.items()}
+            self._coming = self._streams.record("in")
+        return here
 
-    def wait(self, state: Tree, coming: Mapping[str, tuple[Tensor, Any]]) -> Tree:
+    def wait(self, state: Tree, here: Mapping[str, Tensor]) -> Tree:
         """The window on the device; the compute stream waits for it."""
-        for event in dict.fromkeys(event for _, event in coming.values()):
-            self._streams.wait(event)
-        return tree.map_with_path(lambda path, x: like(x, coming[path][0]) if path in coming else x, state)
+        self._arrive()
+        return tree.map_with_path(lambda path, x: like(x, here[path]) if path in here else x, state)
 
     def send(self, state: Tree) -> Tree:
-        """Start to copy a window back to the host, and let go the one before the last."""
+        """Start to copy a window back to the host, and free the one before."""
         given = {path: x for path, x in tree.named_leaves(state).items() if path in self._parked}
         homes = {path: self._home(path, x) for path, x in given.items()}
         updated = self._streams.record("updated")
@@ -156,20 +174,10 @@ class _Windows:
             for path, x in given.items():
                 homes[path].copy_(local_of(x), non_blocking=True)
             done = self._streams.record("out")
-        self._leaving.append(([local_of(x) for x in given.values()], done))
-        for _, event in self._leaving[:-1]:
-            self._streams.wait(event)
-        del self._leaving[:-1]
+        self._let_go()
+        self._leaving = [local_of(x) for x in given.values()], done
         return tree.map_with_path(lambda path, x: like(x, homes[path]) if path in homes else x, state)
 
     def _home(self, path: str, x: Tensor) -> Tensor:
         old, new = local_of(self._parked[path]), local_of(x)
         return old if self._donate and old.dtype == new.dtype else empty_on_host(tuple(new.shape), new.dtype)
-
-    def finish(self, state: Tree) -> Tree:
-        """The state; the compute stream and the host wait for the last window."""
-        for _, event in self._leaving:
-            self._streams.wait(event)
-            self._streams.settle(event)
-        self._leaving.clear()
-        return state

@@ -161,7 +161,7 @@ def hybrid(
         >>> print(fs.hybrid(fs.zero(3), opt_state=True))
         hfsdp
     """
-    return Strategy(inner.params, inner.grads, inner.opt_state, params, grads, opt_state)
+    return replace(inner, replica_params=params, replica_grads=grads, replica_opt_state=opt_state)
 
 
 HSDP = hybrid()

@@ -71,6 +71,7 @@ def test_memory_of_roles():
     host = fs.zero(3).with_memory(moments="host")
     assert str(host) == "zero3 with moments on the host" and host != fs.zero(3)
     assert host.with_memory(moments="device") == fs.zero(3) == fs.zero(3).with_memory()
+    assert fs.hybrid(host).memory_of("moments") == "host" and fs.hybrid(fs.zero(3)) == fs.hybrid()
     with pytest.raises(ConfigError, match=r"roles are moments\. Did you mean 'moments'"):
         fs.zero(3).with_memory(moment="host")
     with pytest.raises(ConfigError, match="moments='tape': kinds are device, host"):
