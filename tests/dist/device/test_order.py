@@ -15,6 +15,7 @@ import fsharding as fs
 from fsharding.apps.bench.timeline import Rates, timeline_of, write_trace
 from fsharding.base.errors import NonFiniteError
 from fsharding.comm.streams import DeviceStreams
+from fsharding.optim import windows
 from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.odd_units import NAMES, SIZE, init, loss_of
@@ -44,6 +45,7 @@ CASES = {
 }
 CASES |= pipelines(BASE)
 CASES["offload"] = replace(CASES["zero3"], policy="offload")
+CASES["moments"] = replace(CASES["zero3-donated"], strategy=fs.zero(3).with_memory(moments="host"))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,8 @@ def trained(case, device, seed=None):
     """`train` with a constant rate: one that changes is a tensor, which the fused kernel rounds on a device alone."""
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, eps=1e-3, weight_decay=0.1))
     how = {} if case.mesh.axis_size("pp") > 1 else {"prefetch_depth": 2}
-    return train(case, device, seed, opt=opt, **how, **({"check": "async"} if device == SIM else {}))
+    with patch.object(windows, "WINDOW_BYTES", 1 << 12):  # several in an update
+        return train(case, device, seed, opt=opt, **how, **({"check": "async"} if device == SIM else {}))
 
 
 # ---------------------------------------------------------------------------------------------------------------- delays
@@ -95,6 +98,10 @@ NEEDED = {
     ("host_memory.py:_free", "compute"),  # they are on the host
     ("host_memory.py:_fetch", "in"),  # there is memory for them, and they are on the host
     ("host_memory.py:_wait", "compute"),  # they are back
+    ("windows.py:fetch", "in"),  # there is memory for moments
+    ("windows.py:_arrive", "compute"),  # they are on the device
+    ("windows.py:send", "out"),  # they are updated
+    ("windows.py:_let_go", "compute"),  # they are on the host
     ("turns.py:wait_in_turn", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),
