@@ -15,6 +15,7 @@ steps can be read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -27,10 +28,11 @@ from fsharding.base.tree import Tree
 from fsharding.comm.host_memory import empty_on_host
 from fsharding.comm.redistribute import in_buckets
 from fsharding.comm.streams import streams_for
+from fsharding.optim.base import like_leaf
 from fsharding.optim.coded_moment import is_coded
 from fsharding.sharding.named_sharding import like, local_of
 
-__all__ = ["WINDOW_BYTES", "through_windows"]
+__all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
 WINDOW_BYTES = 64 << 20
 """Most bytes of moments in a window; a larger leaf is in one of its own."""
@@ -54,12 +56,13 @@ def through_windows(change: _Change, grads: Tree, state: Tree, params: Tree, *, 
         return change(grads, state, params)
     parked = {path: x for path, x in tree.named_leaves(state).items() if _is_parked(x)}
     names = {*tree.paths(params)}
-    groups = _groups(parked, names) if by_leaf else [names]
+    owners = _owners(state, names)
+    groups = _groups(state, owners, names) if by_leaf else [names]
     with _Windows(parked, local_of(tree.leaves(grads)[0]).device, donate=donate) as windows:
         if len(groups) == 1:
             new_params, new_state = change(grads, windows.wait(state, windows.fetch(state)), params)
             return new_params, windows.send(new_state)
-        selected = [_of_window(state, group, names) for group in groups]
+        selected = [_of_window(state, group, owners) for group in groups]
         coming = windows.fetch(selected[0])
         found: list[tuple[Tree, Tree]] = []
         for number, group in enumerate(groups):
@@ -70,13 +73,29 @@ def through_windows(change: _Change, grads: Tree, state: Tree, params: Tree, *, 
     return _merged(params, (x for x, _ in found)), _merged(state, (x for _, x in found))
 
 
-def _groups(parked: Mapping[str, DTensor], names: Collection[str]) -> list[set[str]]:
-    """The parameters of each window; all in one where a path does not tell which of them a moment belongs to."""
+def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping[str, int]) -> Tree:
+    """Make the first state of an optimizer that computes each leaf by itself, without all of it on the device at once.
+
+    Args:
+        start: makes the state of some parameters, where it is to be; the others are None.
+        sizes: bytes of the moments of each parameter that are not to stay on the device.
+    """
+    groups = [*in_buckets(sizes, sizes.__getitem__, WINDOW_BYTES)]
+    if len(groups) < 2:
+        return start(params)
+    # Without memory, this has the structure of the whole state.
+    shape = start(tree.map(lambda x: like_leaf(x, local_of(x).to("meta")), params))
+    return _merged(shape, (start(_only(params, group)) for group in groups))
+
+
+def _groups(state: Tree, owners: Mapping[str, str], names: Collection[str]) -> list[set[str]]:
+    """The parameters of each window; all in one where a leaf that is parked is no moment of a parameter."""
     sizes = dict.fromkeys(names, 0)
-    for path, x in parked.items():
-        if len(owners := _owners(path, names)) != 1:
-            return [{*names}]
-        sizes[owners[0]] += local_of(x).nbytes
+    for path, x in tree.named_leaves(state, is_leaf=is_coded).items():
+        if nbytes := sum(local_of(part).nbytes for part in tree.leaves(x) if _is_parked(part)):
+            if path not in owners:
+                return [{*names}]
+            sizes[owners[path]] += nbytes
     return [{*bucket} for bucket in in_buckets(sorted(sizes), sizes.__getitem__, WINDOW_BYTES)]
 
 
@@ -85,25 +104,29 @@ def _is_parked(x: Any) -> bool:
     return isinstance(x, DTensor) and _compat.local_tensor(x).is_cpu and x.device_mesh.device_type != "cpu"
 
 
-def _owners(path: str, names: Collection[str]) -> list[str]:
-    """The parameters whose path a leaf of a state ends with; codes and scales are a step below it."""
-    parts = path.split(".")
-    ends = (".".join(parts[i:j]) for j in (len(parts), len(parts) - 1) for i in range(j))
-    return [end for end in ends if end in names]
+def _owners(state: Tree, names: Collection[str]) -> dict[str, str]:
+    """The parameter of each moment, by their paths: a tree in a state that has all parameters is one of moments."""
+    paths = {*tree.paths(state, is_leaf=is_coded)}
+    has_all = functools.cache(lambda before: all(before + name in paths for name in names))
+    result: dict[str, str] = {}
+    for path in paths:
+        parts = path.split(".")
+        for i in range(len(parts)):
+            name = ".".join(parts[i:])
+            if name in names and has_all(path[: len(path) - len(name)]):
+                result[path] = name
+    return result
 
 
 def _only(values: Tree, group: Collection[str]) -> Tree:
     return tree.map_with_path(lambda path, x: x if path in group else None, values)
 
 
-def _of_window(state: Tree, group: Collection[str], names: Collection[str]) -> Tree:
+def _of_window(state: Tree, group: Collection[str], owners: Mapping[str, str]) -> Tree:
     """A state with None for the moments of other windows; what belongs to no parameter, such as a count, stays."""
-
-    def choose(path: str, x: Any) -> Any:
-        owners = _owners(path, names)
-        return x if not owners or owners[0] in group else None
-
-    return tree.map_with_path(choose, state, is_leaf=is_coded)
+    return tree.map_with_path(
+        lambda path, x: x if path not in owners or owners[path] in group else None, state, is_leaf=is_coded
+    )
 
 
 def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:

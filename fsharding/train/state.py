@@ -44,6 +44,7 @@ from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
 from fsharding.mesh.failures import meet, naming_lost
 from fsharding.mesh.unit_order import SAME_BUFFERS
 from fsharding.optim.base import GradientTransformation
+from fsharding.optim.windows import start_in_windows
 from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout, check_fit
@@ -422,13 +423,20 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
     """The first state of an optimizer in a layout."""
     moments = layout.precision.moments
     whole = layout.meta_main()
-    state = opt.start(trained, moments=moments, shardings=layout.main, whole=whole)
+
+    def start(params: Tree) -> Tree:
+        state = opt.start(params, moments=moments, shardings=layout.main, whole=whole)
+        return tree.map_with_path(place, state)
 
     def place(path: str, x: Any) -> Any:
         owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves) if isinstance(x, DTensor) else None
-        return x if owner is None else like(x, to_memory(local_of(x), owner.moments))
+        return x if owner is None or local_of(x).is_meta else like(x, to_memory(local_of(x), owner.moments))
 
-    return tree.map_with_path(place, state)
+    paths = [leaf.path for leaf in layout.leaves if leaf.trainable]
+    away = [leaf.memory != "device" for leaf in layout.leaves if leaf.trainable]
+    nbytes = [local_of(x).nbytes for x in tree.leaves(trained)]
+    sizes = {path: n if is_away else 0 for path, n, is_away in zip(paths, nbytes, away, strict=True)}
+    return start_in_windows(start, trained, sizes) if opt.with_context().by_leaf else start(trained)
 
 
 def _refuse_shared_draws(draws: Tree) -> None:

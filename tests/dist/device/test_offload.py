@@ -141,6 +141,27 @@ def test_moments_on_the_host_change_no_bit(pool, name, tmp_path):
     assert_as_on_cpu(kept, pool.run(updated, there, optimizer, SIM, tmp_path / name))
 
 
+def started(memory):
+    """The most that a first state needs on the device, and what it keeps there."""
+    with on_device(SIM), patch.object(windows, "WINDOW_BYTES", 1 << 12):
+        case = replace(BASE, strategy=fs.zero(3).with_memory(moments=memory))
+        mesh = device_mesh(case.mesh, SIM)
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        state, _ = case.start(mesh, OPTIMIZERS["adamw"]())
+        held = torch.accelerator.memory_allocated() - before
+        parameters = sum(local_of(x).nbytes for x in fs.tree.leaves(state.params))
+        return torch.accelerator.max_memory_allocated() - before, held, parameters
+
+
+def test_a_first_state_is_made_in_windows(pool):
+    """Adam's moments are twice as large as the parameters; those of the largest leaf are on the device at a time."""
+    (there, _, _), (peak, held, parameters) = pool.run(started, "device")[0], pool.run(started, "host")[0]
+    assert there >= 3 * parameters and held < 1.1 * parameters, (there, held, parameters)
+    assert peak < 2 * parameters, (peak, parameters)
+
+
 def refused(folder):
     case = replace(BASE, strategy=fs.zero(3).with_memory(moments="host"))
     with on_device(SIM):

@@ -1,0 +1,103 @@
+"""Updates through windows of leaves, on the CPU: the bits of one update of all leaves, whatever the windows."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import fsharding as fs
+from fsharding.optim import windows
+from fsharding.testing import assert_bitwise_equal
+
+SHAPES = {"embed": (16, 4), "blocks": {"w": (3, 8, 8), "b": (3, 8)}, "w": (8, 8)}
+OPTIMIZERS = {
+    "adamw": fs.adamw(1e-2, weight_decay=0.1),
+    "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.lion(1e-3)),
+    "coded": fs.adamw(1e-2, moments=fs.formats.MXFP8),
+    "momentum": fs.sgd(0.1, momentum=0.9),
+    "late clip": fs.optim.chain(fs.sgd(0.1, momentum=0.9), fs.optim.clip_by_global_norm(0.1)),
+    "muon": fs.optim.muon(1e-2, dtype=torch.float32),
+    "groups": fs.optim.multi_transform(
+        {"a": fs.adamw(1e-2), "b": fs.sgd(0.1)}, lambda path, x: "a" if path.endswith("w") else "b"
+    ),
+}
+
+
+def drawn(shapes, number):
+    keys = iter(fs.random.split(fs.random.key(number), 8))
+    return fs.tree.map(
+        lambda shape: fs.random.normal(next(keys), shape).tensor(), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+
+
+def run(opt, shapes, memory, limit, donate):
+    """Three updates, and how many of them went through how many windows."""
+    mesh, counts = fs.make_mesh(device="cpu"), []
+    strategy = fs.zero(3).with_memory(moments=memory)
+    layout = fs.plan_layout(drawn(shapes, 0), mesh, strategy=strategy, frozen="embed" if "embed" in shapes else ())
+    send = windows._Windows.send
+
+    def counted(self, state):
+        counts.append(1)
+        return send(self, state)
+
+    with (
+        patch.object(windows, "WINDOW_BYTES", limit),
+        patch.object(windows, "_is_parked", lambda x: memory == "host" and isinstance(x, DTensor)),
+        patch.object(windows, "empty_on_host", lambda shape, dtype: torch.empty(shape, dtype=dtype)),
+        patch.object(windows._Windows, "send", counted),
+    ):
+        state = fs.init_state(lambda key: drawn(shapes, 0), opt, fs.random.key(0), layout)
+        main, opt_state = (
+            windows._only(state.params, {leaf.path for leaf in layout.leaves if leaf.trainable}),
+            state.opt_state,
+        )
+        for number in range(3):
+            grads = fs.tree.prune(fs.shard(drawn(shapes, 1 + number), layout), main)
+            context = fs.optim.UpdateContext(
+                donate=donate, norm=fs.global_norm(grads), shardings=layout.main, key=state.key, step=state.step
+            )
+            main, opt_state = fs.optim.apply_gradients(opt, grads, opt_state, main, context)
+    return (main, opt_state), len(counts)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_windows_change_no_bit(name, donate):
+    whole, none = run(OPTIMIZERS[name], SHAPES, "device", 1 << 20, donate)
+    small, several = run(OPTIMIZERS[name], SHAPES, "host", 1, donate)
+    large, one = run(OPTIMIZERS[name], SHAPES, "host", 1 << 20, donate)
+    assert_bitwise_equal(whole, small)
+    assert_bitwise_equal(whole, large)
+    by_leaf = OPTIMIZERS[name].by_leaf
+    assert (none, several, one) == (0, 9 if by_leaf else 3, 3), "one for each of three leaves, three times"
+    assert by_leaf == (name not in ("late clip", "muon", "groups"))
+
+
+def test_moments_are_told_apart_by_the_tree_that_they_are_in():
+    shapes = {"mu": {"w": (4, 4)}, "w": (2, 4)}  # "mu.w" is the path of a parameter, and of a moment of another one
+    whole, _ = run(OPTIMIZERS["adamw"], shapes, "device", 1 << 20, donate=False)
+    small, count = run(OPTIMIZERS["adamw"], shapes, "host", 1, donate=False)
+    assert_bitwise_equal(whole, small)
+    assert count == 6, "two windows, three times"
+
+
+def test_an_update_that_fails_leaves_the_state_as_it_was():
+    opt = fs.adamw(1e-2)
+    params = {
+        "w": fs.shard({"w": torch.ones(4)}, fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu")))["w"]
+    }
+    state = opt.init(params)
+
+    def fails(*parts):
+        raise RuntimeError("no memory")
+
+    with (
+        patch.object(windows, "_is_parked", lambda x: isinstance(x, DTensor)),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        windows.through_windows(fails, params, state, params, by_leaf=True, donate=True)
+    assert_bitwise_equal(state, opt.init(params))
+    assert replace(opt, by_leaf=False).by_leaf is False
