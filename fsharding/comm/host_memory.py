@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -123,17 +124,23 @@ class OnHost:
     """A `Keeper` that copies tensors to the host, and back one unit ahead.
 
     Args:
-        resident: ids of storages that stay, such as those of parameters.
+        resident: tensors whose storages stay, such as parameters.
     """
 
     # `_units` has the units in the order of forward. `_reached` is the one that backward is at; None before.
 
-    def __init__(self, device: torch.device, resident: frozenset[int]) -> None:
-        self._device, self._resident = device, resident
+    def __init__(self, device: torch.device, resident: Sequence[Tensor]) -> None:
+        self._device = device
+        self._values = resident
         self._streams = streams_for(device)
-        self._pool = Pool(_pinned) if _compat.makes_fakes() else _pool()
+        self._pool = _pool.__wrapped__() if _compat.makes_fakes() else _pool()
         self._units = [_Unit(0)]
         self._reached: _Unit | None = None
+
+    @functools.cached_property
+    def _resident(self) -> frozenset[int]:
+        """Ids of storages that stay; most calls keep nothing here, and do not ask."""
+        return frozenset(map(_compat.storage_id, self._values))
 
     # ---------------------------------------------------------------------------------------------------------- forward
     def keep(self, x: Tensor) -> Tensor | Parked:
@@ -235,6 +242,7 @@ class OnHost:
             self._free(unit)
         self._units = [_Unit(0)]
         self._reached = None
+        self._values = ()
 
 
 def empty_on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -252,20 +260,15 @@ def empty_in(sharding: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype
 
 def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
     """Return a local tensor where its sharding says: itself if it is there. The host waits for a copy."""
-    away = x.is_cpu and sharding.device_mesh().device_type != "cpu"
-    if away == (sharding.memory == "host") or sharding.device_mesh().device_type == "cpu":
+    if sharding.device_mesh().device_type == "cpu" or x.is_cpu == (sharding.memory == "host"):
         return x
     return empty_in(sharding, tuple(x.shape), x.dtype).copy_(x)
-
-
-def _pinned(shape: tuple[int, ...], dtype: torch.dtype, _: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 @functools.cache
 def _pool() -> Pool:
     """Pinned memory of this process. It is kept: pinning is slow, and a graph replays copies to the same addresses."""
-    return Pool(_pinned)
+    return Pool(lambda shape, dtype, _: empty_on_host(shape, dtype))
 
 
 def is_kept(x: Tensor) -> bool:
@@ -273,11 +276,11 @@ def is_kept(x: Tensor) -> bool:
     return _pool().holds(x)
 
 
-def keepers_for(device: torch.device, resident: frozenset[int]) -> dict[str, Keeper]:
+def keepers_for(device: torch.device, resident: Sequence[Tensor]) -> dict[str, Keeper]:
     """Return a keeper for each kind of memory. On a CPU the memory of the device is the host's.
 
     Args:
-        resident: ids of storages that stay on the device, such as those of parameters.
+        resident: tensors whose storages stay on the device, such as parameters.
     """
     on_device = OnDevice()
     return {"device": on_device, "host": on_device if device.type == "cpu" else OnHost(device, resident)}

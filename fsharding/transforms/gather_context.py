@@ -194,8 +194,8 @@ class GatherContext:
         self._reached: int | None = None
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
-        resident = frozenset(_compat.storage_id(node.value) for node in nodes if node is not None)
-        self.saved = SavedTensors(self._bring, keepers_for(self._device, resident))
+        values = [node.value for node in nodes if node is not None]
+        self.saved = SavedTensors(self._bring, keepers_for(self._device, values))
         for i, node in enumerate(nodes):
             if node is not None:
                 self.register(node.value, LeafIndex(i, None))

@@ -36,12 +36,10 @@ def bench_overlap(config: OverlapConfig) -> None:
     Raises:
         ConfigError: a number that is not above 0, or an unknown preset or strategy.
     """
-    positive = ("ranks", "stages", "batch", "seq_len", "tflops", "memory_gbs", "link_gbs")
-    wrong = [f"{name}: {value}" for name in positive if (value := getattr(config, name)) <= 0]
+    positive = ("ranks", "stages", "batch", "seq_len", "microbatches", "tflops", "memory_gbs", "link_gbs")
+    given = {name: value for name in positive if (value := getattr(config, name)) is not None}
+    wrong = [f"{name}: {value}" for name, value in given.items() if value <= 0]
     wrong += [f"prefetch_depth: {depth}" for depth in config.depths if depth < 0]
-    wrong += (
-        [f"microbatches: {config.microbatches}"] if config.microbatches is not None and config.microbatches <= 0 else []
-    )
     wrong += [f"latency_us: {config.latency_us}"] if config.latency_us < 0 else []
     if wrong:
         raise ConfigError(message("cannot place this in time.", wrong, "Rates and sizes are above 0."))
