@@ -419,6 +419,15 @@ _MADV_HUGEPAGE = 14
 _madvise: Any = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
+def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of a subclass on the CPU, without memory of its own: its `__torch_dispatch__` computes everything."""
+    return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that has a `__torch_dispatch__` alone."""
+
+
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata

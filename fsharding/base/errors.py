@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DiskError",
     "DonatedError",
     "DtypeError",
     "FrozenError",
@@ -99,6 +100,10 @@ class ConfigError(FshardingError, ValueError):
 
 class CheckpointError(FshardingError, ValueError):
     """A checkpoint that is absent, incomplete, damaged, or of another model."""
+
+
+class DiskError(FshardingError, OSError):
+    """A file of a leaf that is kept on disk: no room, a write or read that failed, or other bytes than were written."""
 
 
 class ScheduleError(FshardingError, ValueError):

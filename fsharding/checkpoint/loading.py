@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from fsharding.checkpoint.reader import DamagedError, Source, damage, open_sourc
 from fsharding.checkpoint.serialized_layout import rebuild
 from fsharding.checkpoint.state_leaves import (
     BUFFERS,
+    StateLeaf,
     Want,
     device_of,
     in_memory_of,
@@ -399,11 +401,18 @@ def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[
 
 def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """Reads this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
-    leaves = {path: want.empty() for path, want in wanted.items()}
-    parts = [(path, box, out) for path, leaf in leaves.items() for box, out in leaf.kept().values()]
-    for path, box, out in sorted(parts, key=lambda part: source.position(part[0], part[1])):
-        source.read(path, box, out)
-    return {path: leaf.at_rest() for path, leaf in leaves.items()}
+    parts = [(path, box) for path, want in wanted.items() for box, _ in want.without_memory().kept().values()]
+    left = Counter(path for path, _ in parts)
+    reading: dict[str, StateLeaf] = {}
+    result: dict[str, Tensor] = {}
+    for path, box in sorted(parts, key=lambda part: source.position(*part)):
+        leaf = reading[path] = reading.get(path) or wanted[path].empty()
+        source.read(path, box, leaf.kept()[tuple(start for start, _ in box)][1])
+        left[path] -= 1
+        if not left[path]:
+            # Memory of a leaf that goes to disk is needed only until here.
+            result[path] = reading.pop(path).at_rest()
+    return {path: result[path] if path in result else want.empty().at_rest() for path, want in wanted.items()}
 
 
 def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> TrainState:

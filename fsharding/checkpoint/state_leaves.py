@@ -26,7 +26,8 @@ from fsharding.base.errors import CheckpointError, LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
-from fsharding.comm.host_memory import empty_in
+from fsharding.comm.disk import in_memory
+from fsharding.comm.leaf_memory import fill, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
@@ -72,16 +73,17 @@ class StateLeaf:
 
     def at_rest(self) -> Tensor:
         """The leaf as a state has it: a DTensor, or a plain tensor."""
-        return self.local if self.sharding is None else self.sharding.to_dtensor(self.local, self.shape)
+        if self.sharding is None:
+            return self.local
+        return self.sharding.to_dtensor(to_memory(self.local, self.sharding), self.shape)
 
     def kept(self) -> dict[tuple[int, ...], tuple[Box, Tensor]]:
         """The parts by offset; empty ones only of a leaf that is empty as a whole."""
         empty = not math.prod(self.shape)
         parts = () if self.grid is None else boxes.grid_boxes(self.grid)
+        local = in_memory(self.local)
         return {
-            tuple(start for start, _ in box): (box, self.local[place])
-            for box, place in parts
-            if boxes.volume(box) or empty
+            tuple(start for start, _ in box): (box, local[place]) for box, place in parts if boxes.volume(box) or empty
         }
 
 
@@ -103,12 +105,17 @@ class Want(NamedTuple):
     def __str__(self) -> str:
         return str(LeafType(self.shape, self.dtype))
 
+    def without_memory(self) -> StateLeaf:
+        """The leaf on the meta device."""
+        shape = self.shape if self.sharding is None else self.sharding.local_shape(self.shape)
+        return StateLeaf(self.shape, self.sharding, torch.empty(shape, dtype=self.dtype, device="meta"))
+
     def empty(self) -> StateLeaf:
         """The leaf, with memory that is to be filled."""
         if self.sharding is None:
             return StateLeaf(self.shape, None, _compat.fresh(self.shape, self.dtype, self.device))
         size = self.sharding.local_shape(self.shape)
-        return StateLeaf(self.shape, self.sharding, empty_in(self.sharding, size, self.dtype))
+        return StateLeaf(self.shape, self.sharding, fill(self.sharding, size, self.dtype))
 
 
 @named("fs.checkpoint.save")
@@ -173,7 +180,9 @@ def saved_sharding(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding
 def in_memory_of(path: str, leaf: StateLeaf, layout: Layout) -> NamedSharding | None:
     """The sharding of a leaf of an optimizer state, with the kind of memory that the layout has for it."""
     owner = owner_of(path, leaf.shape, layout.leaves)
-    return leaf.sharding if leaf.sharding is None or owner is None else replace(leaf.sharding, memory=owner.memory)
+    return (
+        leaf.sharding if leaf.sharding is None or owner is None else replace(leaf.sharding, memory=owner.moment_memory)
+    )
 
 
 def device_of(layout: Layout) -> torch.device:
@@ -223,5 +232,5 @@ def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
 
 def digest(x: Tensor) -> str:
     """The sha256 of a tensor's bytes."""
-    raw = local_of(x).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    raw = in_memory(local_of(x)).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

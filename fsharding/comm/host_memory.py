@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.leaf_memory import empty_on_host
 from fsharding.comm.streams import streams_for
-from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "empty_in", "empty_on_host", "is_kept", "keepers_for", "to_memory"]
+__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "is_kept", "keepers_for"]
 
 _ALIGN = 64
 
@@ -243,26 +243,6 @@ class OnHost:
         self._units = [_Unit(0)]
         self._reached = None
         self._values = ()
-
-
-def empty_on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return pinned memory that is to be filled."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-
-def empty_in(sharding: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory for the local tensor of a leaf on a mesh with devices, where its sharding says."""
-    device = torch.device(sharding.device_mesh().device_type)
-    if sharding.memory == "host" and device.type != "cpu":
-        return empty_on_host(shape, dtype)
-    return _compat.fresh(shape, dtype, device)
-
-
-def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
-    """Return a local tensor where its sharding says: itself if it is there. The host waits for a copy."""
-    if sharding.device_mesh().device_type == "cpu" or x.is_cpu == (sharding.memory == "host"):
-        return x
-    return empty_in(sharding, tuple(x.shape), x.dtype).copy_(x)
 
 
 @functools.cache

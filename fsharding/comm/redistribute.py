@@ -25,6 +25,7 @@ from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
+from fsharding.comm.leaf_memory import cast_to_memory, on_device, to_memory
 from fsharding.comm.move import Move
 from fsharding.comm.steps import Step, full_lengths, kinds_of, plan_steps
 from fsharding.comm.wires import Plain
@@ -44,12 +45,32 @@ BUCKET_BYTES = 32 << 20
 
 
 class _Leaf(NamedTuple):
+    """A leaf that is sent.
+
+    Attributes:
+        index: its number.
+        local: the local tensor, in any kind of memory.
+        dtype: in which it is sent.
+        device_type: of its mesh.
+        steps: as planned.
+        lengths: `full_lengths` of the steps.
+        bytes: of what is received.
+        home: memory for the result.
+    """
+
     index: int
     local: Tensor
+    dtype: torch.dtype
+    device_type: str
     steps: tuple[Step, ...]
     lengths: tuple[int, ...]
     bytes: int
     home: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """The local tensor as it is sent: on the device, unless it is only sliced."""
+        sliced = all(step.kind == "slice" for step in self.steps)
+        return (self.local if sliced else on_device(self.local, self.device_type)).to(self.dtype)
 
 
 def _queued(
@@ -59,11 +80,11 @@ def _queued(
 
     def start() -> Handle[None]:
         at_home = [m.home for m in moves if m.home is not None] or None
-        dtype = moves[0].local.dtype
+        dtype = moves[0].dtype
         steps = tuple(m.steps for m in moves)
         lengths = tuple(m.lengths for m in moves)
         move = Move(mesh, steps, (), lengths, Plain(dtype), dtype, native)
-        return move.start([m.local for m in moves], at_home).then(lambda moved: take(moves, moved))
+        return move.start([m.read() for m in moves], at_home).then(lambda moved: take(moves, moved))
 
     return Queued(sum(move.bytes for move in moves), start)
 
@@ -155,19 +176,23 @@ def start_redistribute(
         if not isinstance(leaf, DTensor) or target is None:
             result[i] = leaf if dtype is None else leaf.to(dtype)
             continue
-        local = local_of(leaf) if dtype is None else local_of(leaf).to(dtype)
+        local = local_of(leaf)
+        dtype = dtype or local.dtype
         if not isinstance(target, NamedSharding):
             raise refuse("shardings", target, "Give a tree of NamedShardings, such as layout.main.")
         route = route_of(leaf, target)
         if route is None:
             wrong.append(i)
         elif not route.steps:
+            local = cast_to_memory(local, dtype, target) if is_member(target.mesh) else local.to(dtype)
             result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
         else:
-            nbytes = math.prod(route.shape) * local.element_size()
-            home = None if into is None else memory_for(homes[i], route.shape, local.dtype, local.device)
-            move = _Leaf(i, local, route.steps, route.lengths, nbytes, home)
-            groups.setdefault((route.mesh, kinds_of(route.steps), local.dtype), []).append(move)
+            nbytes = math.prod(route.shape) * dtype.itemsize
+            usable = into is not None and target.memory == "device"
+            device_type = leaf.device_mesh.device_type
+            home = memory_for(homes[i], route.shape, dtype, torch.device(device_type)) if usable else None
+            move = _Leaf(i, local, dtype, device_type, route.steps, route.lengths, nbytes, home)
+            groups.setdefault((route.mesh, kinds_of(route.steps), dtype, usable), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
         named = tree.paths(values)
@@ -177,7 +202,8 @@ def start_redistribute(
 
     def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
         for m, local in zip(moves, moved, strict=True):
-            result[m.index] = targets[m.index].simplified().at_rest(local, shapes[m.index])
+            target = targets[m.index].simplified()
+            result[m.index] = target.at_rest(to_memory(local, target), shapes[m.index])
 
     batches = [_queued(batch, mesh, take) for (mesh, *_), moves in groups.items() for batch in _batches(moves)]
     return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
@@ -272,13 +298,15 @@ def start_reduce_grads(
         steps = plan_steps(where, there)
         local = local_of(leaf)
         shape = tuple(leaf.shape)
-        move = _Leaf(i, local, steps, full_lengths(where, steps, shape), local.nbytes)
+        device_type = leaf.device_mesh.device_type
+        move = _Leaf(i, local, local.dtype, device_type, steps, full_lengths(where, steps, shape), local.nbytes)
         groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
     shapes = [() if leaf is None else tuple(leaf.shape) for leaf in leaves]
 
     def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
         for m, local in zip(moves, moved, strict=True):
-            result[m.index] = flat[1][m.index].simplified().at_rest(local, shapes[m.index])
+            target = flat[1][m.index].simplified()
+            result[m.index] = target.at_rest(to_memory(local, target), shapes[m.index])
 
     batches: list[Queued] = []
     for (route, _), moves in groups.items():

@@ -25,6 +25,7 @@ from fsharding.base.calls import named
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
+from fsharding.comm.leaf_memory import on_device, to_memory
 from fsharding.comm.move import axis_sizes
 from fsharding.comm.redistribute import (
     BUCKET_BYTES,
@@ -267,6 +268,8 @@ def start_rounded(
     """
     leaves, spec = tree.flatten(values)
     targets, kinds = (tree.flatten_up_to(spec, x) for x in (shardings, dtypes))
+    wanted = [*targets]
+    numbers: list[int] = []  # of leaves that are rounded on the device and kept elsewhere
     homes = [None] * len(leaves) if into is None else tree.flatten_up_to(spec, into)
     rounded: list[_Leaf] = []
     for i, rounding in enumerate(roundings):
@@ -277,8 +280,11 @@ def start_rounded(
         if rounding is None or route is None:
             continue
         travels = travels_as_codes(route.steps, rounding.kept)
-        moved = _leaf(leaf, route, rounding, dtype, homes[i], travels=travels)
+        away = target.memory != "device"
+        moved = _leaf(leaf, route, rounding, dtype, None if away else homes[i], travels=travels)
         rounded.append(moved)
+        if away:
+            numbers.append(i)
         if travels:
             leaves[i], targets[i], kinds[i] = route.target.at_rest(moved.result, tuple(leaf.shape)), None, None
         else:
@@ -287,12 +293,20 @@ def start_rounded(
     batches = _batches(rounded, rounded[0].target.mesh) if rounded else []
     queue.add(batches)
     values, shardings, dtypes = (tree.unflatten(spec, x) for x in (leaves, targets, kinds))
-    return start_redistribute(values, shardings, queue, dtypes=dtypes, into=into)
+    moving = start_redistribute(values, shardings, queue, dtypes=dtypes, into=into)
+
+    def placed() -> Tree:
+        flat = tree.leaves(moving.result())
+        for i in numbers:
+            flat[i] = like(flat[i], to_memory(local_of(flat[i]), wanted[i]))
+        return tree.unflatten(spec, flat)
+
+    return moving._replace(result=placed) if numbers else moving
 
 
 def _leaf(leaf: DTensor, route: Route, rounding: Rounding, dtype: torch.dtype, home: Any, *, travels: bool) -> _Leaf:
     """A leaf to where it is whole, or rounded in its place before it travels in another way."""
-    shard = local_of(leaf)
+    shard = on_device(local_of(leaf), leaf.device_mesh.device_type)
     target = route.target.slice_of_mesh()
     source = replace(sharding_of(leaf), mesh=target.mesh)
     if travels:

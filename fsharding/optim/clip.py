@@ -19,6 +19,7 @@ from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AXES
@@ -158,7 +159,7 @@ def _copies(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
 
 def _share(x: Tensor, sharding: NamedSharding | None) -> Tensor:
     """The elements that this rank squares, flat."""
-    flat = local_of(x).detach().reshape(-1)
+    flat = (on_device(local_of(x), x.device_mesh.device_type) if isinstance(x, DTensor) else x).detach().reshape(-1)
     copies = _copies(sharding, x.numel()) if sharding is not None else ()
     if sharding is None or not copies:
         return flat

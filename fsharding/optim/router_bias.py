@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import on_device
 from fsharding.sharding.named_sharding import like, local_of
 
 __all__ = ["update_against_load", "split_loads"]
@@ -28,10 +29,10 @@ def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Te
         grads: tree of reduced gradients; None for frozen leaves.
         paths: of the leaves whose gradients are loads.
     """
-    loads = {path: x for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
+    loads = {path: _here(x) for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
     if not loads:
         return grads, loads
-    rest = tree.map_with_path(lambda p, x: _with(x, torch.zeros_like(local_of(x))) if p in loads else x, grads)
+    rest = tree.map_with_path(lambda p, x: _with(x, torch.zeros_like(local_of(loads[p]))) if p in loads else x, grads)
     return rest, loads
 
 
@@ -44,6 +45,11 @@ def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mappi
         return _with(loads[path], torch.sign(local_of(loads[path])) * -rates[path]) if path in loads else x
 
     return tree.map_with_path(change, updates)
+
+
+def _here(x: Tensor) -> Tensor:
+    """A gradient on the device; loads are few numbers, so they stay there."""
+    return like(x, on_device(local_of(x), x.device_mesh.device_type)) if isinstance(x, DTensor) else x
 
 
 def _with(x: Tensor, local: Tensor) -> Tensor:

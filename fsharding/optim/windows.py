@@ -1,48 +1,57 @@
-"""Updates of moments that are kept in memory of the host: through windows of leaves on the device.
+"""Updates of leaves that are kept elsewhere than on the device: through windows of leaves on the device.
 
 In: gradients, a state and parameters as they are at rest, and a function that updates some of the leaves. Out: the
-same, updated. While a window is updated the next one is copied in and the one before copied out, on two more streams:
+same, updated, each leaf in its kind of memory. While a window is updated the next one is copied in and the one before
+copied out, on two more streams:
 
     in         ?wanted   copy in   !in
     compute    ?in       update    !updated
     out        ?updated  copy out  !out
     compute    ?out, when the window after the next has been updated: only then is the memory free
 
-An optimizer that computes each leaf by itself has windows of some leaves; any other one has all leaves in one.
-Guarantee: the bits are those of an update without windows. The host waits for the last copy, so that a state between
-steps can be read.
+Files are read and written by threads besides. An optimizer that computes each leaf by itself has windows of some
+leaves; any other one has all leaves in one.
+Guarantees: the bits are those of an update without windows. The host waits for the last copy, so that a state between
+steps can be read. If a file fails, all leaves are as they were.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import _compat, tree
+from fsharding.base import tree
 from fsharding.base.tree import Tree
-from fsharding.comm.host_memory import empty_on_host
+from fsharding.comm.leaf_memory import Copies, compute_device, is_away, memory_of
 from fsharding.comm.redistribute import in_buckets
-from fsharding.comm.streams import streams_for
 from fsharding.optim.base import like_leaf
 from fsharding.optim.coded_moment import is_coded
+from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import like, local_of
 
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
 WINDOW_BYTES = 64 << 20
-"""Most bytes of moments in a window; a larger leaf is in one of its own."""
+"""Most bytes of leaves that are copied in for a window; a larger leaf is in one of its own."""
 
 _Change: TypeAlias = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 """`change(grads, state, params) -> (params, state)`, on trees with None for the leaves of other windows."""
 
 
+class _Values(NamedTuple):
+    """What an update reads, a tree."""
+
+    grads: Tree
+    state: Tree
+    params: Tree
+
+
 def through_windows(change: _Change, grads: Tree, state: Tree, params: Tree, *, by_leaf: bool, donate: bool) -> Any:
-    """Run an update on leaves whose moments are on the device.
+    """Run an update on leaves that are on the device.
 
     Args:
         change: updates the leaves that it is given.
@@ -50,26 +59,25 @@ def through_windows(change: _Change, grads: Tree, state: Tree, params: Tree, *, 
         donate: memory of the state may be overwritten.
 
     Returns:
-        (parameters, state), in the memory that they were in.
+        (parameters, state), in the kinds of memory that they were in.
     """
-    if not any(map(_is_parked, tree.leaves(state))):
+    values = _Values(grads, state, params)
+    away = {path: x for path, x in tree.named_leaves(values).items() if is_away(x)}
+    if not away:
         return change(grads, state, params)
-    parked = {path: x for path, x in tree.named_leaves(state).items() if _is_parked(x)}
     names = {*tree.paths(params)}
     owners = _owners(state, names)
-    groups = _groups(state, owners, names) if by_leaf else [names]
-    with _Windows(parked, local_of(tree.leaves(grads)[0]).device, donate=donate) as windows:
-        if len(groups) == 1:
-            new_params, new_state = change(grads, windows.wait(state, windows.fetch(state)), params)
-            return new_params, windows.send(new_state)
-        selected = [_of_window(state, group, owners) for group in groups]
+    groups = _groups(values, owners, names) if by_leaf else [names]
+    found: list[tuple[Tree, Tree]] = []
+    with _Windows(away, donate=donate) as windows:
+        selected = [_of_window(values, group, owners) for group in groups] if len(groups) > 1 else [values]
         coming = windows.fetch(selected[0])
-        found: list[tuple[Tree, Tree]] = []
-        for number, group in enumerate(groups):
-            present = windows.wait(selected[number], coming)
-            coming = windows.fetch(selected[number + 1]) if number + 1 < len(groups) else {}
-            new_params, new_state = change(_only(grads, group), present, _only(params, group))
-            found.append((new_params, windows.send(new_state)))
+        for number, present in enumerate(selected):
+            present = windows.arrive(present, coming)
+            coming = windows.fetch(selected[number + 1]) if number + 1 < len(selected) else {}
+            found.append(windows.send(*change(*present)))
+    if len(found) == 1:
+        return found[0]
     return _merged(params, (x for x, _ in found)), _merged(state, (x for _, x in found))
 
 
@@ -88,20 +96,17 @@ def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping
     return _merged(shape, (start(_only(params, group)) for group in groups))
 
 
-def _groups(state: Tree, owners: Mapping[str, str], names: Collection[str]) -> list[set[str]]:
-    """The parameters of each window; all in one where a leaf that is parked is no moment of a parameter."""
+def _groups(values: _Values, owners: Mapping[str, str], names: Collection[str]) -> list[set[str]]:
+    """The parameters of each window; all in one where a leaf that is away belongs to no parameter."""
     sizes = dict.fromkeys(names, 0)
-    for path, x in tree.named_leaves(state, is_leaf=is_coded).items():
-        if nbytes := sum(local_of(part).nbytes for part in tree.leaves(x) if _is_parked(part)):
-            if path not in owners:
-                return [{*names}]
-            sizes[owners[path]] += nbytes
+    for field, part in values._asdict().items():
+        for path, x in tree.named_leaves(part, is_leaf=is_coded).items():
+            owner = owners.get(path) if field == "state" else path
+            if nbytes := sum(local_of(x).nbytes for x in tree.leaves(x) if is_away(x)):
+                if owner is None:
+                    return [{*names}]
+                sizes[owner] += nbytes
     return [{*bucket} for bucket in in_buckets(sorted(sizes), sizes.__getitem__, WINDOW_BYTES)]
-
-
-def _is_parked(x: Any) -> bool:
-    """Whether a leaf is in memory of the host, though its mesh is of another device."""
-    return isinstance(x, DTensor) and _compat.local_tensor(x).is_cpu and x.device_mesh.device_type != "cpu"
 
 
 def _owners(state: Tree, names: Collection[str]) -> dict[str, str]:
@@ -122,11 +127,12 @@ def _only(values: Tree, group: Collection[str]) -> Tree:
     return tree.map_with_path(lambda path, x: x if path in group else None, values)
 
 
-def _of_window(state: Tree, group: Collection[str], owners: Mapping[str, str]) -> Tree:
-    """A state with None for the moments of other windows; what belongs to no parameter, such as a count, stays."""
-    return tree.map_with_path(
-        lambda path, x: x if path not in owners or owners[path] in group else None, state, is_leaf=is_coded
+def _of_window(values: _Values, group: Collection[str], owners: Mapping[str, str]) -> _Values:
+    """Values with None for leaves of other windows; what belongs to no parameter, such as a count, stays."""
+    state = tree.map_with_path(
+        lambda path, x: x if path not in owners or owners[path] in group else None, values.state, is_leaf=is_coded
     )
+    return _Values(_only(values.grads, group), state, _only(values.params, group))
 
 
 def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
@@ -137,70 +143,52 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
     return tree.map_with_path(lambda path, x: found.get(path, x), like_tree, is_leaf=is_coded)
 
 
+_GRADS = f"{_Values._fields[0]}."
+
+
+def _copy(x: Tensor) -> Tensor:
+    return like(x, local_of(x).clone()) if isinstance(x, DTensor) else x.clone()
+
+
 class _Windows:
-    """Copies of the moments of one update: a context, at whose end the compute stream and the host wait for them."""
+    """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
 
-    # `_coming` is the event of the window that is fetched. `_leaving` has the tensors of the window that was sent last.
-
-    def __init__(self, parked: Mapping[str, DTensor], device: torch.device, *, donate: bool) -> None:
-        self._parked, self._device, self._donate = parked, device, donate
-        self._streams = streams_for(device)
-        self._coming: Any = None
-        self._leaving: tuple[list[Tensor], Any] | None = None
+    def __init__(self, away: Mapping[str, DTensor], *, donate: bool) -> None:
+        self._away = away
+        self._kinds: dict[str, MemoryKind] = {
+            path: memory_of(local_of(x), x.device_mesh.device_type) for path, x in away.items()
+        }
+        self._donate = donate
+        self._may_fail = "disk" in self._kinds.values()
+        self._copies = Copies(compute_device(next(iter(away.values())).device_mesh.device_type))
 
     def __enter__(self) -> _Windows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._arrive()
-        if self._leaving is not None:
-            event = self._leaving[1]
-            self._let_go()
-            self._streams.settle(event)
+        self._copies.close()
 
-    def _arrive(self) -> None:
-        """Have the compute stream wait for the window that is fetched."""
-        if self._coming is not None:
-            self._streams.wait(self._coming)
-            self._coming = None
-
-    def _let_go(self) -> None:
-        """Free the window that was sent last, when it is on the host."""
-        if self._leaving is not None:
-            self._streams.wait(self._leaving[1])
-            self._leaving = None
-
-    def fetch(self, state: Tree) -> dict[str, Tensor]:
+    def fetch(self, values: _Values) -> dict[str, Tensor]:
         """Start to copy a window to the device."""
-        wanted = {path: local_of(x) for path, x in tree.named_leaves(state).items() if path in self._parked}
-        here = {path: _compat.fresh(tuple(x.shape), x.dtype, self._device) for path, x in wanted.items()}
-        event = self._streams.record("wanted")
-        with self._streams.on("in"):
-            self._streams.wait(event)
-            for path, x in wanted.items():
-                here[path].copy_(x, non_blocking=True)
-            self._coming = self._streams.record("in")
-        return here
+        named = tree.named_leaves(values)
+        return self._copies.fetch({path: local_of(x) for path, x in named.items() if path in self._away})
 
-    def wait(self, state: Tree, here: Mapping[str, Tensor]) -> Tree:
-        """The window on the device; the compute stream waits for it."""
-        self._arrive()
-        return tree.map_with_path(lambda path, x: like(x, here[path]) if path in here else x, state)
+    def arrive(self, values: _Values, here: dict[str, Tensor]) -> _Values:
+        """Return the window on the device; the compute stream waits for it."""
+        found = self._copies.arrive(here)
+        present = tree.map_with_path(lambda path, x: like(x, found[path]) if path in found else x, values)
+        if self._may_fail and self._donate:
+            # Leaves that stay would be overwritten, and a file may still fail.
+            kept = {path: x for path, x in tree.named_leaves(values).items() if path not in found}
+            kept = {path: _copy(x) for path, x in kept.items() if isinstance(x, Tensor) and not path.startswith(_GRADS)}
+            present = tree.map_with_path(lambda path, x: kept.get(path, x), present)
+        return present
 
-    def send(self, state: Tree) -> Tree:
-        """Start to copy a window back to the host, and free the one before."""
-        given = {path: x for path, x in tree.named_leaves(state).items() if path in self._parked}
-        homes = {path: self._home(path, x) for path, x in given.items()}
-        updated = self._streams.record("updated")
-        with self._streams.on("out"):
-            self._streams.wait(updated)
-            for path, x in given.items():
-                homes[path].copy_(local_of(x), non_blocking=True)
-            done = self._streams.record("out")
-        self._let_go()
-        self._leaving = [local_of(x) for x in given.values()], done
-        return tree.map_with_path(lambda path, x: like(x, homes[path]) if path in homes else x, state)
-
-    def _home(self, path: str, x: Tensor) -> Tensor:
-        old, new = local_of(self._parked[path]), local_of(x)
-        return old if self._donate and old.dtype == new.dtype else empty_on_host(tuple(new.shape), new.dtype)
+    def send(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Start to copy a window to where it rests, and free the one before."""
+        values = _Values(None, state, params)
+        given = {path: local_of(x) for path, x in tree.named_leaves(values).items() if path in self._away}
+        homes = {path: local_of(self._away[path]) for path in given} if self._donate else {}
+        there = self._copies.send(given, self._kinds, homes)
+        rest = tree.map_with_path(lambda path, x: like(x, there[path]) if path in there else x, values)
+        return rest.params, rest.state

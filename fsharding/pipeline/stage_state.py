@@ -27,6 +27,7 @@ from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.events import note
 from fsharding.comm.handles import done
+from fsharding.comm.leaf_memory import to_memory
 from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
 from fsharding.comm.rounded_moves import Rounding, start_rounded
 from fsharding.comm.rounded_params import round_params, roundings_in_flight
@@ -37,7 +38,7 @@ from fsharding.pipeline.schedule import Schedule
 from fsharding.pipeline.stages import layers_by_stage, over_owners
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout
-from fsharding.sharding.named_sharding import NamedSharding, local_of
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of
 from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.unit_plan import unreduced, whole
@@ -229,13 +230,13 @@ class StageState:
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
         homes = [self._homes[i] for i in parts]
-        mains = [self.layout.leaves[i].main for i in parts]
+        mains = [replace(self.layout.leaves[i].main, memory="device") for i in parts]
         native = self.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
         moving = start_reduce_grads([*parts.values()], homes, mains, self._reductions, native=native)
         self._reducing[stage] = [*parts], moving
 
     def grads(self) -> Tree:
-        """All gradients in `layout.main`; stages that share a leaf have added theirs. Collective over `pp`."""
+        """All gradients in `layout.reduced`; stages that share a leaf have added theirs. Collective over `pp`."""
         group = axis_group(self.layout.mesh, ("pp",))
         started = {i for indices, _ in self._reducing.values() for i in indices}
         with _compat.region("scatter"):
@@ -254,7 +255,8 @@ class StageState:
             parts = [x for _, x in sorted(self._reduced[i].items())]
             local = parts[0] if len(parts) == 1 else torch.cat(parts)
             grad = leaf.main.simplified().at_rest(local, tuple(total.shape))
-            result.append(over_owners(grad, leaf.main, group, self.rank))
+            grad = over_owners(grad, leaf.main, group, self.rank)
+            result.append(like(grad, to_memory(local_of(grad), leaf.reduced)))
         return tree.unflatten(self.layout.structure, result)
 
     def close(self) -> None:
@@ -280,7 +282,10 @@ def _rows(x: Any, start: int, stop: int) -> Any:
 
 def _home_of_sums(leaf: LeafLayout, each: bool) -> NamedSharding:
     """Where gradients are summed: as the layout holds them, if they are reduced for each microbatch, or unreduced."""
-    return leaf.grads if each else replace(unreduced(leaf.params), assigned=leaf.params.assigned)
+    # All microbatches add to them, so they are on the device.
+    return (
+        replace(leaf.grads, memory="device") if each else replace(unreduced(leaf.params), assigned=leaf.params.assigned)
+    )
 
 
 def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> DTensor:

@@ -8,6 +8,7 @@ Guarantee: the bytes that `memory()` says are the bytes that a state has.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from fsharding.sharding.leaf_plan import (
     plan_leaf,
     type_text,
 )
+from fsharding.sharding.memory_kinds import MemoryKind, check_choices
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
@@ -59,7 +61,9 @@ class Memory(NamedTuple):
         grads: gradients as they are accumulated.
         opt_state: optimizer moments.
         buffers: tensors that the forward of a functionalized module writes, which every rank has in full.
-        host: those of all these bytes that are in memory of the host.
+        host: bytes of all these that are in memory of the host.
+        disk: bytes of all these that are on disk. A file has twice as much, since a step writes a new state beside
+            the old one.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -74,11 +78,12 @@ class Memory(NamedTuple):
     opt_state: int
     buffers: int = 0
     host: int = 0
+    disk: int = 0
 
     @property
     def device(self) -> int:
         """Bytes in memory of the device."""
-        return self.total - self.host
+        return self.total - self.host - self.disk
 
     @property
     def state(self) -> int:
@@ -87,11 +92,11 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it, on device and host."""
+        """All of it, in memory and on disk."""
         return self.state + self.grads
 
     def __str__(self) -> str:
-        kinds = {name: value for name, value in self._asdict().items() if name != "host" or value}
+        kinds = {name: value for name, value in self._asdict().items() if name not in ("host", "disk") or value}
         parts = ", ".join(f"{name} {value:,}" for name, value in kinds.items())
         return f"{self.total:,} bytes a rank ({parts})"
 
@@ -143,8 +148,16 @@ class Layout:
 
     @property
     def main(self) -> Tree:
-        """Tree of `NamedSharding`: where main parameters, moments and reduced gradients are; None for frozen leaves."""
+        """Tree of `NamedSharding`: where main parameters are; None for frozen leaves.
+
+        Moments and reduced gradients are sharded alike; `reduced` has the latter in their own memory.
+        """
         return tree.unflatten(self.structure, [leaf.main if leaf.trainable else None for leaf in self.leaves])
+
+    @property
+    def reduced(self) -> Tree:
+        """Tree of `NamedSharding`: where reduced gradients go, as `main` but for memory; None for frozen leaves."""
+        return tree.unflatten(self.structure, [leaf.reduced if leaf.trainable else None for leaf in self.leaves])
 
     @property
     def has_main(self) -> bool:
@@ -154,7 +167,8 @@ class Layout:
     def main_apart(self, leaf: LeafLayout) -> bool:
         """Whether the main copy of a leaf cannot be the parameter itself or a slice of it."""
         narrower = self.param_dtype(leaf) != self.precision.main_dtype(leaf.init)
-        return narrower or self.rounds(leaf) is not None or not _covers(leaf.params, leaf.main)
+        elsewhere = leaf.params.memory != leaf.main.memory
+        return narrower or elsewhere or self.rounds(leaf) is not None or not _covers(leaf.params, leaf.main)
 
     def param_dtype(self, leaf: LeafLayout) -> torch.dtype:
         """The dtype of a parameter at rest: of the main copy where it is that, else the compute dtype."""
@@ -219,10 +233,15 @@ class Layout:
         def size(sharding: NamedSharding, leaf: LeafLayout, dtype: torch.dtype) -> int:
             return math.prod(sharding.local_shape(leaf.shape, coord)) * dtype.itemsize
 
-        params = sum(size(leaf.params, leaf, self.param_dtype(leaf)) for leaf in self.leaves)
         precision = self.precision
-        grads = sum(size(leaf.grads, leaf, precision.grad_dtype(precision.main_dtype(leaf.init))) for leaf in trained)
-        main = sum(size(leaf.main, leaf, precision.main_dtype(leaf.init)) for leaf in trained)
+        kept: dict[str, Counter[MemoryKind]] = {}
+        kept["params"] = _by_kind((size(x.params, x, self.param_dtype(x)), x.params.memory) for x in self.leaves)
+        kept["grads"] = _by_kind(
+            (size(x.grads, x, precision.grad_dtype(precision.main_dtype(x.init))), x.grads.memory) for x in trained
+        )
+        kept["main"] = _by_kind(
+            (size(x.main, x, precision.main_dtype(x.init)), x.main.memory) for x in (trained if self.has_main else ())
+        )
         if opt is not None:
             check_optimizer(opt)
         if opt is None:
@@ -230,9 +249,10 @@ class Layout:
         else:
             state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
             held = [self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items()]
-        moments = sum(size for size, _ in held)
-        host = sum(size for size, leaf in held if leaf is not None and leaf.memory == "host")
-        return Memory(params, main if self.has_main else 0, grads, moments, self.buffers, host)
+        kept["opt_state"] = _by_kind((size, "device" if leaf is None else leaf.moment_memory) for size, leaf in held)
+        parts = {role: counts.total() for role, counts in kept.items()}
+        away = {kind: sum(counts[kind] for counts in kept.values()) for kind in ("host", "disk")}
+        return Memory(**parts, buffers=self.buffers, **away)
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
         """Bytes of one rank's part of a moment in the precision of the layout."""
@@ -347,6 +367,14 @@ class Layout:
         return "\n".join([head, *rows])
 
 
+def _by_kind(sizes: Iterable[tuple[int, MemoryKind]]) -> Counter[MemoryKind]:
+    """Bytes by kind of memory."""
+    result: Counter[MemoryKind] = Counter()
+    for size, kind in sizes:
+        result[kind] += size
+    return result
+
+
 def on_mesh(layout: Layout, mesh: Mesh) -> Layout:
     """Return the same layout on another mesh of the same shape, with devices or without; nothing is planned again."""
     leaves = (
@@ -420,6 +448,7 @@ def plan_layout(
     dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
     named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
+    check_choices(strategy.memory, paths)
     if getattr(model, "check", None) is not None:
         model.check(mesh, rules)
     owned = normal(stages or {})

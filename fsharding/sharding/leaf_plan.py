@@ -74,8 +74,8 @@ class LeafLayout:
         trainable: whether it has gradients and moments.
         params: where the parameter is.
         grads: where gradients are accumulated; unreduced over the axes that the strategy does not cut them over.
-        main: where the optimizer's main parameter and moments are, and reduced gradients go.
-        memory: the kind of memory of its moments.
+        main: where the optimizer's main parameter is.
+        moment_memory: the kind of memory of its moments.
     """
 
     path: str
@@ -86,12 +86,17 @@ class LeafLayout:
     params: NamedSharding
     grads: NamedSharding
     main: NamedSharding
-    memory: MemoryKind = "device"
+    moment_memory: MemoryKind = "device"
 
     @property
     def moments(self) -> NamedSharding:
-        """Where its moments are: as its main parameter, in memory of their own."""
-        return replace(self.main, memory=self.memory)
+        """Where its moments are: sharded as `main`, in memory of their own."""
+        return replace(self.main, memory=self.moment_memory)
+
+    @property
+    def reduced(self) -> NamedSharding:
+        """Where its reduced gradient goes: sharded as `main`, in the memory of gradients."""
+        return replace(self.main, memory=self.grads.memory)
 
     def path_in(self, field: str) -> str:
         """Its path in a field of a state, such as `params.blocks.wq`."""
@@ -285,10 +290,14 @@ def plan_leaf(
         cuts = P(*((*model, *cut) if d == dim else model for d, model in enumerate(spec)))
         summed = [a for a in AXES if a in DATA_AXES and a not in (*cut, *axes.owned)] if kind == "grads" else []
         unreduced = tuple(a for a in summed if _leaves_open(a, strategy))
-        return NamedSharding(mesh, cuts, unreduced, assigned, axes.owned).simplified()
+        return NamedSharding(mesh, cuts, unreduced, assigned, axes.owned, memory_of(kind)).simplified()
+
+    def memory_of(kind: str) -> MemoryKind:
+        # A number stays: a copy of it would cost more than its memory.
+        return strategy.memory_of(kind, path) if shape else "device"
 
     shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
-    return LeafLayout(path, shape, init, names, trainable, **shardings, memory=strategy.memory_of("moments"))
+    return LeafLayout(path, shape, init, names, trainable, **shardings, moment_memory=memory_of("moments"))
 
 
 _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}

@@ -32,7 +32,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is
 from fsharding.sharding import boxes, mesh_view
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.boxes import Box, Grid, Runs
-from fsharding.sharding.memory_kinds import MemoryKind
+from fsharding.sharding.memory_kinds import IN_WORDS, MemoryKind
 from fsharding.sharding.partition_spec import P, PartitionSpec
 
 __all__ = [
@@ -63,8 +63,8 @@ class NamedSharding:
         assigned: explicit ownership along axes that the spec does not use, one dim each.
         owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
             is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
-        memory: "device", or "host" for pinned memory of the host; on a CPU they are the same. `sharding_of` does not
-            know it.
+        memory: "device", "host" for pinned memory of the host, or "disk" for a file; on a CPU the first two are the
+            same. `sharding_of` does not know it.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -110,6 +110,11 @@ class NamedSharding:
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which the leaf is gathered and its gradient summed, in cutting order."""
         return tuple(axis for axis in data_axes(self.mesh) if axis not in self.owned)
+
+    @property
+    def device_type(self) -> str:
+        """The type of the devices of the mesh; "cpu" without devices."""
+        return getattr(self.mesh, "device_type", "cpu")
 
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes of size above 1 that cut a dim, major first."""
@@ -251,7 +256,7 @@ class NamedSharding:
             text += f" assigned over {', '.join(a.axis for a in self.assigned)}"
         if self.owned:
             text += f" owned over {', '.join(self.owned)}"
-        return text if self.memory == "device" else f"{text} on the {self.memory}"
+        return text if self.memory == "device" else f"{text} on {IN_WORDS[self.memory]}"
 
 
 @cache_on_its_mesh()

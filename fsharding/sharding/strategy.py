@@ -6,12 +6,13 @@ Guarantee: the strategy never changes a loss, only where bytes live and when the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, public
-from fsharding.sharding.memory_kinds import MemoryKind, check_memory
+from fsharding.sharding.memory_kinds import Choice, MemoryKind, choices_of, chosen_kind
 from fsharding.sharding.strategy_names import meant_strategy
 
 __all__ = [
@@ -39,7 +40,7 @@ class Strategy:
         replica_params: cut the parameters over `replica` too.
         replica_grads: the same for accumulated gradients.
         replica_opt_state: the same for main parameters and moments.
-        memory: the kind of memory of each role that is kept elsewhere than on the device; see `with_memory`.
+        memory: what is kept elsewhere than on the device; see `with_memory`.
 
     Example:
         >>> print(fs.zero(2))
@@ -54,30 +55,36 @@ class Strategy:
     replica_params: bool = False
     replica_grads: bool = False
     replica_opt_state: bool = False
-    memory: tuple[tuple[str, MemoryKind], ...] = ()
+    memory: tuple[Choice, ...] = ()
 
     @public("Strategy.with_memory")
-    def with_memory(self, **memory: MemoryKind) -> Strategy:
-        """The same strategy with other memory for some roles.
+    def with_memory(self, **memory: MemoryKind | Mapping[str, MemoryKind]) -> Strategy:
+        """Return the same strategy with other memory for some roles.
+
+        Units are copied to the device when they are gathered, and an update runs through windows of leaves there.
 
         Args:
-            **memory: by role, "device" or "host". `moments="host"` keeps the moments of the optimizer in pinned memory
-                of the host, and updates them through windows on the device. On a CPU nothing changes.
+            **memory: by role, "device", "host" (pinned memory) or "disk" (a file in the directory `FSHARDING_DISK`).
+                Roles are `params`, `main` (main parameters), `moments` and `grads`. Main parameters are where the
+                parameters are unless it is said; in other memory they are kept apart. A dict gives kinds by the path
+                of a leaf or the beginning of several, as in `moments={"blocks": "host"}`; the longest one counts. On
+                a CPU, "host" changes nothing.
 
         Raises:
             ConfigError: another role or kind; all of them are listed.
 
         Example:
-            >>> print(fs.zero(3).with_memory(moments="host"))
-            zero3 with moments on the host
+            >>> print(fs.zero(3).with_memory(moments="host", main={"blocks": "disk"}))
+            zero3 with main of blocks on disk, moments on the host
         """
-        check_memory(memory)
-        kinds = {**dict(self.memory), **memory}
-        return replace(self, memory=tuple(sorted((r, kind) for r, kind in kinds.items() if kind != "device")))
+        choices = [*choices_of(memory), *(c for c in self.memory if c.role not in memory)]
+        away = {c.role for c in choices if c.kind != "device"}
+        away |= {"main"} if "params" in away else set()
+        return replace(self, memory=tuple(sorted(c for c in choices if c.role in away)))
 
-    def memory_of(self, role: str) -> MemoryKind:
-        """The kind of memory of a role."""
-        return dict(self.memory).get(role, "device")
+    def memory_of(self, role: str, path: str) -> MemoryKind:
+        """Return the kind of memory of a leaf in a role."""
+        return chosen_kind(self.memory, role, path)
 
     def cut(self, kind: str, axis: str) -> bool:
         """Whether `kind` (params, grads, opt_state) is cut over a data axis."""
@@ -103,7 +110,7 @@ class Strategy:
 
     def __str__(self) -> str:
         if self.memory:
-            return f"{replace(self, memory=())} with {', '.join(f'{r} on the {kind}' for r, kind in self.memory)}"
+            return f"{replace(self, memory=())} with {', '.join(map(str, self.memory))}"
         for name, strategy in STRATEGIES.items():
             if strategy == self:
                 return name

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.errors import message
+from fsharding.comm.disk import in_memory
 
 __all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 
@@ -108,8 +109,8 @@ def _leaf_differs(a: Any, b: Any, differ: Callable[[torch.Tensor, torch.Tensor],
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         if a.device_mesh != b.device_mesh or a.placements != b.placements or a.shape != b.shape:
             return f"is {_kind(a)} against {_kind(b)}"
-        a = a.to_local()
-        b = b.to_local()
+        a = in_memory(a.to_local())
+        b = in_memory(b.to_local())
     x = _tensor(a)
     y = _tensor(b)
     if x is None or y is None or type(a) is not type(b):

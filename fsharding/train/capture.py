@@ -306,8 +306,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
             " on any device whether it could be captured."
         )
         raise ConfigError(message(rule, mend=mend))
-    if memory := dict(state.layout.strategy.memory):
-        rows = [f"{role} are on the {kind}" for role, kind in memory.items()]
+    if rows := [*map(str, state.layout.strategy.memory)]:
         mend = "Keep them on the device: fs.reshard(state, layout.with_strategy(...)); or call the step itself."
         raise ConfigError(message("cannot capture a step in which the host waits for copies.", rows, mend))
     return captured(step, state, batch, DeviceGraph(device))

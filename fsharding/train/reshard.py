@@ -23,7 +23,7 @@ from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
-from fsharding.comm.host_memory import to_memory
+from fsharding.comm.leaf_memory import fill, on_device, to_memory
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
 from fsharding.mesh.abstract_mesh import AbstractMesh
@@ -111,7 +111,7 @@ def _move(
     _agree(plan, group, device)
     donate = given is not None
     dtypes = [m.dtype for m in moved]
-    sources = [x if (x := m.value) is None or m.plain else x.to(device) for m in moved]
+    sources = [x if (x := m.value) is None or m.plain else on_device(x, device.type) for m in moved]
     if donate:
         reshard_leaves.let_go(moved)
         _give_up(given)
@@ -196,11 +196,11 @@ def shard(values: Tree, layout: Any) -> Tree:
 
 def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
     shape = tuple(x.shape)
-    local = torch.empty(sharding.local_shape(shape), dtype=x.dtype, device=sharding.device_mesh().device_type)
+    local = fill(sharding, sharding.local_shape(shape), x.dtype)
     grid = sharding.grid(shape)
     for box, place in () if grid is None else boxes.grid_boxes(grid):
         local[place] = x[boxes.relative(box, boxes.full(shape))]
-    return sharding.to_dtensor(local, shape)
+    return sharding.to_dtensor(to_memory(local, sharding), shape)
 
 
 @public("fs.unshard")

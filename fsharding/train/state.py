@@ -33,7 +33,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.host_memory import to_memory
+from fsharding.comm.leaf_memory import to_memory
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
 from fsharding.comm.rounded_params import roundings_of_copies
@@ -313,18 +313,18 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
         dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
         if _compat.makes_fakes():
             device = sharding.device_mesh().device_type
-            return sharding.to_dtensor(
-                torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device), leaf.shape
-            )
+            fake = torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device)
+            return sharding.to_dtensor(to_memory(fake, sharding), leaf.shape)
         grid = sharding.grid(leaf.shape)
         parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
         local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
         if len(parts) > 1:
             for part, place in parts:
                 local[place] = part
-        main = local.to(layout.precision.main_dtype(leaf.init))
-        device = sharding.device_mesh().device_type
-        return sharding.to_dtensor(main.to(dtype).to(device), leaf.shape)
+        main = local.to(layout.precision.main_dtype(leaf.init)).to(dtype)
+        if sharding.memory == "device":
+            main = main.to(sharding.device_mesh().device_type)
+        return sharding.to_dtensor(to_memory(main, sharding), leaf.shape)
 
     leaves = tree.flatten_up_to(layout.structure, draws, ("the layout", "the model"))
     check_fit(layout, leaves, ((leaf.shape, leaf.init) for leaf in layout.leaves))
@@ -433,7 +433,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
         return x if owner is None or local_of(x).is_meta else like(x, to_memory(local_of(x), owner.moments))
 
     paths = [leaf.path for leaf in layout.leaves if leaf.trainable]
-    away = [leaf.memory != "device" for leaf in layout.leaves if leaf.trainable]
+    away = [leaf.moment_memory != "device" for leaf in layout.leaves if leaf.trainable]
     nbytes = [local_of(x).nbytes for x in tree.leaves(trained)]
     sizes = {path: n if is_away else 0 for path, n, is_away in zip(paths, nbytes, away, strict=True)}
     return start_in_windows(start, trained, sizes) if opt.with_context().by_leaf else start(trained)

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, tree
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import is_in_memory, memory_of
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import owner_of
+from fsharding.sharding.memory_kinds import IN_WORDS
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
 
 __all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
@@ -221,10 +223,9 @@ def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
     local = _compat.local_tensor(x)
     if tuple(local.shape) != here or local.dtype != dtype:
         return [f"{path} is {wanted}, which is {list(here)} here, but holds {local.dtype} {list(local.shape)}"]
-    on_mesh = sharding.device_mesh().device_type
-    is_away = local.device.type not in (on_mesh, "meta")
-    if is_away != (sharding.memory == "host" and on_mesh != "cpu"):
-        return [f"{path} is {wanted}, but its memory is on {local.device}, and the layout says {sharding.memory}"]
+    if not is_in_memory(local, sharding):
+        kind = memory_of(local, sharding.device_mesh().device_type)
+        return [f"{path} is {wanted} on {IN_WORDS[kind]}; the layout keeps it on {IN_WORDS[sharding.memory]}"]
     return []
 
 

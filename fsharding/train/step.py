@@ -312,7 +312,7 @@ class Sums(NamedTuple):
     """Sums over all microbatches and data ranks.
 
     Attributes:
-        grads: in `layout.main`, of losses times the loss scale.
+        grads: in `layout.reduced`, of losses times the loss scale.
         loss: times the loss scale (float32, 0-d).
         weight: number of tokens (float32, 0-d).
         aux: of each microbatch, on this rank.
@@ -624,7 +624,7 @@ class TrainStep:
                 scaled(fn if plan.first is None else plan.first.watched(fn, has_aux=True), loss_scale),
                 state.params,
                 (microbatch,),
-                GradsTo(layout.main if last else layout.grads, grads, plan.buffers),
+                GradsTo(layout.reduced if last else layout.grads, grads, plan.buffers),
                 RunOptions(plan.precision, rounding, i, self._settings.prefetch_depth),
                 has_aux=True,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
@@ -652,18 +652,18 @@ class TrainStep:
         )  # fmt: skip
         if not self._bias_rates:
             return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)
-        # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
-        grads = multiply(verdict.grads, verdict.to_mean, donate=context.donate)
         # The verdict is still on the device, so the old values are kept for a refused step.
-        context = replace(context, donate=context.donate and finite is None, finite=None)
+        kept = replace(context, donate=context.donate and finite is None, finite=None)
 
         def change(grads: Tree, before: Tree, main: Tree) -> tuple[Tree, Tree]:
-            updates, opt_state = self._opt.update(grads, before, main, context)
+            # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
+            grads = multiply(grads, verdict.to_mean, donate=context.donate)
+            updates, opt_state = self._opt.update(grads, before, main, kept)
             updates = update_against_load(updates, verdict.loads, self._bias_rates)
-            new_main = add_updates(main, updates, context, donate=context.donate)
+            new_main = add_updates(main, updates, kept, donate=kept.donate)
             return where_finite(finite, new_main, main), where_finite(finite, opt_state, before)
 
-        return through_windows(change, grads, state.opt_state, main, by_leaf=False, donate=context.donate)
+        return through_windows(change, verdict.grads, state.opt_state, main, by_leaf=False, donate=kept.donate)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""

@@ -58,7 +58,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     check_optimizer(opt)
     refuse_no_gradients(grads, state.opt_state)
     layout = state.layout
-    placed = redistribute(grads, layout.main)
+    placed = redistribute(grads, layout.reduced)
     rounding = layout.precision.rounding
     context = UpdateContext(shardings=layout.main, key=state.key, step=state.step, rounding=rounding)
     main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), context)

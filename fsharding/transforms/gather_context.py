@@ -45,7 +45,9 @@ from fsharding.base.scoped import scoped
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
+from fsharding.comm.disk import OnDisk
 from fsharding.comm.host_memory import keepers_for
+from fsharding.comm.leaf_memory import device_of, memory_of, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import WholeLeaf
@@ -137,6 +139,7 @@ class GatherContext:
     Attributes:
         counts: gathers, reductions and peaks of this call.
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
+        horizon: how many are gathered or read ahead: one more than `depth` where leaves are on disk.
         cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         evaluates: whether the call is one of `evaluate`.
         reducer: the reducer of gradients.
@@ -165,6 +168,8 @@ class GatherContext:
         self._compute = precision.compute_dtype
         self._wires = wires
         self.depth = options.prefetch_depth
+        on_disk = any(node is not None and isinstance(node.value, OnDisk) for node in nodes)
+        self.horizon = self.depth + (on_disk and self.depth > 0)
         self.cast = precision.activation_dtype or precision.params
         self._row_targets = [
             target.row() if target is not None and node is not None and node.shape else None
@@ -175,7 +180,8 @@ class GatherContext:
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool = pool or Pool()
         self._owns_pool = pool is None
-        self._device = next((node.value.device for node in nodes if node is not None), torch.device("cpu"))
+        devices = (device_of(node.value, node.sharding.device_type) for node in nodes if node is not None)
+        self._device = next(devices, torch.device("cpu"))
         memory = self._pool.memory(self._device)
         accumulated = [leaf.accumulated for leaf in leaves]
         self.reducer = GradReducer(
@@ -279,6 +285,11 @@ class GatherContext:
         self._prefetched[index] = unit
         unit.start()
 
+    def read_ahead(self, leaves: Sequence[Local]) -> None:
+        """Start to read shards that are on disk, of a unit that will be gathered after those that are prefetched."""
+        for leaf in leaves:
+            read_ahead(leaf.value, self._device.type)
+
     def _make_unit(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None
     ) -> GatheredUnit:
@@ -288,12 +299,13 @@ class GatherContext:
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
             misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
+            away = memory_of(leaf.value, self._device.type) != "device"
             place = LeafIndex(number, row)
             wire = self._wires.gather(place, len(leaf.shape), compute)
             terms = self._wires.terms(place, len(leaf.shape), compute)
             if target is not None and terms is not None:
                 target = replace(target, first_wire=terms)
-            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, misaligned))
+            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, copied=misaligned or away))
 
         site = None if order_here() is None else call_stacks.site_here()
 
@@ -301,7 +313,9 @@ class GatherContext:
             shards = [leaves[i] for i in chosen]
             places = tuple(index[i] for i in chosen)
             noise = self._noise_of(shards, places)
-            return GatheredUnit(plan, shards, places, self._pool, self, site=site, noise=noise, columns=columns)
+            return GatheredUnit(
+                plan, shards, places, self._pool, self, self._device, site=site, noise=noise, columns=columns
+            )
 
         plan = plan_unit(tuple(described))
         columns = None if plan.across is None else gathered(*plan.across, None)
@@ -411,11 +425,15 @@ class GatherContext:
 
     def _prefetch_before(self, order: int) -> None:
         """Starts to gather the units that backward needs after the one of this order, as many as the depth says."""
-        before = itertools.islice((u for u in reversed(self._units[:order]) if u.again), self.depth)
-        for earlier in before:
+        before = itertools.islice((u for u in reversed(self._units[:order]) if u.again), self.horizon)
+        for number, earlier in enumerate(before):
             # Backward goes no further than the first unit that has gradients.
-            if any(u.plan.reductions for u in self._units[: earlier.order + 1]):
+            if not any(u.plan.reductions for u in self._units[: earlier.order + 1]):
+                continue
+            if number < self.depth:
                 earlier.start_again()
+            else:
+                earlier.read_ahead()
 
     def prefetch_backward(self) -> None:
         """Starts to gather the unit that backward needs first, unless the depth is 0."""
@@ -629,9 +647,9 @@ def current_context() -> GatherContext | None:
 
 
 def prefetch_depth() -> int:
-    """How many units the innermost `value_and_grad` gathers ahead; 0 where no context could keep them."""
+    """How many units the innermost `value_and_grad` gathers or reads ahead; 0 where no context could keep them."""
     context = current_context()
-    return 0 if context is None else context.depth
+    return 0 if context is None else context.horizon
 
 
 def is_evaluating() -> bool:

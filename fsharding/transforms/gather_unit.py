@@ -188,16 +188,18 @@ def prefetch_unit(unit: Tree) -> None:
 
 
 def _prefetch(context: GatherContext, units: Tree) -> None:
-    for unit in UnitsAhead.of(units)[: context.depth]:
+    for number, unit in enumerate(UnitsAhead.of(units)[: context.horizon]):
         shards = list({id(node.value): node for node in tree.leaves(unit) if isinstance(node, Local)}.values())
         index = _indices(context, shards)
-        if index:
+        if index and number < context.depth:
             context.prefetch(shards, index)
+        elif index:
+            context.read_ahead(shards)
 
 
 def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: GatherContext | None) -> list[Tensor]:
     """The same map as a composition of differentiable functions: valid under every transform."""
-    values = [_cast(node.value, dtype, context) for node in nodes]
+    values = [_cast(node.value.to(node.sharding.device_type), dtype, context) for node in nodes]
     result: list[Tensor] = list(values)
     if not nodes:
         return result

@@ -21,6 +21,7 @@ from fsharding.base.errors import TransformError, message
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle
+from fsharding.comm.leaf_memory import on_device, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Gathered, WholeLeaf, start_gather
@@ -63,6 +64,7 @@ class GatheredUnit:
         pool: the pool of buffers, which counts the unit's bytes.
         noise: returns the numbers for keyed rounding of a leaf, by its index in the plan.
         owner: names the unit, and is notified of each collective.
+        device: where it is gathered; shards may be elsewhere.
         site: file and line of the user's call; None if no error needs them.
         columns: a gather of some leaves in blocks along their other dim, for backward; it is released with this one.
 
@@ -84,6 +86,7 @@ class GatheredUnit:
         index: tuple[LeafIndex, ...],
         pool: Pool,
         owner: Owner,
+        device: torch.device,
         *,
         site: tuple[str, int] | None = None,
         noise: Noise | None = None,
@@ -96,7 +99,7 @@ class GatheredUnit:
         self._noise = noise
         self.site = site
         # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
-        device = leaves[0].value.device
+        self._device_type = device.type
         self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
         if self._streams.several:
             self._memory = self._memory.of_one_user()
@@ -135,6 +138,11 @@ class GatheredUnit:
         for unit in self.again:
             unit.start()
 
+    def read_ahead(self) -> None:
+        """Start to read shards that are on disk, for the next `start`."""
+        for leaf in self.leaves:
+            read_ahead(leaf.value, self._device_type)
+
     def note_view(self, bucket: int) -> None:
         """Note that autograd has saved a view of a buffer of a bucket, so that backward needs what is in it."""
         self.saved_views += 1
@@ -146,7 +154,7 @@ class GatheredUnit:
         if b.axes:
             self._owner.counts_gather(self)
         noise = self._noise
-        shards = [self.leaves[i].value for i in b.leaves]
+        shards = [on_device(self.leaves[i].value, self._device_type) for i in b.leaves]
         drawn = None if noise is None else lambda i: noise(b.leaves[i])
         return start_gather(b.payload, shards, self.plan.mesh, b.axes, self._memory, drawn)
 

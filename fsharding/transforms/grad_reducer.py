@@ -4,8 +4,8 @@ In: gradients of full leaves, one unit at a time; large leaves individually, as 
 Out: the local gradient of each leaf, in the sharding of its target.
 
 A bucket is filled by `take` or `write` (large gradients) and `reduce` (all others), which starts its collectives.
-`settle` finishes collectives in the order in which they started, because sums depend on it. Rows of a large stack have
-separate memory until all of them are reduced, so that the stacked gradient does not exist beside the activations.
+`settle` finishes collectives in the order in which they started, because sums depend on it. The `GradMemory` of a leaf
+says where its gradient is.
 
 Guarantee: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
 accumulated gradients of earlier microbatches count once.
@@ -24,7 +24,9 @@ from torch import Tensor
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.codes import Noise
+from fsharding.comm.grad_memory import GradMemory, grad_memory
 from fsharding.comm.handles import Handle, Memory, Terms, done
+from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.move import Filling, plan_move
 from fsharding.comm.streams import streams_for
@@ -58,22 +60,6 @@ class _Reduced(NamedTuple):
     in_use: list[tuple[Filling, Handle[Terms]]]
 
 
-class _Memory(NamedTuple):
-    """The memory of a local gradient.
-
-    Attributes:
-        shape: local.
-        dtype: of the gradient.
-        pool: that it is taken from; None for fresh memory.
-        by_row: rows of a stack have memory of their own until all have been reduced.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pool: Pool | None
-    by_row: bool
-
-
 def _no_noise(unit: object) -> Noise | None:
     return None
 
@@ -89,9 +75,7 @@ class GradReducer:
         noise_of: returns, for a unit, the numbers for keyed rounding of a leaf's gradient, by its index.
     """
 
-    # By number of the leaf: `_result[i]` is the local gradient, None until it is written; rows that are in memory of
-    # their own are in `_rows_apart[i]`. It holds garbage where nothing was written: `_written[i]` has the rows that
-    # were, or None for the whole leaf. Leaves in `_accumulating` hold numbers from the start. `_taken[i]` has the rows,
+    # By number of the leaf: `_grads[i]` is the memory of its gradient, from its first use. `_taken[i]` has the rows,
     # or None for all, for which the accumulated gradient has been added to a term, so that it counts once.
     # `_open` has the buckets that have large gradients and wait for the rest of their unit, `_pending` those under way.
     # Where a device has several queues nothing is pending: all that is left to do is given to the queue of reductions
@@ -114,15 +98,8 @@ class GradReducer:
         self._device = device
         self._grad_pool = grad_pool
         self._noise_of = noise_of
-        self._result: list[Tensor | None] = [
-            x if x is not None and target is not None and target.accumulated == target.sharding else None
-            for x, target in zip(accumulated, targets, strict=True)
-        ]
-        self._accumulating = {i for i, x in enumerate(self._result) if x is not None}
         self._pooled_from = pooled_from()
-        self._memory: dict[int, _Memory] = {}
-        self._rows_apart: dict[int, dict[int, Tensor]] = {}
-        self._written: dict[int, set[int | None]] = {}
+        self._grads: dict[int, GradMemory] = {}
         self._taken: dict[int, set[int | None]] = {}
         self._open: dict[tuple[Hashable, int], Filling] = {}
         self._pending: list[_Pending] = []
@@ -313,9 +290,9 @@ class GradReducer:
             if row is None and taken:
                 rest = [r for r in range(accumulated.shape[0]) if r not in taken]
                 result[i] = terms[i].clone()
-                result[i][rest] += accumulated[rest]
+                result[i][rest] += on_device(accumulated, self._device.type)[rest]
             else:
-                result[i] = accumulated if row is None else accumulated[row]
+                result[i] = on_device(accumulated if row is None else accumulated[row], self._device.type)
                 sums.append(i)
             taken.add(row)
         if sums:
@@ -324,66 +301,42 @@ class GradReducer:
 
     def _accumulate(self, index: Sequence[LeafIndex], reduced: Terms) -> None:
         """Sums the terms of gradients, and adds them to the result; first ones are summed right into it."""
-        added: list[bool] = []
-        for leaf, row in index:
-            written = self._written.setdefault(leaf, set())
-            if row is None and written:
-                self._fill_with_zeros(leaf)
-            added.append(leaf in self._accumulating or None in written or row in written)
-            written.add(row)
-        results = [self._view_of(i) for i in index]
-        terms = reduced.sum(None if any(added) else results)
-        triples = list(zip(added, results, terms, strict=True))
-        copies = [(to, term) for has_some, to, term in triples if not has_some and term is not to]
+        parts = [(self._grad(leaf), row) for leaf, row in index]
+        begun = [grad.begin(row) for grad, row in parts]
+        results = [part for part, _ in begun]
+        terms = reduced.sum(None if any(has_value for _, has_value in begun) else results)
+        triples = [(has_value, to, term) for (to, has_value), term in zip(begun, terms, strict=True)]
+        copies = [(to, term) for has_value, to, term in triples if not has_value and term is not to]
         _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
-        _compat.foreach_add_(
-            [to for has_some, to, _ in triples if has_some], [term for has_some, _, term in triples if has_some]
-        )
+        sums = [(to, term) for has_value, to, term in triples if has_value]
+        _compat.foreach_add_([to for to, _ in sums], [term for _, term in sums])
+        for grad, row in parts:
+            grad.end(row)
 
     # ----------------------------------------------------------------------------------------------- the gradient tree
-    def _fill_with_zeros(self, leaf: int) -> Tensor:
-        """The gradient of a leaf, zero where nothing was written."""
-        result = self._view_of(LeafIndex(leaf, None))
-        written = self._written.setdefault(leaf, set())
-        if leaf not in self._accumulating and None not in written:
-            blank = [result[row] for row in range(result.shape[0]) if row not in written] if written else [result]
-            _compat.foreach_zero_(blank)
-            written.add(None)
-        return result
-
-    def _view_of(self, index: LeafIndex) -> Tensor:
-        """The memory of a gradient, or of a row of it; garbage until it is written."""
-        leaf, row = index
-        result = self._result[leaf]
-        if result is None:
-            memory = self._memory_of(leaf)
-            if row is not None and memory.by_row:
-                rows = self._rows_apart.setdefault(leaf, {})
-                if row not in rows:
-                    rows[row] = _compat.fresh(memory.shape[1:], memory.dtype, self._device)
-                return rows[row]
-            result = self._result[leaf] = self._allocate(memory)
-            rows = self._rows_apart.pop(leaf, {})
-            _compat.foreach_copy_([result[number] for number in rows], [*rows.values()])
-        return result if row is None else result[row]
-
-    def _memory_of(self, i: int) -> _Memory:
-        memory = self._memory.get(i)
-        if memory is None:
+    def _grad(self, i: int) -> GradMemory:
+        """The memory of the gradient of a leaf."""
+        if i not in self._grads:
             leaf = self._leaves[i]
             target = self._targets[i]
             assert leaf is not None and target is not None
             shape = target.sharding.local_shape(leaf.shape)
+            given = self._accumulated[i] if target.accumulated == target.sharding else None
             large = math.prod(shape) >= self._pooled_from
             cut = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
             pool = self._grad_pool if large and not cut else None
-            memory = self._memory[i] = _Memory(shape, target.dtype, pool, by_row=large and pool is None)
-        return memory
+            kind = target.sharding.memory
+            self._grads[i] = grad_memory(
+                kind, shape, target.dtype, self._device, pool=pool, by_row=large and pool is None, given=given
+            )
+        return self._grads[i]
 
-    def _allocate(self, memory: _Memory) -> Tensor:
-        if memory.pool is None:
-            return _compat.fresh(memory.shape, memory.dtype, self._device)
-        return memory.pool.take(math.prod(memory.shape), memory.dtype, self._device).view(memory.shape)
+    def _add(self, i: int, row: int | None, term: Tensor) -> None:
+        """Add a term to a gradient that may have no value yet."""
+        grad = self._grad(i)
+        part, has_value = grad.begin(row)
+        (part if has_value else part.zero_()).add_(term)
+        grad.end(row)
 
     # ---------------------------------------------------------------------------------------------------------- the end
     def add_reduced(self, i: int, grad: Tensor) -> None:
@@ -394,11 +347,10 @@ class GradReducer:
         move = plan_move([leaf.sharding], [target.sharding], [leaf.shape], Plain(target.dtype), target.dtype)
         where = coordinate(move.mesh)
         with self._after_compute():
-            result = self._fill_with_zeros(i)
-            moved = move.run([grad.to(target.dtype)])[0]
+            moved = move.run([on_device(grad, self._device.type).to(target.dtype)])[0]
             # Of an unreduced target it is one term: the first rank's.
             if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
-                result.add_(moved)
+                self._add(i, None, moved)
 
     def finish(self) -> list[Tensor | None]:
         """Finishes all reductions, and adds what was accumulated for leaves that had no gradient this time.
@@ -411,13 +363,14 @@ class GradReducer:
             for i, (leaf, target) in enumerate(zip(self._leaves, self._targets, strict=True)):
                 if leaf is not None and target is not None:
                     self._add_rest_of_accumulated(i, leaf, target)
+            pairs = enumerate(zip(self._leaves, self._targets, strict=True))
+            result = [None if leaf is None or to is None else self._grad(i).result() for i, (leaf, to) in pairs]
             self._reduced.append(_Reduced(self._streams.record("gradients"), []))
         self._let_go(self._reduced)
-        return list(self._result)
+        return result
 
     def _add_rest_of_accumulated(self, i: int, leaf: Local, target: GradTarget) -> None:
         """Adds the rows of an accumulated gradient, in another sharding than the target, that no term has taken."""
-        result = self._fill_with_zeros(i)
         accumulated = self._accumulated[i]
         taken = self._taken.get(i, set())
         if accumulated is None or target.accumulated in (None, target.sharding) or None in taken:
@@ -430,14 +383,13 @@ class GradReducer:
                 source = source.drop(0)
                 to = to.drop(0)
                 shape = shape[1:]
-            part = accumulated if row is None else accumulated[row]
+            part = on_device(accumulated if row is None else accumulated[row], self._device.type)
             moved = plan_move([source], [to], [shape], Plain(part.dtype), part.dtype).run([part])[0]
-            (result if row is None else result[row]).add_(moved)
+            self._add(i, row, moved)
 
     def close(self) -> None:
         """Releases all gradients, and the buckets that they are sent in."""
-        self._result.clear()
-        self._rows_apart.clear()
+        self._grads.clear()
         self._open.clear()
         self._pending.clear()
         self._reduced.clear()

@@ -79,8 +79,8 @@ class UnitLeaf(NamedTuple):
         stored: dtype in the state.
         wire: how it is gathered.
         target: where its gradient goes; None for a frozen leaf.
-        misaligned: a row of a stack that does not begin where a fresh tensor would. Kernels may round differently on
-            it, so it is copied to a buffer like the leaves that are gathered.
+        copied: it is copied to a buffer like leaves that are gathered: it is elsewhere than on the device, or a row of
+            a stack that does not begin where a fresh tensor would, on which kernels may round differently.
     """
 
     sharding: NamedSharding
@@ -88,7 +88,7 @@ class UnitLeaf(NamedTuple):
     stored: torch.dtype
     wire: Wire
     target: GradTarget | None
-    misaligned: bool = False
+    copied: bool = False
 
     def across(self) -> UnitLeaf | None:
         """The same leaf in blocks along its other dim, as backward may gather it; None if it may not."""
@@ -207,7 +207,7 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...
         cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
         assert len(cuts) <= 1, "data axes cut one dim of a leaf"
         dim, axes = cuts[0] if cuts else (0, ())
-        copied = leaf.misaligned or not leaf.wire.is_identity(leaf.stored)
+        copied = leaf.copied or not leaf.wire.is_identity(leaf.stored)
         if axes or (copied and leaf.shape):
             sent = SentLeaf(leaf.wire, leaf.sharding, whole(leaf.sharding), leaf.shape, dim)
             key = (type(leaf.wire), leaf.wire.bucket_key, axes, leaf.sharding.data_axes)

@@ -378,7 +378,7 @@ class Tape:
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths = tree.paths(params)
-        refuse_missing_kernel(precision, next((x.value.device.type for x in nodes if x is not None), "cpu"))
+        refuse_missing_kernel(precision, next((x.sharding.device_type for x in nodes if x is not None), "cpu"))
         in_tree = (
             TreeLeaf(path, *(layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)))
             for path, x in zip(paths, nodes, strict=True)
@@ -514,10 +514,11 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
         raise TransformError(message(text, mend="Say where gradients go: grads=layout.main."))
     wanted = sharding_of(leaf) if sharding is _as_parameter else sharding
     before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
+    before = None if before is None else replace(before, memory=wanted.memory)
     # On the slices of the mesh that own a leaf, it is cut as any other.
     dtype = precision.grad_dtype(leaf.dtype)
     wire = None if precision.reduce_dtype is None else Plain(precision.reduce_dtype)
-    native = precision.sums_natively(leaf.device.type)
+    native = precision.sums_natively(leaf.device_mesh.device_type)
     return GradTarget(wanted.slice_of_mesh().simplified(), dtype, wire, accumulated=before, native=native)
 
 

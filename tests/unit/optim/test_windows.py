@@ -1,15 +1,14 @@
 """Updates through windows of leaves, on the CPU: the bits of one update of all leaves, whatever the windows."""
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import fsharding as fs
-from fsharding.optim import windows
+from fsharding.optim import updates, windows
 from fsharding.testing import assert_bitwise_equal
+from fsharding.train.state import main_of
 
 SHAPES = {"embed": (16, 4), "blocks": {"w": (3, 8, 8), "b": (3, 8)}, "w": (8, 8)}
 OPTIMIZERS = {
@@ -39,16 +38,11 @@ def run(opt, shapes, memory, limit, donate):
     layout = fs.plan_layout(drawn(shapes, 0), mesh, strategy=strategy, frozen="embed" if "embed" in shapes else ())
     send = windows._Windows.send
 
-    def counted(self, state):
+    def counted(self, params, state):
         counts.append(1)
-        return send(self, state)
+        return send(self, params, state)
 
-    with (
-        patch.object(windows, "WINDOW_BYTES", limit),
-        patch.object(windows, "_is_parked", lambda x: memory == "host" and isinstance(x, DTensor)),
-        patch.object(windows, "empty_on_host", lambda shape, dtype: torch.empty(shape, dtype=dtype)),
-        patch.object(windows._Windows, "send", counted),
-    ):
+    with patch.object(windows, "WINDOW_BYTES", limit), patch.object(windows._Windows, "send", counted):
         state = fs.init_state(lambda key: drawn(shapes, 0), opt, fs.random.key(0), layout)
         main, opt_state = (
             windows._only(state.params, {leaf.path for leaf in layout.leaves if leaf.trainable}),
@@ -67,8 +61,8 @@ def run(opt, shapes, memory, limit, donate):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_windows_change_no_bit(name, donate):
     whole, none = run(OPTIMIZERS[name], SHAPES, "device", 1 << 20, donate)
-    small, several = run(OPTIMIZERS[name], SHAPES, "host", 1, donate)
-    large, one = run(OPTIMIZERS[name], SHAPES, "host", 1 << 20, donate)
+    small, several = run(OPTIMIZERS[name], SHAPES, "disk", 1, donate)
+    large, one = run(OPTIMIZERS[name], SHAPES, "disk", 1 << 20, donate)
     assert_bitwise_equal(whole, small)
     assert_bitwise_equal(whole, large)
     by_leaf = OPTIMIZERS[name].by_leaf
@@ -79,25 +73,34 @@ def test_windows_change_no_bit(name, donate):
 def test_moments_are_told_apart_by_the_tree_that_they_are_in():
     shapes = {"mu": {"w": (4, 4)}, "w": (2, 4)}  # "mu.w" is the path of a parameter, and of a moment of another one
     whole, _ = run(OPTIMIZERS["adamw"], shapes, "device", 1 << 20, donate=False)
-    small, count = run(OPTIMIZERS["adamw"], shapes, "host", 1, donate=False)
+    small, count = run(OPTIMIZERS["adamw"], shapes, "disk", 1, donate=False)
     assert_bitwise_equal(whole, small)
     assert count == 6, "two windows, three times"
 
 
-def test_an_update_that_fails_leaves_the_state_as_it_was():
-    opt = fs.adamw(1e-2)
-    params = {
-        "w": fs.shard({"w": torch.ones(4)}, fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(device="cpu")))["w"]
-    }
-    state = opt.init(params)
+@pytest.mark.parametrize("memory", [{"moments": "disk"}, {"params": "disk"}, {"main": "disk"}, {"grads": "disk"}])
+def test_an_update_that_fails_leaves_the_state_as_it_was(memory):
+    """A window fails after others have been updated; leaves that are on the device are donated."""
+    params = {name: torch.full((64,), float(i)) for i, name in enumerate("abcd")}
+    layout = fs.plan_layout(params, fs.make_mesh(device="cpu"), strategy=fs.zero(3).with_memory(**memory))
+    opt, calls = fs.adamw(1e-2), []
+    state = fs.init_state(lambda key: params, opt, fs.random.key(0), layout)
+    before = fs.unshard(state)
+    update = updates._apply
 
     def fails(*parts):
-        raise RuntimeError("no memory")
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError("no disk")
+        return update(*parts)
 
+    grads = fs.shard(fs.tree.map(torch.ones_like, params), layout.reduced)
+    context = fs.optim.UpdateContext(donate=True, norm=fs.global_norm(grads))
     with (
-        patch.object(windows, "_is_parked", lambda x: isinstance(x, DTensor)),
-        pytest.raises(RuntimeError, match="no memory"),
+        patch.object(windows, "WINDOW_BYTES", 1),
+        patch.object(updates, "_apply", fails),
+        pytest.raises(OSError, match="no disk"),
     ):
-        windows.through_windows(fails, params, state, params, by_leaf=True, donate=True)
-    assert_bitwise_equal(state, opt.init(params))
-    assert replace(opt, by_leaf=False).by_leaf is False
+        fs.optim.apply_gradients(opt, grads, state.opt_state, main_of(state), context)
+    assert len(calls) == 3
+    assert_bitwise_equal(before, fs.unshard(state))

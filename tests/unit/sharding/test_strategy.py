@@ -71,11 +71,30 @@ def test_memory_of_roles():
     host = fs.zero(3).with_memory(moments="host")
     assert str(host) == "zero3 with moments on the host" and host != fs.zero(3)
     assert host.with_memory(moments="device") == fs.zero(3) == fs.zero(3).with_memory()
-    assert fs.hybrid(host).memory_of("moments") == "host" and fs.hybrid(fs.zero(3)) == fs.hybrid()
-    with pytest.raises(ConfigError, match=r"roles are moments\. Did you mean 'moments'"):
+    assert fs.hybrid(host).memory_of("moments", "w") == "host" and fs.hybrid(fs.zero(3)) == fs.hybrid()
+    with pytest.raises(ConfigError, match=r"roles are params, main, moments, grads\. Did you mean 'moments'"):
         fs.zero(3).with_memory(moment="host")
-    with pytest.raises(ConfigError, match="moments='tape': kinds are device, host"):
-        fs.zero(3).with_memory(moments="tape")
+    with pytest.raises(ConfigError, match="moments of b='tape': kinds are device, host, disk"):
+        fs.zero(3).with_memory(moments={"a": "host", "b": "tape"})
+
+
+def test_memory_of_leaves():
+    some = fs.zero(3).with_memory(moments={"": "disk", "blocks": "host", "blocks.w": "device"}, params="host")
+    kinds = {path: some.memory_of("moments", path) for path in ("embed", "blocks.wq", "blocks.w.a", "blocks")}
+    assert kinds == {"embed": "disk", "blocks.wq": "host", "blocks.w.a": "device", "blocks": "host"}
+    assert (some.memory_of("main", "x"), some.memory_of("grads", "x")) == ("host", "device"), "main follows params"
+    apart = some.with_memory(main="device")
+    assert (apart.memory_of("main", "x"), apart.memory_of("params", "x")) == ("device", "host")
+    assert (
+        str(some.with_memory(moments={"blocks": "disk"})) == "zero3 with moments of blocks on disk, params on the host"
+    )
+    shapes = {"blocks": fs.random.zeros((64, 8)), "scale": fs.random.zeros(())}
+    there = fs.zero(3).with_memory(params="host")
+    layout = fs.plan_layout(shapes, fs.AbstractMesh(("dp",), (4,)), strategy=there)
+    assert [leaf.params.memory for leaf in layout.leaves] == ["host", "device"], "a number stays"
+    assert layout.with_strategy(there.with_memory(main="device")).has_main and not layout.has_main
+    with pytest.raises(ConfigError, match=r"moments of block on the host: no leaf begins so. Did you mean 'blocks'"):
+        fs.plan_layout(shapes, layout.mesh, strategy=fs.zero(3).with_memory(moments={"block": "host"}))
 
 
 def test_bytes_of_each_kind_of_memory():
