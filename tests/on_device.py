@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsharding as fs
 from fsharding.base import _compat
+from fsharding.comm.disk import in_memory
 from fsharding.comm.stream_log import Row
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import local_of
@@ -83,7 +84,7 @@ class Watch:
         wrong = [text for log in rows for text in (*violations(log), *unjoined(log))]
         wrong += [str(row) for log in rows for row in log if row.text == "record_stream"]
         reads = {read.line for log in self.logs for read in log.reads}
-        values = {name: local_of(x).cpu() for name, x in fs.tree.named_leaves(bits(state)).items()}
+        values = {name: in_memory(local_of(x)).cpu() for name, x in fs.tree.named_leaves(bits(state)).items()}
         return Seen([x.cpu() for x in numbers], values, tuple(wrong), tuple(sorted(reads)))
 
 

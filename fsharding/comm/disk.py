@@ -16,7 +16,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharding.base import _compat
 from fsharding.base.errors import DiskError, message
 
-__all__ = ["OnDisk", "in_memory", "joined", "reserve", "store"]
+__all__ = ["OnDisk", "file_size", "in_memory", "joined", "reserve", "store"]
 
 _PIECE = 8 << 20
 """Most bytes of an extent; it is read and checked as a whole."""
@@ -64,7 +64,7 @@ class _File:
     def __init__(self) -> None:
         self.folder = Path(os.environ.get("FSHARDING_DISK") or tempfile.gettempdir())
         self._fd = _unnamed(self.folder)
-        self._size = 0
+        self._size = self._used = 0
         self._free: dict[int, list[int]] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsharding-disk")
@@ -76,34 +76,33 @@ class _File:
         """Bytes of the file."""
         return self._size
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Take room for extents of these sizes that will be written later.
+    def reserve(self, size: int) -> None:
+        """Take room for bytes that will be written, beside those that are.
 
         Raises:
-            DiskError: there is not so much room; nothing is taken then.
+            DiskError: there is not so much room.
         """
-        lacking = dict[int, int]()
-        for size in map(_aligned, sizes):
-            lacking[size] = lacking.get(size, 0) + 1
         with self._lock:
-            lacking = {size: count - len(self._free.get(size, ())) for size, count in lacking.items()}
-            start = self._grow(sum(size * max(0, count) for size, count in lacking.items()))
-            for size, count in lacking.items():
-                for _ in range(count):
-                    self._free.setdefault(size, []).append(start)
-                    start += size
+            self._take(max(0, self._used + size - self._size))
 
-    def _grow(self, size: int) -> int:
-        """Make the file longer; returns where the new bytes begin."""
-        start = self._size
-        if size:
-            try:
-                os.posix_fallocate(self._fd, start, size)
-            except OSError as error:
-                rule = f"cannot take {size:,} bytes more in {self.folder}, after {start:,}: {error.strerror}."
-                raise DiskError(message(rule, mend=_MEND)) from error
-            self._size += size
-        return start
+    def _take(self, size: int) -> None:
+        """Make the file longer."""
+        if not size:
+            return
+        try:
+            os.posix_fallocate(self._fd, self._size, size)
+        except OSError as error:
+            rule = f"cannot take {size:,} bytes more in {self.folder}, beside {self._size:,}: {error.strerror}."
+            raise DiskError(message(rule, mend=_MEND)) from error
+        self._size += size
+
+    def _extent(self, size: int) -> int:
+        """Where an extent of a size begins: a free one, or one after all others."""
+        if self._free.get(size):
+            return self._free[size].pop()
+        self._take(max(0, self._used + size - self._size))
+        self._used += size
+        return self._used - size
 
     def write(self, x: Tensor, ready: Callable[[], object]) -> list[_Extent]:
         """Start to write a contiguous tensor of the CPU, which must not change any more.
@@ -114,8 +113,7 @@ class _File:
         flat = x.detach().reshape(-1).view(torch.uint8)
         sizes = _sizes(x)
         with self._lock:
-            offsets = [self._free[_aligned(n)].pop() if self._free.get(_aligned(n)) else -1 for n in sizes]
-            offsets = [self._grow(_aligned(n)) if at < 0 else at for at, n in zip(offsets, sizes, strict=True)]
+            offsets = [self._extent(_aligned(n)) for n in sizes]
         result: list[_Extent] = []
         for part, at, size in zip(flat.split([*sizes]), offsets, sizes, strict=True):
             self._make_room(size)
@@ -268,6 +266,13 @@ class OnDisk(Tensor):
         args, kwargs = torch_pytree.tree_map_only(OnDisk, in_memory, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled with its elements; another process has it in its own file."""
+        return store, (self.read(),)
+
+    def __deepcopy__(self, memo: Any) -> OnDisk:
+        return OnDisk.of(self.parts, self.shape, self.dtype)
+
     def __repr__(self) -> str:
         return f"OnDisk({str(self.dtype).removeprefix('torch.')}{list(self.shape)})"
 
@@ -343,14 +348,19 @@ def in_memory(x: Tensor) -> Tensor:
     return x.read() if isinstance(x, OnDisk) else x
 
 
-def reserve(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Take room for tensors that will be stored.
+def file_size(leaves: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
+    """Return the bytes of the file that tensors of these shapes and dtypes take."""
+    stand_ins = (torch.empty(tuple(shape), dtype=dtype, device="meta") for shape, dtype in leaves)
+    return sum(_aligned(size) for x in stand_ins for size in _sizes(x))
+
+
+def reserve(size: int) -> None:
+    """Take room for bytes of the file that will be written.
 
     Raises:
         DiskError: there is not so much room.
     """
-    stand_ins = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes)
-    _file().reserve([size for x in stand_ins for size in _sizes(x)])
+    _file().reserve(size)
 
 
 # ---------------------------------------------------------------------------------------------------- views of the file

@@ -90,7 +90,7 @@ def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
     """Return a local tensor where its sharding says: itself if it is there. The host waits for a copy."""
     device_type = sharding.device_mesh().device_type
     kind = kind_here(sharding.memory, device_type)
-    if is_in_memory(x, sharding):
+    if is_in_memory(x, sharding) and (kind != "host" or _compat.is_fake(x) or x.is_pinned()):
         return x
     if kind == "device":
         return on_device(x, device_type)

@@ -25,7 +25,7 @@ from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
-from fsharding.comm.leaf_memory import cast_to_memory, on_device, to_memory
+from fsharding.comm.leaf_memory import cast_to_memory, memory_of, on_device, to_memory
 from fsharding.comm.move import Move
 from fsharding.comm.steps import Step, full_lengths, kinds_of, plan_steps
 from fsharding.comm.wires import Plain
@@ -188,8 +188,10 @@ def start_redistribute(
             result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
         else:
             nbytes = math.prod(route.shape) * dtype.itemsize
-            usable = into is not None and target.memory == "device"
             device_type = leaf.device_mesh.device_type
+            # If a file fails, what the result would overwrite is still needed.
+            fails = memory_of(local, device_type) == "disk"
+            usable = into is not None and target.memory == "device" and not fails
             home = memory_for(homes[i], route.shape, dtype, torch.device(device_type)) if usable else None
             move = _Leaf(i, local, dtype, device_type, route.steps, route.lengths, nbytes, home)
             groups.setdefault((route.mesh, kinds_of(route.steps), dtype, usable), []).append(move)

@@ -25,7 +25,7 @@ from fsharding.base.calls import named
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue, Queued
 from fsharding.comm.handles import Handle
-from fsharding.comm.leaf_memory import on_device, to_memory
+from fsharding.comm.leaf_memory import memory_of, on_device, to_memory
 from fsharding.comm.move import axis_sizes
 from fsharding.comm.redistribute import (
     BUCKET_BYTES,
@@ -281,7 +281,8 @@ def start_rounded(
             continue
         travels = travels_as_codes(route.steps, rounding.kept)
         away = target.memory != "device"
-        moved = _leaf(leaf, route, rounding, dtype, None if away else homes[i], travels=travels)
+        fails = memory_of(local_of(leaf), leaf.device_mesh.device_type) == "disk"
+        moved = _leaf(leaf, route, rounding, dtype, None if away or fails else homes[i], travels=travels)
         rounded.append(moved)
         if away:
             numbers.append(i)

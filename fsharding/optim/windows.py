@@ -188,7 +188,8 @@ class _Windows:
         """Start to copy a window to where it rests, and free the one before."""
         values = _Values(None, state, params)
         given = {path: local_of(x) for path, x in tree.named_leaves(values).items() if path in self._away}
-        homes = {path: local_of(self._away[path]) for path in given} if self._donate else {}
+        reused = self._donate and not self._may_fail
+        homes = {path: local_of(self._away[path]) for path in given} if reused else {}
         there = self._copies.send(given, self._kinds, homes)
         rest = tree.map_with_path(lambda path, x: like(x, there[path]) if path in there else x, values)
         return rest.params, rest.state

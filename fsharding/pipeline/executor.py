@@ -26,6 +26,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import uncounted
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
+from fsharding.comm.leaf_memory import device_of
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import send_recv, start_sum
@@ -248,7 +249,8 @@ class _Run:
         self.others_are_fake = self.group.process_group is not None and has_fake_backend(self.group.process_group)
         actions = self.schedule.actions_on(self.rank)
         self.splits = any(action.kind == "I" for action in actions)
-        self.pool, self.device = Pool(), local_of(tree.leaves(self.params)[0]).device
+        first = tree.leaves(self.params)[0]
+        self.pool, self.device = Pool(), device_of(local_of(first), first.device_mesh.device_type)
         self.partner = Partner(self.device)
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(

@@ -98,7 +98,7 @@ class StageState:
         self._homes = [_home_of_sums(leaf, self.each) if trains and leaf.trainable else None for leaf in layout.leaves]
         self._sources = tree.unflatten(layout.structure, self._homes)
         self._sums = [
-            None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf), x)
+            None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf))
             for leaf, home, x in zip(layout.leaves, self._homes, tree.leaves(params), strict=True)
         ]
         self._uses = Counter(a.stage for a in row if uses_parameters(a))
@@ -288,6 +288,6 @@ def _home_of_sums(leaf: LeafLayout, each: bool) -> NamedSharding:
     )
 
 
-def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> DTensor:
-    local = torch.zeros(home.local_shape(shape), dtype=dtype, device=local_of(x).device)
+def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+    local = torch.zeros(home.local_shape(shape), dtype=dtype, device=home.device_type)
     return home.simplified().to_dtensor(local, shape)

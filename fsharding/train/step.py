@@ -498,14 +498,15 @@ class TrainStep:
         """
         layout = state.layout
         loss_scale = state.loss_scale
-        with _compat.region("optimizer"), noting_rates() as plan.rates:
-            main, opt_state = self._optimize(state, verdict, counts)
+        with donated_if_written(state) if self._settings.donate else nullcontext():
+            with _compat.region("optimizer"), noting_rates() as plan.rates:
+                main, opt_state = self._optimized(state, verdict, counts)
+            with _compat.region("spread"):
+                step_after = next_count(state.step, counts)
+                rounding = rounding_key(state.key, step_after, layout)
+                params = spread(main, state.params, layout, donate=self._settings.donate, key=rounding)
         if self._settings.donate:
             state = state.donate()
-        with _compat.region("spread"):
-            step_after = next_count(state.step, counts)
-            rounding = rounding_key(state.key, step_after, layout)
-            params = spread(main, state.params, layout, donate=self._settings.donate, key=rounding)
         if loss_scale is not None:
             after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the smallest scale also keeps the count of good steps.
@@ -639,12 +640,8 @@ class TrainStep:
         buffers = sync_buffers(buffers, layout.mesh)
         return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes), buffers)
 
-    def _optimize(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
-        """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
-        with donated_if_written(state) if self._settings.donate else nullcontext():
-            return self._optimized(state, verdict, finite)
-
     def _optimized(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
+        """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
         main = main_of(state)
         context = UpdateContext(
             donate=self._settings.donate, norm=verdict.norm, shardings=state.layout.main, finite=finite, key=state.key,

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError, LayoutError
+from fsharding.comm.leaf_memory import memory_of
 from fsharding.optim import windows
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import device_mesh
@@ -115,7 +116,6 @@ def updated(case, optimizer, device, folder):
     with on_device(device) as watch, patch.object(windows, "WINDOW_BYTES", 1 << 12):
         mesh, opt = device_mesh(case.mesh, device), OPTIMIZERS[optimizer]()
         state, step = case.start(mesh, opt)
-        here = device == SIM and bool(case.strategy.memory)
         numbers = []
         for number in range(4):
             if number == 2:
@@ -127,8 +127,13 @@ def updated(case, optimizer, device, folder):
             batch = {name: x.to(device) for name, x in case.batch(number, mesh).items()}
             with watch.step(number):
                 state, metrics = step(state, batch)
-            moments = [local_of(x) for x in fs.tree.leaves(state.opt_state) if isinstance(x, DTensor)]
-            assert all(x.is_cpu == here and x.is_pinned() == here for x in moments if device == SIM)
+            moments = [x for x in fs.tree.leaves(state.opt_state) if isinstance(x, DTensor)]
+            kept = {"params": fs.tree.leaves(state.params), "main": fs.tree.leaves(state.main), "moments": moments}
+            for role, leaves in kept.items():
+                kind = case.strategy.memory_of(role, "") if device == SIM else "device"
+                found = {memory_of(local_of(x), device) for x in leaves}
+                assert found <= {kind, "device"} and (kind in found or not leaves), (role, kind, found)
+                assert all(local_of(x).is_pinned() for x in leaves if memory_of(local_of(x), device) == "host")
             numbers.append(torch.stack((metrics.loss, metrics.grad_norm)))
         return watch.seen(numbers, state)
 
@@ -139,6 +144,34 @@ def test_moments_on_the_host_change_no_bit(pool, name, tmp_path):
     there = replace(case, strategy=case.strategy.with_memory(moments="host"))
     kept = pool.run(updated, case, optimizer, SIM, tmp_path / f"{name}-kept")
     assert_as_on_cpu(kept, pool.run(updated, there, optimizer, SIM, tmp_path / name))
+
+
+ROLES = ("params", "main", "moments", "grads")
+AWAY = {
+    f"zero{level}-{kind}": (replace(BASE, strategy=fs.zero(level), microbatches=2), dict.fromkeys(ROLES, kind))
+    for level in range(4)
+    for kind in ("host", "disk")
+}
+BF16 = replace(BASE, precision=fs.BF16, strategy=fs.zero(1))
+AWAY |= {
+    **{f"bf16-{role}": (BF16, {role: "host"}) for role in ROLES},
+    "bf16-mixed": (replace(BF16, donate=True), {"params": "host", "main": "disk", "moments": "host", "grads": "disk"}),
+    "mxfp8": (replace(BASE, precision=fs.MXFP8, strategy=fs.zero(3)), {"params": "host", "grads": "host"}),
+    "mxfp8-copies": (replace(BASE, precision=fs.MXFP8, strategy=fs.zero(1)), {"params": "host", "main": "disk"}),
+    "remat": (replace(BASE, policy="nothing_saveable", donate=True), {"params": "host", "moments": "host"}),
+    "offload": (replace(BASE, policy="offload", strategy=fs.zero(2)), dict.fromkeys(ROLES, "host")),
+    "tp": (replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,))), dict.fromkeys(ROLES, "host")),
+    **{name: (replace(case, donate=True), dict.fromkeys(ROLES, "host")) for name, case in pipelines(BASE).items()},
+}
+AWAY_KEPT = {"zero0-host", "zero1-disk", "zero3-host", "zero3-disk", "bf16-mixed", "mxfp8-copies", "offload", "zbv"}
+
+
+@pytest.mark.parametrize("name", [name if name in AWAY_KEPT else pytest.param(name, marks=full) for name in AWAY])
+def test_roles_elsewhere_change_no_bit(pool, name, tmp_path):
+    case, memory = AWAY[name]
+    there = replace(case, strategy=case.strategy.with_memory(**memory))
+    kept = pool.run(updated, case, "adamw", SIM, tmp_path / f"{name}-kept")
+    assert_as_on_cpu(kept, pool.run(updated, there, "adamw", SIM, tmp_path / name), reads=True)
 
 
 def started(memory):
@@ -168,10 +201,10 @@ def refused(folder):
         mesh = device_mesh(case.mesh, SIM)
         state, step = case.start(mesh)
         batch = {name: x.to(SIM) for name, x in case.batch(0, mesh).items()}
-        with pytest.raises(ConfigError, match="moments are on the host"):
+        with pytest.raises(ConfigError, match="moments on the host"):
             fs.capture(step, state, batch)
         moved = fs.tree.map(lambda x: x.to(SIM) if x.ndim else x, state.opt_state)
-        with pytest.raises(LayoutError, match="its memory is on sim:0, and the layout says host"):
+        with pytest.raises(LayoutError, match="on the device; the layout keeps it on the host"):
             step(state.replace(opt_state=moved), batch)
 
 

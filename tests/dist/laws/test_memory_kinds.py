@@ -1,0 +1,112 @@
+"""Law: whatever a strategy keeps on the host or on disk, losses, states and checkpoints have the same bits.
+
+On a CPU the host is the device, and disk is real; `tests/dist/device` has both.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharding as fs
+from fsharding.comm.disk import OnDisk
+from fsharding.optim import windows
+from fsharding.sharding.memory_kinds import KINDS, ROLES
+from fsharding.sharding.named_sharding import local_of
+from fsharding.testing import assert_bitwise_equal, device_mesh, run_ranks
+from tests.decoders import DecoderCase, decoder_cases
+from tests.helpers import crossed, examples
+
+CONFIG = fs.models.DecoderConfig(vocab_size=20, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=24)
+BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, steps=3, microbatches=2)
+OPTIMIZERS = {
+    "adamw": lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, eps=1e-3, weight_decay=0.1)),
+    "mxfp8": lambda: fs.adamw(3e-3, eps=1e-3, moments=fs.formats.MXFP8),
+    "adafactor": lambda: fs.optim.adafactor(1e-3),
+    "muon": lambda: fs.optim.multi_transform(
+        {"matrix": fs.optim.muon(1e-3, dtype=torch.float32), "other": fs.adamw(3e-3, eps=1e-3)},
+        fs.optim.label_matrices(),
+    ),
+}
+PRECISIONS = {
+    "fp32": fs.FP32,
+    "bf16": fs.BF16,
+    "keyed": replace(fs.BF16, params=torch.bfloat16, rounding="keyed"),
+    "mxfp8": fs.MXFP8,
+}
+ALL = dict.fromkeys(ROLES, "disk")
+
+
+def run(case, optimizer):
+    """Losses and norms of all steps, and the state."""
+    mesh = device_mesh(case.mesh)
+    state, step = case.start(mesh, OPTIMIZERS[optimizer]())
+    numbers = []
+    for number in range(case.steps):
+        state, metrics = step(state, case.batch(number, mesh))
+        numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.weight)))
+    return numbers, state
+
+
+def has_same_bits(case, memory, optimizer, folder):
+    """Run with and without other memory; the one's checkpoint and state become the other's."""
+    with patch.object(windows, "WINDOW_BYTES", 1 << 12):
+        numbers, state = run(case, optimizer)
+        strategy = case.strategy.with_memory(**memory)
+        others, away = run(replace(case, strategy=strategy), optimizer)
+    assert_bitwise_equal(numbers, others)
+    for field, kinds in (("params", away.layout.params), ("main", away.layout.main)):
+        for x, kind in zip(fs.tree.leaves(getattr(away, field)), fs.tree.leaves(kinds), strict=False):
+            assert isinstance(local_of(x), OnDisk) == (kind.memory == "disk")
+    fs.checkpoint.save(Path(folder), away)
+    loaded = fs.checkpoint.load(Path(folder), state.layout, opt=OPTIMIZERS[optimizer]())
+    dist.barrier()
+    for same in (loaded, fs.reshard(away, state.layout)):
+        assert_bitwise_equal(values(same), values(state))
+    back = fs.reshard(loaded, away.layout, donate=True)
+    assert_bitwise_equal(values(back), values(away))
+
+
+def values(state):
+    return [state.params, state.main, state.opt_state, state.step, state.key]
+
+
+@pytest.mark.parametrize(
+    ("level", "precision", "role"),
+    crossed(
+        range(4), [*PRECISIONS], (*ROLES, "all"),
+        kept=["0-fp32-all", "1-bf16-main", "1-fp32-params", "2-fp32-grads", "3-bf16-all", "3-keyed-moments", "3-mxfp8-main"],
+    ),
+)  # fmt: skip
+def test_roles_on_disk(level, precision, role, tmp_path):
+    case = replace(BASE, strategy=fs.zero(level), precision=PRECISIONS[precision], donate=level % 2 == 0)
+    memory = ALL if role == "all" else {role: "disk"}
+    run_ranks(has_same_bits, 2, case, memory, "adamw", tmp_path / "saved")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_on_disk(optimizer, tmp_path):
+    memory = {"moments": {"": "disk", "blocks.wq": "device"}, "main": {"embed": "disk"}}
+    run_ranks(has_same_bits, 2, replace(BASE, strategy=fs.zero(3)), memory, optimizer, tmp_path / "saved")
+
+
+PATHS = ("", "blocks", "blocks.wq", "embed", "head")
+MEMORY = st.dictionaries(
+    st.sampled_from(ROLES),
+    st.one_of(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(PATHS), st.sampled_from(KINDS), max_size=3)),
+)
+
+
+@examples(20, 200)
+@given(
+    decoder_cases(max_ranks=4, steps=2), MEMORY, st.sampled_from(("fp32", "bf16")), st.sampled_from(("adamw", "mxfp8"))
+)
+def test_any_memory_of_any_run(tmp_path_factory, case, memory, precision, optimizer):
+    case = replace(case, precision=PRECISIONS[precision])
+    folder = tmp_path_factory.mktemp("saved") / "ckpt"
+    run_ranks(has_same_bits, case.ranks, case, memory, optimizer, folder)
