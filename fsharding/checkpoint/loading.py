@@ -47,6 +47,7 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout
+from fsharding.train.disk_room import take_room
 from fsharding.train.state import TrainState, rounding_key, sealed, spread
 
 __all__ = ["load", "load_leaves"]
@@ -112,6 +113,9 @@ def load(
     _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
     if damaged:
         raise _refusal(folder, manifest, damaged)
+    leaves = [(want.sharding, want.shape, want.dtype) for want in wanted.values() if want.sharding is not None]
+    copies = layout.leaves if layout.has_main else ()
+    take_room(layout, [*leaves, *((leaf.params, leaf.shape, layout.param_dtype(leaf)) for leaf in copies)])
     result = _assemble(_read(folder, manifest, wanted), opt_state, layout)
     if data is not None:
         on_all(lambda: restore(data, position))

@@ -99,7 +99,7 @@ class StageState:
         self._sources = tree.unflatten(layout.structure, self._homes)
         self._sums = [
             None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf))
-            for leaf, home, x in zip(layout.leaves, self._homes, tree.leaves(params), strict=True)
+            for leaf, home in zip(layout.leaves, self._homes, strict=True)
         ]
         self._uses = Counter(a.stage for a in row if uses_parameters(a))
         self._scatters = Counter(a.stage for a in row if a.kind == "SCATTER")

@@ -34,6 +34,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
 from fsharding.train import reshard_leaves
+from fsharding.train.disk_room import take_room
 from fsharding.train.reshard_leaves import Moving
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state
@@ -80,6 +81,7 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     """
     if isinstance(tree_or_state, TrainState):
         moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
+        take_room(layout, [(m.target, m.shape, m.dtype) for m in moved])
     else:
         sizes = _sizes(tree_or_state) if source is None else None
         moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, sizes=sizes)

@@ -51,6 +51,7 @@ from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import owner_of, type_text
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
 from fsharding.sharding.random import LazyTensor
+from fsharding.train.disk_room import leaves_of_state, take_room
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
@@ -357,6 +358,7 @@ def init_state(
         TreeError: the layout was planned for another tree.
         ConfigError: on every rank: ranks have different keys, different first values, or different buffers of a module;
             or one random draw stands at several leaves. All such leaves are listed.
+        DiskError: on every rank: one has too little room for what the strategy keeps on disk.
 
     Example:
         >>> def init(key):
@@ -384,6 +386,7 @@ def init_state(
         named |= {f"buffers.{name}": x for name, x in {**constants_of(model), **first}.items()}
         _refuse_other_draws(named, run_key, layout)
         run_key = run_key.clone()
+    take_room(layout, leaves_of_state(layout, opt))
     params = init_params(draws, layout)
     main = init_params(draws, layout, "main") if layout.has_main else None
     step = torch.zeros((), dtype=torch.int64)
@@ -529,6 +532,7 @@ def state_from_params(
     if buffers is not None:
         named = {f"buffers.{name}": x for name, x in first.items()}
         _refuse_other_draws(named, run_key, layout)
+    take_room(layout, leaves_of_state(layout, opt))
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept

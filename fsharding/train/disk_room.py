@@ -1,0 +1,90 @@
+"""Room on disk for a state: taken before anything is written, or refused on every rank.
+
+In: a layout and the leaves of a state in it. Out: nothing, or one error.
+A step writes a new state beside the old one, so twice the bytes of a state are taken, and of its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fsharding.base import _compat, tree
+from fsharding.base.errors import DiskError, message
+from fsharding.comm.disk import file_size, reserve
+from fsharding.mesh.consistency import gather_numbers
+from fsharding.mesh.device_mesh import everyone, is_member
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import owner_of
+from fsharding.sharding.named_sharding import NamedSharding
+
+__all__ = ["disk_bytes", "leaves_of_state", "take_room"]
+
+Planned: TypeAlias = tuple[NamedSharding, tuple[int, ...], torch.dtype]
+"""The sharding of a leaf, its global shape, and its dtype."""
+
+
+def leaves_of_state(layout: Layout, opt: Any) -> Iterator[Planned]:
+    """Yield all leaves of a state that will be made: parameters, main parameters and moments."""
+    for leaf in layout.leaves:
+        yield leaf.params, leaf.shape, layout.param_dtype(leaf)
+        if leaf.trainable and layout.has_main:
+            yield leaf.main, leaf.shape, layout.precision.main_dtype(leaf.init)
+    state = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
+    for path, x in tree.named_leaves(state).items():
+        owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves) if isinstance(x, Tensor) and x.is_meta else None
+        if owner is not None:
+            yield owner.moments, owner.shape, x.dtype
+
+
+def disk_bytes(layout: Layout, leaves: Iterable[Planned], coord: dict[str, int] | None = None) -> int:
+    """Return the bytes of the file of one rank, for a state and its gradients.
+
+    Args:
+        leaves: of the state; others than those on disk do not count.
+        coord: the rank's coordinate by axis; by default this process's.
+    """
+    total = file_size(_here(planned, coord) for planned in leaves if planned[0].memory == "disk")
+    for leaf in layout.leaves:
+        if leaf.trainable and leaf.grads.memory == "disk":
+            dtype = layout.precision.grad_dtype(layout.precision.main_dtype(leaf.init))
+            shape, _ = _here((leaf.reduced, leaf.shape, dtype), coord)
+            # Units are reduced one by one, so that each row of a stack may have extents of its own.
+            rows = [(shape[1:], dtype)] * shape[0] if shape else []
+            total += max(file_size([(shape, dtype)]), file_size(rows))
+    return 2 * total
+
+
+def _here(planned: Planned, coord: dict[str, int] | None) -> tuple[tuple[int, ...], torch.dtype]:
+    sharding, shape, dtype = planned
+    return sharding.local_shape(shape, coord), dtype
+
+
+def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
+    """Take room for a state on every rank. Collective where leaves are on disk.
+
+    Raises:
+        DiskError: on every rank: one of them has too little room.
+    """
+    if all(choice.kind != "disk" for choice in layout.strategy.memory) or _compat.makes_fakes():
+        return
+    if not is_member(layout.mesh):
+        return
+    problem = ""
+    try:
+        reserve(disk_bytes(layout, leaves))
+    except DiskError as error:
+        problem = str(error)
+    group = everyone(layout.mesh)
+    lacks = [bool(problem)]
+    if group.process_group is not None:
+        lacks = gather_numbers(int(bool(problem)), group.size, group.process_group, layout.mesh.device_type)  # pyright: ignore[reportAttributeAccessIssue]
+    without = [str(rank) for rank, lack in zip(group.ranks, lacks, strict=True) if lack]
+    if problem:
+        raise DiskError(problem)
+    if without:
+        rule = f"has too little room on the disk of rank {', '.join(without)}."
+        raise DiskError(message(rule, mend="Look at what that rank says."))

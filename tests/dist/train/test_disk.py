@@ -1,0 +1,216 @@
+"""Leaves on disk: no room, a file that fails, flipped bits, killed processes: nothing is lost, everything is named."""
+
+import errno
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsharding as fs
+from fsharding import checkpoint as ck
+from fsharding.base.errors import DiskError, RankError
+from fsharding.comm import disk
+from fsharding.optim import windows
+from fsharding.sharding.memory_kinds import ROLES
+from fsharding.sharding.named_sharding import local_of
+from fsharding.testing import assert_bitwise_equal, device_mesh, run_ranks
+from fsharding.train.disk_room import disk_bytes, leaves_of_state
+from tests.decoders import DecoderCase
+from tests.helpers import full, small_disk
+
+CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2)
+BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (1,)), rows=4, length=8, steps=4, donate=True)
+ALL = fs.zero(3).with_memory(**dict.fromkeys(ROLES, "disk"))
+SOME = fs.zero(3).with_memory(moments="disk")
+
+
+@contextmanager
+def file_in(folder):
+    """A file of its own in a directory."""
+    disk._file.cache_clear()
+    with patch.dict(os.environ, {"FSHARDING_DISK": str(folder)}), patch.object(windows, "WINDOW_BYTES", 1 << 12):
+        yield
+    disk._file.cache_clear()
+
+
+def started(strategy, mesh=BASE.mesh):
+    case = replace(BASE, strategy=strategy, mesh=mesh)
+    return case, *case.start(device_mesh(mesh))
+
+
+def train(case, state, step, steps):
+    mesh = state.layout.mesh
+    for _ in range(steps):
+        state, _ = step(state, case.batch(int(state.step), mesh))
+    return state
+
+
+# -------------------------------------------------------------------------------------------------------- plan and room
+@pytest.mark.parametrize(
+    "strategy", [ALL, SOME, fs.zero(3).with_memory(main="disk", grads={"blocks": "disk"})], ids=str
+)
+def test_the_file_is_as_large_as_planned(tmp_path, strategy):
+    with file_in(tmp_path):
+        case, state, step = started(strategy)
+        planned = disk_bytes(state.layout, leaves_of_state(state.layout, case.optimizer))
+        assert disk._file()._size == planned
+        assert 2 * state.layout.memory(case.optimizer).disk <= planned
+        train(case, state, step, 4)
+        assert disk._file()._size == planned and not list(tmp_path.iterdir()), "it has no name"
+
+
+def test_too_little_room_is_refused_before_the_first_step(tmp_path):
+    text = r"bytes more in .*: No space left on device"
+    with small_disk(tmp_path, 64), file_in(tmp_path), pytest.raises(DiskError, match=text):
+        started(ALL)
+
+
+def without_room(folder):
+    with file_in(folder / str(dist.get_rank())):
+        if dist.get_rank() == 1:
+            (folder / "1").mkdir()
+        with small_disk(folder / "1", 64) if dist.get_rank() == 1 else patch.dict({}):
+            text = "No space left on device" if dist.get_rank() == 1 else "too little room on the disk of rank 1"
+            with pytest.raises(DiskError, match=text):
+                started(ALL, fs.AbstractMesh(("dp",), (2,)))
+
+
+def test_too_little_room_of_one_rank_is_refused_on_all(tmp_path):
+    run_ranks(without_room, 2, tmp_path)
+
+
+def test_a_full_disk_stops_no_step(tmp_path):
+    """All room is taken before the first step."""
+    with file_in(tmp_path / "elsewhere"):
+        kept = train(*started(ALL), 3)
+    with small_disk(tmp_path, 4096), file_in(tmp_path):
+        case, state, step = started(ALL)
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "filler").write_bytes(bytes(4 << 20))
+        assert_bitwise_equal(fs.unshard(train(case, state, step, 3).params), fs.unshard(kept.params))
+        del state
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+def failing(name, number):
+    """An operation on the file that fails once, when it has been called so often."""
+    real, calls = getattr(os, name), Counter()
+    lock = threading.Lock()
+
+    def fails(*args):
+        with lock:
+            calls[name] += 1
+            if calls[name] == number:
+                raise OSError(errno.EIO, "Input/output error")
+        return real(*args)
+
+    return patch.object(disk.os, name, fails)
+
+
+def result_of(step, state, batch):
+    try:
+        return step(state, batch)[0], ""
+    except DiskError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+@pytest.mark.parametrize("strategy", [ALL, SOME, fs.zero(1).with_memory(main="disk", moments="host")], ids=str)
+def test_a_step_in_which_the_disk_fails_leaves_the_state_as_it_was(tmp_path, strategy, name):
+    """Every read and every write of a step fails in turn."""
+    with file_in(tmp_path):
+        case, state, step = started(strategy)
+        state = train(case, state, step, 1)
+        batch = case.batch(1, state.layout.mesh)
+        before, number = fs.unshard(state), 0
+        while True:
+            number += 1
+            with failing(name, number):
+                after, error = result_of(step, state, batch)
+            if after is not None:
+                break
+            assert f"the file of {tmp_path} at " in error and "Input/output error" in error
+            assert_bitwise_equal(fs.unshard(state), before)
+        assert number > 4 and int(after.step) == 2
+        whole = train(*started(strategy), 2)
+        assert_bitwise_equal(fs.unshard(after), fs.unshard(whole))
+
+
+def test_a_flipped_bit_is_named(tmp_path):
+    with file_in(tmp_path):
+        case, state, step = started(SOME)
+        ck.save(tmp_path / "saved", state)
+        place = next(x for x in map(local_of, fs.tree.leaves(state.opt_state)) if isinstance(x, disk.OnDisk))
+        extent = place.parts[0].stored.extents[0]
+        byte = os.pread(disk._file()._fd, 1, extent.offset)
+        os.pwrite(disk._file()._fd, bytes([byte[0] ^ 16]), extent.offset)
+        with pytest.raises(DiskError, match=rf"other bytes than it wrote in the file of .* from {extent.offset:,} to"):
+            train(case, state, step, 1)
+        again = ck.load(tmp_path / "saved", state.layout)
+        assert int(train(case, again, step, 1).step) == 1
+
+
+def test_a_tensor_on_disk_is_read_only(tmp_path):
+    with file_in(tmp_path):
+        x = torch.arange(12.0).view(3, 4)
+        there = disk.store(x)
+        with pytest.raises(DiskError, match="cannot write a tensor on disk in place"):
+            there.add_(1)
+        for same, want in (
+            (there[1], x[1]),
+            (there[1:], x[1:]),
+            (there + 1, x + 1),
+            (there.view(12)[5], x.view(12)[5]),
+        ):
+            assert torch.equal(disk.in_memory(same), want)
+        assert all(torch.equal(a, b) for a, b in zip(there.unbind(0), x.unbind(0), strict=True))
+        assert isinstance(there[1:].view(-1), disk.OnDisk) and not isinstance(there.T, disk.OnDisk)
+        assert torch.equal(disk.joined([*there.unbind(0)]), x) and repr(there) == "OnDisk(float32[3, 4])"
+
+
+# ---------------------------------------------------------------------------------------------------------- killed ranks
+TWO = fs.AbstractMesh(("dp",), (2,))
+
+
+def until_killed(folder, seconds):
+    """Train on from the newest checkpoint, and save; a rank is killed at some moment of a step or a save."""
+    with file_in(folder / "disk"):
+        case, state, step = started(ALL, TWO)
+        keeper = ck.Checkpointer(folder / "ckpt", keep=2)
+        state = state if keeper.latest() is None else keeper.load(state.layout)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            state = train(case, state, step, 1)
+            if int(state.step) % 3 == 0:
+                keeper.save(state)
+
+
+def same_as_uninterrupted(folder):
+    """The newest checkpoint has the state of a run on the device that nothing has stopped."""
+    case, state, step = started(fs.zero(3), TWO)
+    found = ck.load(ck.latest(folder / "ckpt"), state.layout)
+    assert_bitwise_equal(train(case, state, step, int(found.step)).params, found.params)
+    return int(found.step)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=full)])
+def test_nothing_is_lost_when_ranks_are_killed(tmp_path, count):
+    draw = random.Random(count)
+    for _ in range(count):
+        with pytest.raises(RankError, match="died of SIGKILL"):
+            run_ranks(until_killed, 2, tmp_path, draw.uniform(0.05, 0.8), timeout=60.0)
+        assert not [*(tmp_path / "disk").iterdir()], "a file without a name goes with its process"
+    steps = run_ranks(same_as_uninterrupted, 2, tmp_path)[0] if ck.latest(tmp_path / "ckpt") else 0
+    print(f"{count} kills, {steps} steps, nothing lost")
+    assert count == 2 or steps > count
