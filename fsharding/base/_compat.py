@@ -428,6 +428,16 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that has a `__torch_dispatch__` alone."""
 
 
+def map_large_allocations() -> None:
+    """Have the C library give large memory of the CPU back when it is freed, for good; slower, and glibc's alone."""
+    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+_M_MMAP_THRESHOLD = -3
+
+
 def storage_id(x: Tensor) -> int:
     """Identity of a tensor's storage: equal for all views of one buffer, also for fake tensors."""
     return x.untyped_storage()._cdata

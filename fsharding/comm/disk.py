@@ -28,7 +28,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharding.base import _compat
 from fsharding.base.errors import DiskError, message
 
-__all__ = ["OnDisk", "file_size", "in_memory", "joined", "reserve", "store"]
+__all__ = ["OnDisk", "disk_folder", "file_size", "in_memory", "joined", "reserve", "store"]
 
 _PIECE = 8 << 20
 """Most bytes of an extent; it is read and checked as a whole."""
@@ -38,10 +38,15 @@ _ROW = 64 << 10
 
 _ALIGN = 4096
 
-_IN_FLIGHT = 128 << 20
+_IN_FLIGHT = 64 << 20
 """Bytes that may wait to be written; a tensor that would be more waits for the oldest."""
 
 _MEND = "Give a directory with more room: FSHARDING_DISK=/path/of/a/fast/disk. The state is as it was before."
+
+
+def disk_folder() -> Path:
+    """Return the directory of the file: `FSHARDING_DISK`, or that of temporary files."""
+    return Path(os.environ.get("FSHARDING_DISK") or tempfile.gettempdir())
 
 
 class _Extent(NamedTuple):
@@ -62,7 +67,9 @@ class _File:
     """The file of this process, and the extents of it that are free, by size."""
 
     def __init__(self) -> None:
-        self.folder = Path(os.environ.get("FSHARDING_DISK") or tempfile.gettempdir())
+        # Whoever keeps leaves on disk has little memory: what is freed is not kept for later allocations.
+        _compat.map_large_allocations()
+        self.folder = disk_folder()
         self._fd = _unnamed(self.folder)
         self._size = self._used = 0
         self._free: dict[int, list[int]] = {}
@@ -178,6 +185,13 @@ _LOAD = "Load the last checkpoint, and look at this disk."
 def _bytes_of(x: Tensor) -> memoryview:
     array: Any = x.numpy()
     return memoryview(array)
+
+
+def _buffer(size: int, pinned: bool) -> Tensor:
+    """Bytes to read into."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return _compat.fresh((size,), torch.uint8, torch.device("cpu"))
 
 
 def _aligned(size: int) -> int:
@@ -296,7 +310,7 @@ class OnDisk(Tensor):
     def _start(self, pinned: bool) -> Callable[[], Tensor]:
         cuts = [part.cut() for part in self.parts]
         sizes = [sum(x.size for x in extents) for extents, _ in cuts]
-        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        buffers = [_buffer(size, pinned) for size in sizes]
         reads = [_file().start_read(extents, into) for (extents, _), into in zip(cuts, buffers, strict=True)]
 
         def result() -> Tensor:

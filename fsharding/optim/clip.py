@@ -19,7 +19,8 @@ from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.comm.leaf_memory import on_device
+from fsharding.comm.leaf_memory import is_away, on_device
+from fsharding.comm.redistribute import in_buckets
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AXES
@@ -103,7 +104,10 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
     if unreduced:
         mend = "Ask value_and_grad for reduced gradients, such as grads=layout.main."
         raise LayoutError(message("needs reduced gradients.", unreduced, mend))
-    squares = _square_sums({path: _share(x, sharding_at[path]) for path, x in named.items()})
+    squares: dict[str, Tensor] = {}
+    away = {path: local_of(x).nbytes if is_away(x) else 0 for path, x in named.items()}
+    for group in in_buckets(named, away.__getitem__):
+        squares |= _square_sums({path: _share(named[path], sharding_at[path]) for path in group})
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}
     for path, s in sharding_at.items():

@@ -35,7 +35,7 @@ from fsharding.sharding.named_sharding import like, local_of
 
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 32 << 20
 """Most bytes of leaves that are copied in for a window; a larger leaf is in one of its own."""
 
 _Change: TypeAlias = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]

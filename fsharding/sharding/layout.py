@@ -228,6 +228,14 @@ class Layout:
                 default the two moments of Adam.
             coord: the rank's coordinate; by default this process's, and the first on an abstract mesh, which has most.
         """
+        kept = self.bytes_by_kind(opt, coord)
+        parts = {role: counts.total() for role, counts in kept.items()}
+        away = {kind: sum(counts[kind] for counts in kept.values()) for kind in ("host", "disk")}
+        return Memory(**parts, buffers=self.buffers, **away)
+
+    @named("Layout.memory")
+    def bytes_by_kind(self, opt: Any = None, coord: dict[str, int] | None = None) -> dict[str, Counter[MemoryKind]]:
+        """Bytes of one rank by field of `Memory` and kind of memory; arguments are as in `memory`."""
         trained = [leaf for leaf in self.leaves if leaf.trainable]
 
         def size(sharding: NamedSharding, leaf: LeafLayout, dtype: torch.dtype) -> int:
@@ -250,9 +258,7 @@ class Layout:
             state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
             held = [self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items()]
         kept["opt_state"] = _by_kind((size, "device" if leaf is None else leaf.moment_memory) for size, leaf in held)
-        parts = {role: counts.total() for role, counts in kept.items()}
-        away = {kind: sum(counts[kind] for counts in kept.values()) for kind in ("host", "disk")}
-        return Memory(**parts, buffers=self.buffers, **away)
+        return kept
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
         """Bytes of one rank's part of a moment in the precision of the layout."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import fsharding as fs
 from fsharding import checkpoint
+from fsharding.apps.cli.offload import offloaded, policy_of
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import choose
 from fsharding.apps.cli.trackers import require_trackers
@@ -117,6 +118,8 @@ def check(config: TrainConfig, world: int) -> None:
     if config.val_every and not config.val_data:
         mend = "Give the data of the validation as well, or leave --val-every out."
         raise ConfigError(message("got --val-every without --val-data.", mend=mend))
+    offloaded("fsharding train", config.strategy, config.offload)
+    policy_of("fsharding train", config.offload, config.policy)
     require_trackers(config.log)
     _layers_of_stages(config)
     for text in (config.mesh, *(swap.mesh for swap in parse_swaps(config.swap_at) if swap.mesh)):

@@ -16,6 +16,7 @@ import resource
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,8 +33,9 @@ from rich.text import Text
 from fsharding import formats
 from fsharding.apps.cli.options import DoctorConfig
 from fsharding.base import devices
-from fsharding.base.errors import RankError
+from fsharding.base.errors import DiskError, RankError
 from fsharding.base.version import own_version
+from fsharding.comm.disk import disk_folder, store
 from fsharding.comm.transport import choice_for
 from fsharding.contrib.pairwise import Pairwise
 from fsharding.mesh.device_mesh import everyone, make_mesh
@@ -50,6 +52,7 @@ _NAMES = (*_OF_A_LAUNCHER, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", 
 _FEW_FILES = 4096
 _LITTLE_MEMORY = 1 << 30
 _LITTLE_SHM = 256 << 20
+_COPIED = 256 << 20
 _WIDE = 1000
 _TIMEOUT = timedelta(seconds=60)
 
@@ -133,6 +136,8 @@ def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", f"{cores} of {os.cpu_count()}")
     yield _memory()
+    yield from _copies()
+    yield _disk()
     yield from _devices()
     yield from _kernels()
     yield _shm()
@@ -158,6 +163,43 @@ def _meminfo(name: str) -> int:
     file = Path("/proc/meminfo")
     lines = file.read_text().splitlines() if file.is_file() else []
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def _copies() -> Iterator[Finding]:
+    """How fast leaves of the host are copied to a device and back."""
+    if not devices.device_count():
+        return
+    device = devices.accelerator()
+    there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    for name, source, target in (("host to device", here, there), ("device to host", there, here)):
+        target.copy_(source)
+        devices.synchronize()
+        begun = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        devices.synchronize()
+        yield Finding(f"copies, {name}", _rate(begun))
+
+
+def _disk() -> Finding:
+    """How fast leaves on disk are written and read, with their checksums."""
+    name = f"disk, {disk_folder()}"
+    try:
+        begun = time.perf_counter()
+        stored = store(torch.zeros(_COPIED, dtype=torch.uint8))
+        stored.settle()
+        written = _rate(begun)
+        begun = time.perf_counter()
+        stored.read()
+        read = _rate(begun)
+    except DiskError as error:
+        return Finding(name, "no file can be made here", str(error).partition("\n")[0], "Set FSHARDING_DISK.")
+    free = shutil.disk_usage(disk_folder()).free
+    return Finding(name, f"{_size(free)} free, written at {written}, read at {read} from the cache of files")
+
+
+def _rate(begun: float) -> str:
+    return f"{_COPIED / (time.perf_counter() - begun) / 1e9:.1f} GB/s"
 
 
 def _build() -> str:

@@ -41,7 +41,9 @@ class TrainConfig:
         gather: a stage's parameters that data axes cut come once a step and stay, or anew for each microbatch.
         attention: how queries meet keys over cp: ring, gather, ulysses.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
-        offload: what is kept in memory of the host: `moments=host` for those of the optimizer.
+        offload: what is kept elsewhere than on the device: of `activations`, `params`, `main`, `moments` and `grads`
+            on `host` or `disk`, such as `activations=host,moments=host,main.blocks=disk`. Activations are on the host
+            at most. The file is in `out`, unless FSHARDING_DISK says where.
         dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
             mxfp8 or nvfp4.
         steps: total number of steps, also with `resume`.
@@ -159,7 +161,7 @@ class PlanConfig:
         preset: a name of `fsharding.models.presets`.
         mesh: sizes of axes, such as `pp=16,dp=4,ep=64,tp=2`; their product is the number of ranks.
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
-        offload: what is kept in memory of the host: `moments=host` for those of the optimizer.
+        offload: what is kept elsewhere than on the device, as `fsharding train` takes it.
         dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
             mxfp8 or nvfp4.
         schedule: of the pipeline over pp.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsharding.apps.cli.config import PRECISIONS
+from fsharding.apps.cli.offload import offloaded
 from fsharding.apps.cli.options import PlanConfig
 from fsharding.apps.cli.usage import check_values
 from fsharding.base.calls import call_as, named
@@ -21,8 +22,6 @@ from fsharding.models.presets import recipe
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.pipeline.stages import layers_by_coordinate, stages_of
 from fsharding.sharding.layout import Layout, plan_layout
-from fsharding.sharding.memory_kinds import parse_memory
-from fsharding.sharding.strategy import Strategy
 
 __all__ = ["preview"]
 
@@ -50,7 +49,7 @@ def _planned(config: PlanConfig) -> dict[str, Any]:
     stages = None
     if ranks > 1:
         stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
-    strategy = Strategy.parse(config.strategy).with_memory(**call_as("fsharding plan", parse_memory, config.offload))
+    strategy = offloaded("fsharding plan", config.strategy, config.offload)
     precision = PRECISIONS[config.dtype]
     layout = plan_layout(model, mesh, strategy=strategy, precision=precision, stages=stages)
     return {
@@ -86,9 +85,22 @@ def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:
                 "pp": pp,
                 "layers": layers[pp],
                 "bytes": {**memory._asdict(), "total": memory.total, "device": memory.device},
+                "copied": _copied(layout, {"pp": pp}),
             }
         )
     return rows
+
+
+def _copied(layout: Layout, coord: dict[str, int]) -> dict[str, int]:
+    """Bytes that a step of one microbatch copies from and to the host, and the disk.
+
+    An update brings parameters that are their own main copies, main parameters, moments and gradients to the device,
+    and takes all but gradients back. Units are gathered for forward and for backward; parameters are made of main ones
+    that are apart. Gradients are written once, and read once more for their norm.
+    """
+    kept = layout.bytes_by_kind(coord=coord)
+    times = {"params": 3 if layout.has_main else 4, "main": 3, "opt_state": 2, "grads": 3}
+    return {kind: sum(times[role] * kept[role][kind] for role in times) for kind in ("host", "disk")}
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -98,12 +110,15 @@ def _text(result: dict[str, Any]) -> str:
         f"{result['ranks']:,} ranks ({mesh}), {result['strategy']}, {result['dtype']}; GB a rank, at most:",
     ]
     columns = ["params", "main", "grads", "opt_state", "total"]
-    columns += ["device", "host"] if any(row["bytes"]["host"] for row in result["stages"]) else []
+    kinds = [kind for kind in ("host", "disk") if any(row["bytes"][kind] for row in result["stages"])]
+    columns += ["device", *kinds] if kinds else []
     table = [["pp", "layers", *columns]]
     for row in result["stages"]:
         layers = " + ".join(str(n) for n in row["layers"])
         table.append([str(row["pp"]), layers, *(f"{row['bytes'][name] / 1e9:.3f}" for name in columns)])
-    return "\n".join([*head, *_aligned(table)])
+    most = {kind: max(row["copied"][kind] for row in result["stages"]) for kind in kinds}
+    tail = [f"copied in a step of one microbatch: {', '.join(f'{kind} {n / 1e9:.3f}' for kind, n in most.items())}"]
+    return "\n".join([*head, *_aligned(table), *(tail if kinds else [])])
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -40,13 +40,14 @@ from fsharding.apps.cli.config import (
     schedule_of,
     stages,
 )
+from fsharding.apps.cli.offload import offloaded, policy_of
 from fsharding.apps.cli.resume import Choice, alone_in, choose, is_damaged
 from fsharding.apps.cli.throughput import Meter, flops_per_token, peak_flops
 from fsharding.apps.cli.trace import traced, traces
 from fsharding.apps.cli.trackers import Tracker, cut_rows, open_trackers, tracker_files
 from fsharding.apps.data import Packed, Shard, Tokens
 from fsharding.base import devices
-from fsharding.base.calls import call_as, named
+from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, RankError, printable, report
 from fsharding.checkpoint.directory import append, naming_path, survey
 from fsharding.checkpoint.replicas import check_replicas
@@ -60,7 +61,6 @@ from fsharding.models.model import Model
 from fsharding.models.presets import Recipe, recipe
 from fsharding.pipeline.plots import has_matplotlib, metrics_rows, plot_loss
 from fsharding.sharding.layout import Layout, plan_layout
-from fsharding.sharding.memory_kinds import parse_memory
 from fsharding.sharding.strategy import Strategy
 from fsharding.train.evaluate import Evaluate, evaluate
 from fsharding.train.reshard import reshard
@@ -100,6 +100,7 @@ def train(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     """Trains; whether it was told to stop before the last step."""
+    os.environ.setdefault("FSHARDING_DISK", str(config.out))
     chosen = recipe(config.preset)
     model = model_of(config)
     schedule = _schedule(config, chosen)
@@ -317,7 +318,7 @@ def _step(config: TrainConfig, model: Model, opt: fs.optim.GradientTransformatio
         microbatches=config.microbatches,
         schedule=schedule_of(config, state.layout.mesh) or config.schedule,
         donate=True,
-        policy=fs.policies.POLICIES[config.policy],
+        policy=fs.policies.POLICIES[policy_of("fsharding train", config.offload, config.policy)],
     )
 
 
@@ -390,7 +391,7 @@ def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> Layout:
 
 
 def _strategy(config: TrainConfig, name: str) -> Strategy:
-    return Strategy.parse(name).with_memory(**call_as("fsharding train", parse_memory, config.offload))
+    return offloaded("fsharding train", name, config.offload)
 
 
 def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:

@@ -102,6 +102,7 @@ MEMORY = st.dictionaries(
 )
 
 
+@pytest.mark.timeout(1800)
 @examples(20, 200)
 @given(
     decoder_cases(max_ranks=4, steps=2), MEMORY, st.sampled_from(("fp32", "bf16")), st.sampled_from(("adamw", "mxfp8"))
