@@ -29,6 +29,7 @@ GALLERY = {
         "own_module": "Your own torch module",
         "nanogpt": "A GPT of your own on bytes",
         "pretrain": "Pretrain GPT-2",
+        "offload": "A state that does not fit, on disk",
         "batch_norm": "A convolutional net with batch norms",
         "diffusion": "A diffusion model",
         "research_step": "A train step by hand, under three strategies",

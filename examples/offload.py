@@ -1,7 +1,7 @@
-"""Train a model whose state doesn't fit in memory: parameters, moments and gradients on disk, then the same run without.
+"""Train a model whose state doesn't fit: parameters, moments and gradients on disk, then the same run without.
 
 Run it with `python examples/offload.py`; `--layers 64 --dim 1536` has 1.2 GB of Adam moments. The file is in the
-directory of temporary files, or in `FSHARDING_DISK`. On GPUs, try `--kind host`, which keeps all of it in pinned memory.
+directory of temporary files, or in `FSHARDING_DISK`. On GPUs try `--kind host`, which keeps all in pinned memory.
 """
 
 import argparse
@@ -30,12 +30,13 @@ def model(layers, dim):
 
 
 def train(strategy, args):
-    """Losses, seconds of a step, and the most megabytes that this process had so far."""
+    """Losses, seconds of a step, and the most megabytes that this process had, before its state and after."""
     init, loss = model(args.layers, args.dim)
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-3))
     layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1), strategy=strategy)
     memory = layout.memory(opt)
     print(f"{strategy}: device {memory.device:,}, host {memory.host:,}, disk {memory.disk:,} bytes")
+    before = peak_memory()
     state = fs.init_state(init, opt, fs.random.key(0), layout)
     step = fs.make_train_step(loss, opt, donate=True)
     x = torch.randn(args.rows, args.dim, generator=torch.Generator().manual_seed(0)).to(layout.mesh.device_type)
@@ -46,7 +47,11 @@ def train(strategy, args):
         state, metrics = step(state, {"x": x, "y": x.roll(1, 0)})
         losses.append(float(metrics.loss))
     seconds = (time.perf_counter() - begun) / max(1, args.steps - 1)
-    return losses, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return losses, seconds, (before, peak_memory())
+
+
+def peak_memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main():
@@ -57,16 +62,14 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--kind", choices=("host", "disk"), default="disk")
     args = parser.parse_args()
-    begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     # The peak of a process only grows, so the run that needs less comes first.
-    away, seconds_away, peak_away = train(fs.zero(3).with_memory(**dict.fromkeys(ROLES, args.kind)), args)
-    here, seconds_here, peak_here = train(fs.zero(3), args)
+    away, seconds_away, (begun, peak_away) = train(fs.zero(3).with_memory(**dict.fromkeys(ROLES, args.kind)), args)
+    here, seconds_here, (_, peak_here) = train(fs.zero(3), args)
     assert away == here, "where a leaf is changes no bit"
     print(f"losses {here[0]:.4f} to {here[-1]:.4f}, equal in every bit")
     print(f"seconds a step: {seconds_away:.2f} on {args.kind}, {seconds_here:.2f} on the device")
-    print(
-        f"memory of this process: {peak_away - begun:.0f} MB more on {args.kind}, {peak_here - begun:.0f} MB on the device"
-    )
+    grown = f"{peak_away - begun:.0f} MB on {args.kind}, {peak_here - begun:.0f} MB on the device"
+    print(f"memory that this process took for it: {grown}")
 
 
 if __name__ == "__main__":

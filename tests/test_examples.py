@@ -55,6 +55,11 @@ EXPECTED: dict[str, list[str]] = {
         r"^zero3    adamw: errors 0\.\d{3}  loss 0\.\d{4}, uphill 0\.\d{4}$",
         r"^flatter and better with SAM, and equal in every bit under both strategies$",
     ],
+    "offload.py": [
+        r"^zero3 with grads on disk, moments on disk, params on disk: device 8, host 0, disk 8,388,608 bytes$",
+        r"^losses 2\.\d+ to 1\.\d+, equal in every bit$",
+        r"^seconds a step: \d+\.\d\d on disk, ",
+    ],
     "ema_eval.py": [
         r"^step 120  error of the parameters 0\.\d{4}  of their average 0\.\d{4}$",
         r"^the average of w1 is float32\[33@dp, 2\], here \[17, 2\]$",

@@ -42,6 +42,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return rows(tmp_path_factory.mktemp("alone") / "run", *VALIDATION, ranks=1)
 
 
+def test_offload_changes_no_number(tmp_path: Path):
+    plain = rows(tmp_path / "plain", "--dtype", "bfloat16")
+    memory = "activations=host,params=disk,moments=disk,grads=host,moments.embed=device"
+    away = rows(tmp_path / "away", "--dtype", "bfloat16", "--offload", memory, "--save-every", "2")
+    assert [row["loss"] for row in away] == [row["loss"] for row in plain]
+    assert sorted(os.listdir(tmp_path / "away")) == sorted([*os.listdir(tmp_path / "plain")]), "no file is left"
+
+
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [

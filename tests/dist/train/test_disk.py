@@ -3,11 +3,15 @@
 import errno
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,6 +30,7 @@ from fsharding.train.disk_room import disk_bytes, leaves_of_state
 from tests.decoders import DecoderCase
 from tests.helpers import full, small_disk
 
+ROOT = Path(__file__).parents[3]
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2)
 BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (1,)), rows=4, length=8, steps=4, donate=True)
 ALL = fs.zero(3).with_memory(**dict.fromkeys(ROLES, "disk"))
@@ -97,6 +102,18 @@ def test_a_full_disk_stops_no_step(tmp_path):
             (tmp_path / "filler").write_bytes(bytes(4 << 20))
         assert_bitwise_equal(fs.unshard(train(case, state, step, 3).params), fs.unshard(kept.params))
         del state
+
+
+@full
+@pytest.mark.timeout(600)
+def test_1200_mb_of_moments_train_in_300_mb(tmp_path):
+    """2.4 GB of state and gradients, in a process of its own, since its peak only grows."""
+    how = ["--layers", "64", "--dim", "1536", "--steps", "2"]
+    script = [sys.executable, str(ROOT / "examples" / "offload.py"), *how]
+    printed = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    grown = int(re.search(r"took for it: (\d+) MB on disk", printed)[1])
+    print(printed)
+    assert "equal in every bit" in printed and grown < 300
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

@@ -144,14 +144,14 @@ def test_bytes_of_experts():
     memory = plan(
         {"w": leaf(8, 6, 16)}, AbstractMesh(("dp", "ep"), (2, 4)), names={"w": ("expert", "mlp", "embed")}
     ).memory()
-    assert memory == (4 * 8 * 6 * 16 // 8, 0, 4 * 8 * 6 * 16 // 8, 2 * 4 * 8 * 6 * 16 // 8, 0, 0)
+    assert memory == (4 * 8 * 6 * 16 // 8, 0, 4 * 8 * 6 * 16 // 8, 2 * 4 * 8 * 6 * 16 // 8, 0, 0, 0)
     zero1 = plan(
         {"w": leaf(8, 6, 16)},
         AbstractMesh(("dp", "ep"), (2, 4)),
         names={"w": ("expert", "mlp", "embed")},
         strategy=fs.zero(1),
     )
-    assert zero1.memory() == (4 * 8 * 6 * 16 // 4, 0, 4 * 8 * 6 * 16 // 4, 2 * 4 * 8 * 6 * 16 // 8, 0, 0)
+    assert zero1.memory() == (4 * 8 * 6 * 16 // 4, 0, 4 * 8 * 6 * 16 // 4, 2 * 4 * 8 * 6 * 16 // 8, 0, 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- bytes

@@ -1,0 +1,64 @@
+"""`--offload`: kinds of memory by role and path, and of activations."""
+
+import json
+
+import pytest
+
+import fsharding as fs
+from fsharding.apps.cli.doctor import _disk
+from fsharding.apps.cli.offload import offloaded, policy_of
+from fsharding.apps.cli.options import PlanConfig
+from fsharding.apps.cli.plan import preview
+from fsharding.base.errors import ConfigError
+from fsharding.comm import disk
+from fsharding.sharding.memory_kinds import parse_memory
+from tests.helpers import refusal
+
+
+def test_the_strategy_and_the_policy_of_an_option():
+    text = "activations=host, moments=host ,main.blocks=disk"
+    strategy = offloaded("fsharding train", "zero3", text)
+    assert strategy == fs.zero(3).with_memory(moments="host", main={"blocks": "disk"})
+    assert offloaded("fsharding train", "zero1", "") == fs.zero(1)
+    assert policy_of("fsharding train", text, "save_except_gathered") == "offload"
+    assert policy_of("fsharding train", text, "offload_inputs") == "offload_inputs"
+    assert policy_of("fsharding train", "activations=device", "nothing_saveable") == "nothing_saveable"
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "said"),
+    [
+        ("activations=disk", "save_except_gathered", "got activations=disk: device or host"),
+        ("activations=host", "nothing_saveable", "got activations=host beside --policy nothing_saveable"),
+    ],
+)
+def test_activations_that_cannot_be_kept_so(text, policy, said):
+    assert f"fsharding train --offload {said}" in refusal(policy_of, "fsharding train", text, policy)
+
+
+@pytest.mark.parametrize("text", ["moment=host", "moments=tape", "moments", "=host"])
+def test_unknown_roles_and_kinds(text):
+    with pytest.raises(ConfigError, match="cannot keep this elsewhere"):
+        parse_memory(text)
+
+
+def test_a_plan_says_where_bytes_are_and_how_many_are_copied(capsys):
+    preview(PlanConfig("tiny", mesh="dp=2", offload="moments=host,main=disk,grads=host", json=True))
+    row = json.loads(capsys.readouterr().out)["stages"][0]
+    held, copied = row["bytes"], row["copied"]
+    assert (held["host"], held["disk"]) == (held["opt_state"] + held["grads"], held["main"])
+    assert held["device"] == held["params"] and held["total"] == held["device"] + held["host"] + held["disk"]
+    assert copied == {"host": 2 * held["opt_state"] + 3 * held["grads"], "disk": 3 * held["main"]}
+    preview(PlanConfig("tiny", mesh="dp=2", offload="moments=disk"))
+    printed = capsys.readouterr().out
+    assert "device   disk" in printed and "copied in a step of one microbatch: disk 0." in printed
+
+
+def test_the_doctor_measures_the_disk(tmp_path, monkeypatch):
+    finding = _disk()
+    assert "GB/s" in finding.value and not finding.wrong
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FSHARDING_DISK", str(tmp_path / "file"))
+    disk._file.cache_clear()
+    assert "cannot make a file in" in _disk().wrong
+    disk._file.cache_clear()
