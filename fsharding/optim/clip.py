@@ -39,6 +39,10 @@ _LARGE = 1 << 18
 """Elements of a leaf from which on ranks that all have it share the work."""
 
 
+_AWAY = 32 << 20
+"""Most bytes of leaves that are brought to the device at once to be squared there."""
+
+
 @public("fs.global_norm")
 def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     """The root of the sum of squares over all leaves and all ranks: float32, 0-d. Collective.
@@ -106,7 +110,7 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
         raise LayoutError(message("needs reduced gradients.", unreduced, mend))
     squares: dict[str, Tensor] = {}
     away = {path: local_of(x).nbytes if is_away(x) else 0 for path, x in named.items()}
-    for group in in_buckets(named, away.__getitem__):
+    for group in in_buckets(named, away.__getitem__, _AWAY):
         squares |= _square_sums({path: _share(named[path], sharding_at[path]) for path in group})
     groups: dict[tuple[str, ...], list[str]] = {}
     meshes: dict[tuple[str, ...], NamedSharding] = {}

@@ -6,13 +6,16 @@ most a few single numbers, by which ranks compare what they do: fake ranks have 
 
 import gc
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import fsharding as fs
 from fsharding.mesh.device_mesh import coordinate
+from fsharding.optim import clip, windows
 from fsharding.testing import device_mesh
+from tests import sim_device
 from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.on_device import SIM, device_ranks, needs_compiler, on_device, pipelines
@@ -36,9 +39,14 @@ CASES |= {
 }
 CASES |= pipelines(BASE)
 CASES["zero3-moments"] = replace(BASE, strategy=fs.zero(3).with_memory(moments="host"), donate=True)
+HOST = dict.fromkeys(("params", "main", "moments", "grads"), "host")
+CASES |= {
+    f"zero{level}-host": replace(BASE, strategy=fs.zero(level).with_memory(**HOST), microbatches=2, donate=level == 3)
+    for level in (1, 3)
+}
 NUMBERS = 16 * 512
 """Bytes of the numbers that a plan may lack; an activation of one layer has more, and so has every matrix."""
-KEPT = {"zero1-bf16", "zero3-offload", "zero3-moments", "zbv"}
+KEPT = {"zero1-bf16", "zero3-offload", "zero3-moments", "zero3-host", "zbv"}
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +82,48 @@ def peaks(case):
 def test_the_peak_of_a_step_is_the_plan(pool, name):
     for (expected, without_devices), found in pool.run(peaks, CASES[name]):
         assert all(0 <= peak - expected <= NUMBERS for peak in found[1:]), (expected, found)
-        if not name.startswith(("zero3-offload", "zero3-moments")):  # A CPU leaves them where they are.
+        if not name.endswith(("offload", "offload_inputs", "moments", "host")):  # A CPU leaves them where they are.
             assert abs(without_devices - expected) <= 0.15 * expected, (
                 "the kernels of a CPU, which differ here and there"
             )
         assert found[0] <= found[1]
+
+
+# --------------------------------------------------------------------------------------------------- more than fits
+LAYERS, DIM = 48, 64
+
+
+def init(key):
+    keys = fs.random.split(key, LAYERS)
+    return [{"w": fs.random.normal(keys[i], (DIM, DIM), std=DIM**-0.5)} for i in range(LAYERS)]
+
+
+def loss(params, x):
+    x = fs.scan_units(lambda w, x: x + torch.tanh(x @ w["w"]) / LAYERS, params, x, policy=fs.policies.nothing_saveable)
+    return x.square().mean()
+
+
+def trained(kind, limit):
+    """Losses on a device of so many bytes, and the bytes of the state."""
+    small = patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(clip, "_AWAY", 1 << 12)
+    with on_device(SIM), small[0], small[1]:
+        strategy = fs.zero(3).with_memory(**dict.fromkeys(HOST, kind))
+        opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.adamw(1e-3))
+        layout = fs.plan_layout(init(fs.random.key(0)), fs.make_mesh(dp=-1, device=SIM), strategy=strategy)
+        torch.accelerator.synchronize()
+        gc.collect()
+        with sim_device.memory_limit(torch.accelerator.memory_allocated() + limit):
+            state = fs.init_state(init, opt, fs.random.key(0), layout)
+            step = fs.make_train_step(loss, opt, donate=True, check="sync")
+            losses = []
+            for number in range(3):
+                x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(number)).to(SIM)
+                state, metrics = step(state, x)
+                losses.append(float(metrics.loss))
+        return losses, layout.memory(opt).state
+
+
+@pytest.mark.parametrize("kind", ["host", pytest.param("disk", marks=full)])
+def test_a_state_of_four_times_the_device_trains(pool, kind):
+    whole = pool.run(trained, "device", 1 << 30)
+    assert pool.run(trained, kind, whole[0][1] // 4) == whole
