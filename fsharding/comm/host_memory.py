@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.leaf_memory import empty_on_host
 from fsharding.comm.streams import streams_for
 
-__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "is_kept", "keepers_for"]
+__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "is_kept", "keep_in_place", "keepers_for"]
 
 _ALIGN = 64
 
@@ -251,9 +252,19 @@ def _pool() -> Pool:
     return Pool(lambda shape, dtype, _: empty_on_host(shape, dtype))
 
 
+_stays: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""Tensors of the host that stay as long as they are referred to, by the ids of their storages."""
+
+
+def keep_in_place(x: Tensor) -> None:
+    """Note that a tensor of the host stays where it is until nothing refers to it."""
+    if x.is_cpu:
+        _stays[_compat.storage_id(x)] = x
+
+
 def is_kept(x: Tensor) -> bool:
-    """Return whether a tensor is in pinned memory that this process keeps, so that a graph may replay copies of it."""
-    return _pool().holds(x)
+    """Return whether a tensor is in pinned memory that stays, so that a graph may replay copies from and to it."""
+    return _pool().holds(x) or _compat.storage_id(x) in _stays
 
 
 def keepers_for(device: torch.device, resident: Sequence[Tensor]) -> dict[str, Keeper]:

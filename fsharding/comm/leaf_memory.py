@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import _compat
+from fsharding.base import _compat, devices, tree
+from fsharding.base.tree import Tree
 from fsharding.comm.disk import OnDisk, in_memory, store
 from fsharding.comm.streams import streams_for
 from fsharding.sharding.memory_kinds import MemoryKind
-from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.named_sharding import NamedSharding, like, local_of
 
 __all__ = [
-    "Copies", "cast_to_memory", "compute_device", "device_of", "empty_on_host", "fill", "is_away", "is_in_memory",
-    "kind_here", "memory_of", "on_device", "put_away", "read_ahead", "to_memory",
+    "Copies", "cast_to_memory", "compute_device", "copied", "device_of", "empty_on_host", "fill", "is_away",
+    "is_in_memory", "kind_here", "memory_of", "on_device", "put_away", "read_ahead", "settle_copies", "to_memory",
 ]  # fmt: skip
 
 
@@ -64,6 +65,23 @@ def on_device(x: Tensor, device_type: str) -> Tensor:
     if not (away and x.is_cpu):
         return x
     return _compat.fresh(tuple(x.shape), x.dtype, torch.device(device_type)).copy_(x, non_blocking=True)
+
+
+def copied(x: Any) -> Any:
+    """Return a copy of a leaf in the same kind of memory. A tensor on disk, which is never written, is its own copy."""
+    if isinstance(x, DTensor):
+        return like(x, copied(local_of(x)))
+    if not isinstance(x, Tensor) or isinstance(x, OnDisk):
+        return x
+    if x.is_cpu and not _compat.is_fake(x) and x.is_pinned():
+        return empty_on_host(tuple(x.shape), x.dtype).copy_(x)
+    return x.clone()
+
+
+def settle_copies(values: Tree) -> None:
+    """Have the host wait for what its device was given, if leaves of a tree are elsewhere: it may read those."""
+    if any(map(is_away, tree.leaves(values))):
+        devices.synchronize()
 
 
 def read_ahead(x: Tensor, device_type: str) -> None:

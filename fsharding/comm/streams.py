@@ -138,8 +138,9 @@ class DeviceStreams:
                 current.wait_stream(stream)
 
     def settle(self, event: torch.Event) -> None:
-        """See `Streams`."""
-        event.synchronize()
+        """See `Streams`; while a graph is recorded nothing runs, and whoever replays it waits."""
+        if not devices.is_capturing(self._device):
+            event.synchronize()
 
     def _current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self._device)

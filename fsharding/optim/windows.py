@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.tree import Tree
-from fsharding.comm.leaf_memory import Copies, compute_device, is_away, memory_of
+from fsharding.comm.leaf_memory import Copies, compute_device, copied, is_away, memory_of
 from fsharding.comm.redistribute import in_buckets
 from fsharding.optim.base import like_leaf
 from fsharding.optim.coded_moment import is_coded
@@ -146,10 +146,6 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
 _GRADS = f"{_Values._fields[0]}."
 
 
-def _copy(x: Tensor) -> Tensor:
-    return like(x, local_of(x).clone()) if isinstance(x, DTensor) else x.clone()
-
-
 class _Windows:
     """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
 
@@ -180,7 +176,7 @@ class _Windows:
         if self._may_fail and self._donate:
             # Leaves that stay would be overwritten, and a file may still fail.
             kept = {path: x for path, x in tree.named_leaves(values).items() if path not in found}
-            kept = {path: _copy(x) for path, x in kept.items() if isinstance(x, Tensor) and not path.startswith(_GRADS)}
+            kept = {path: copied(x) for path, x in kept.items() if not path.startswith(_GRADS)}
             present = tree.map_with_path(lambda path, x: kept.get(path, x), present)
         return present
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices, tree
 from fsharding.base.calls import named
@@ -30,6 +31,8 @@ from fsharding.base.errors import ArgumentError, BatchError, ConfigError, Fshard
 from fsharding.base.public import kind_of, public
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.host_memory import keep_in_place
+from fsharding.comm.leaf_memory import copied, settle_copies
 from fsharding.mesh import preemption
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.mesh.failures import naming_lost
@@ -178,6 +181,7 @@ class CapturedStep:
             self._plan.check(state)
             self._take(state, batch)
             self._graph.replay()
+            settle_copies(self._state.opt_state)
         last = None if self._last is None else self._last()
         if last is not None and last is not state and "params" in vars(last):
             last.donate()
@@ -281,8 +285,8 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
 
     Raises:
         ArgumentError: no step of `make_train_step`, or no state.
-        ConfigError: the state is on a device that records no graphs, such as a CPU, or the step was made with
-            `check="sync"`.
+        ConfigError: the state is on a device that records no graphs, such as a CPU; the step was made with
+            `check="sync"`; or the layout keeps more than moments on the host, or them without `donate=True`.
         TransformError: the host reads the device, takes tensors of its own to it, or two calls have other operations.
         RankError: a rank is gone.
 
@@ -306,9 +310,6 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
             " on any device whether it could be captured."
         )
         raise ConfigError(message(rule, mend=mend))
-    if rows := [*map(str, state.layout.strategy.memory)]:
-        mend = "Keep them on the device: fs.reshard(state, layout.with_strategy(...)); or call the step itself."
-        raise ConfigError(message("cannot capture a step in which the host waits for copies.", rows, mend))
     return captured(step, state, batch, DeviceGraph(device))
 
 
@@ -349,7 +350,9 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
             mend = 'Make it with fs.make_train_step(..., check="async"), which reads nothing.'
             raise ConfigError(message('cannot capture a step with check="sync".', mend=mend))
         # This call moves what the host has counted so far to the device.
-        static, metrics = step(state.replace(**tree.map(torch.clone, _fields(state))), batch)
+        static, metrics = step(state.replace(**tree.map(copied, _fields(state))), batch)
+        for x in tree.leaves(static.opt_state):
+            keep_in_place(_compat.local_tensor(x) if isinstance(x, DTensor) else x)
         assert isinstance(metrics, UncheckedMetrics)
         if metrics.verdict is not None:
             metrics.verdict.raise_refused()
@@ -370,6 +373,13 @@ def _check(step: Any, state: Any) -> None:
     if not isinstance(state, TrainState):
         mend = "Give a state and a batch: fs.capture(step, state, batch)."
         raise ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+    away = [choice for choice in state.layout.strategy.memory if choice.kind != "device"]
+    if rows := [str(choice) for choice in away if (choice.role, choice.kind) != ("moments", "host")]:
+        mend = "A graph copies moments from and to the host; keep the rest on the device, or call the step itself."
+        raise ConfigError(message("cannot capture a step in which the host waits for copies.", rows, mend))
+    if away and not step.donates:
+        mend = "Make it with fs.make_train_step(..., donate=True): a graph copies to the memory that it copies from."
+        raise ConfigError(message("cannot capture a step with moments on the host without donate=True.", mend=mend))
 
 
 def _device(state: TrainState) -> torch.device:

@@ -42,6 +42,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.leaf_memory import copied
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.formats.precision import Precision, check_precision
@@ -395,6 +396,11 @@ class TrainStep:
         self._facts = _facts(model, opt, precision, settings)
         self._plans: list[StepPlan] = []
 
+    @property
+    def donates(self) -> bool:
+        """Whether a step may overwrite its state."""
+        return self._settings.donate
+
     def __repr__(self) -> str:
         """The settings on which ranks agree, without the optimizer's."""
         name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
@@ -666,7 +672,7 @@ class TrainStep:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
         assert state.loss_scale is not None
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
-        unchanged = state.donate() if self._settings.donate else tree.map(torch.clone, state)
+        unchanged = state.donate() if self._settings.donate else tree.map(copied, state)
         return unchanged.replace(loss_scale=smaller)
 
 

@@ -24,6 +24,7 @@ from fsharding.base.errors import NonFiniteError, TransformError, message, repor
 from fsharding.base.public import check_function, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.leaf_memory import copied
 from fsharding.comm.leaf_wires import TreeLeaf, check_patterns, wires_of
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
@@ -38,7 +39,6 @@ from fsharding.sharding.named_sharding import (
     Local,
     NamedSharding,
     hides_owners,
-    like,
     local_of,
     sharding_of,
     to_local,
@@ -230,7 +230,7 @@ def value_and_grad(
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         refuse_compiled(_COMPILE)
         check_patterns(precision, params)
-        accumulate = accumulate if donate else tree.map(_copy, accumulate)
+        accumulate = accumulate if donate else tree.map(copied, accumulate)
         first = first_call(fn)
         watched = fn if first is None else first.watched(fn, has_aux=has_aux)
         options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
@@ -600,13 +600,6 @@ def _plain_grad(grad: Tensor | None, leaf: Any, target: GradTarget | None, accum
         return accumulated if grad is None else accumulated.add_(grad)
     # The gradient of a sum is one element with strides of 0, which nothing could be added to.
     return torch.zeros_like(leaf) if grad is None else grad.contiguous()
-
-
-def _copy(x: Any) -> Any:
-    """Gradients in memory of their own."""
-    if not isinstance(x, Tensor):
-        return x
-    return like(x, local_of(x).clone()) if isinstance(x, DTensor) else x.clone()
 
 
 def is_divisor(weight: Tensor) -> Tensor:

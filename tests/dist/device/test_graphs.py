@@ -39,10 +39,11 @@ CASES |= {
         BASE, config=replace(CONFIG, experts=EXPERTS), mesh=fs.AbstractMesh(("ep",), (2,)), strategy=fs.zero(3)
     ),
     "offload": replace(BASE, strategy=fs.zero(3), policy="offload"),
+    "moments": replace(BASE, strategy=fs.zero(3).with_memory(moments="host"), donate=True),
     "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed"), strategy=fs.zero(2)),
 }
 CASES |= pipelines(replace(BASE, strategy=fs.zero(3)))
-KEPT = {"ep", "offload", "keyed", "zbv", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
+KEPT = {"ep", "offload", "moments", "keyed", "zbv", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
 
 
 @pytest.fixture(scope="module")

@@ -196,13 +196,19 @@ def test_a_first_state_is_made_in_windows(pool):
 
 
 def refused(folder):
-    case = replace(BASE, strategy=fs.zero(3).with_memory(moments="host"))
     with on_device(SIM):
-        mesh = device_mesh(case.mesh, SIM)
-        state, step = case.start(mesh)
-        batch = {name: x.to(SIM) for name, x in case.batch(0, mesh).items()}
-        with pytest.raises(ConfigError, match="moments on the host"):
-            fs.capture(step, state, batch)
+        mesh = device_mesh(BASE.mesh, SIM)
+        batch = {name: x.to(SIM) for name, x in BASE.batch(0, mesh).items()}
+        for memory, donate, said in (
+            ({"moments": "host"}, False, r"without donate=True"),
+            ({"main": "host"}, True, "main on the host"),
+            ({"moments": {"blocks": "disk"}}, True, "moments of blocks on disk"),
+        ):
+            case = replace(BASE, strategy=fs.zero(3).with_memory(**memory), donate=donate)
+            state, step = case.start(mesh)
+            with pytest.raises(ConfigError, match=said):
+                fs.capture(step, state, batch)
+        state, step = replace(BASE, strategy=fs.zero(3).with_memory(moments="host")).start(mesh)
         moved = fs.tree.map(lambda x: x.to(SIM) if x.ndim else x, state.opt_state)
         with pytest.raises(LayoutError, match="on the device; the layout keeps it on the host"):
             step(state.replace(opt_state=moved), batch)
