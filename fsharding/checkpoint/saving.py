@@ -39,6 +39,7 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections
 from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
+from fsharding.comm.disk import OnDisk
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import called_by_all, naming_lost
 from fsharding.sharding.boxes import Box
@@ -177,8 +178,8 @@ class Job:
     after: Callable[[], None] | None = None
 
     def copied(self) -> Job:
-        """The same with memory of its own, on the CPU."""
-        writes = tuple((path, shape, box, x.detach().to("cpu", copy=True)) for path, shape, box, x in self.writes)
+        """The same with memory of its own, on the CPU; a tensor on disk is never written."""
+        writes = tuple((path, shape, box, _unchanging(x)) for path, shape, box, x in self.writes)
         return dataclasses.replace(self, writes=writes)
 
     @named(_FUNCTION)
@@ -316,6 +317,10 @@ def _check(
     )
     on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
     return Job(target, own, manifest), facts, shared_boxes(on_mesh, members)
+
+
+def _unchanging(x: Tensor) -> Tensor:
+    return x.detach() if isinstance(x, OnDisk) else x.detach().to("cpu", copy=True)
 
 
 def _check_extra(extra: Any) -> None:

@@ -81,9 +81,10 @@ class StateLeaf:
         """The parts by offset; empty ones only of a leaf that is empty as a whole."""
         empty = not math.prod(self.shape)
         parts = () if self.grid is None else boxes.grid_boxes(self.grid)
-        local = in_memory(self.local)
         return {
-            tuple(start for start, _ in box): (box, local[place]) for box, place in parts if boxes.volume(box) or empty
+            tuple(start for start, _ in box): (box, self.local[place])
+            for box, place in parts
+            if boxes.volume(box) or empty
         }
 
 

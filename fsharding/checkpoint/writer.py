@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsharding.base import _compat
 from fsharding.checkpoint.chunks import Entry, file_name
 from fsharding.checkpoint.manifest import BLOCK, SavedFile, dtype_name
+from fsharding.comm.disk import in_memory
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
@@ -218,10 +219,11 @@ class Writer:
         """
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
         offset = self._stream.size
-        alone = _alone(tensor)
+        values = in_memory(tensor)
+        alone = _alone(values)
         self._stream.watch(alone)
         self._record(alone)
-        if alone.data_ptr() != tensor.data_ptr():  # a copy, which goes when this returns
+        if values is not tensor or alone.data_ptr() != values.data_ptr():  # a copy, which goes when this returns
             self.settle()
         dtype = dtype_name(tensor.dtype) or ""
         length = self._stream.size - offset

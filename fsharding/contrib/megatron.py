@@ -34,6 +34,7 @@ from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, r
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import StateLeaf, main_wants
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
+from fsharding.comm.disk import in_memory
 from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
 from fsharding.contrib.megatron_directory import COMMON, MAIN, Opened, iteration_of, open_directory
 from fsharding.contrib.megatron_names import (
@@ -199,7 +200,7 @@ def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
 def _fill(opened: Opened, kind: str, pieces: list[Piece], leaf: StateLeaf) -> None:
     """Reads what this rank holds of a leaf."""
     for box, x in leaf.kept().values():
-        for name, there, out in in_tensors(box, x, pieces):
+        for name, there, out in in_tensors(box, in_memory(x), pieces):
             opened.weights.read(opened.tensors[kind][name], there, out)
 
 
@@ -507,7 +508,7 @@ def _write(
             for path, leaf in leaves.items():
                 for corner, (box, x) in leaf.kept().items():
                     if writers[path][corner] == own_rank():
-                        for name, there, part in in_tensors(box, x, pieces[path]):
+                        for name, there, part in in_tensors(box, in_memory(x), pieces[path]):
                             writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
                             writer.settle()
                 if own_rank() == 0 and path in ("embed.table", "head.unembed"):

@@ -35,6 +35,7 @@ from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import StateLeaf
+from fsharding.comm.disk import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.foreign.name_map import written_constants
@@ -239,7 +240,7 @@ class _Job:
         for path, leaf in self.leaves.items():
             for corner, (box, x) in leaf.kept().items():
                 if writers[path][corner] == own_rank():
-                    yield from in_tensors(box, x, self.pieces[path])
+                    yield from in_tensors(box, in_memory(x), self.pieces[path])
 
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
         """The scales that this rank writes: one tensor in every so many."""

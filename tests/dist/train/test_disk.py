@@ -231,3 +231,28 @@ def test_nothing_is_lost_when_ranks_are_killed(tmp_path, count):
     steps = run_ranks(same_as_uninterrupted, 2, tmp_path)[0] if ck.latest(tmp_path / "ckpt") else 0
     print(f"{count} kills, {steps} steps, nothing lost")
     assert count == 2 or steps > count
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def saved_each_way(folder):
+    """States on disk that are saved at once and in the background, and a run that goes on meanwhile."""
+    with file_in(folder / "disk"):
+        case, state, step = started(ALL, TWO)
+        state = train(case, state, step, 1)
+        before = fs.unshard(state)
+        ck.save(folder / "now", state)
+        pending = ck.save_async(folder / "later", state)
+        train(case, state, step, 2)
+        pending.wait()
+        return [before, *(fs.unshard(ck.load(folder / name, state_layout(TWO))) for name in ("now", "later"))]
+
+
+def state_layout(mesh):
+    return replace(BASE, strategy=ALL, mesh=mesh).layout(device_mesh(mesh))
+
+
+def test_checkpoints_of_leaves_on_disk(tmp_path):
+    for before, *found in run_ranks(saved_each_way, 2, tmp_path):
+        for state in found:
+            assert_bitwise_equal(state.params, before.params)
+            assert_bitwise_equal(state.opt_state, before.opt_state)
