@@ -37,7 +37,8 @@ class StepConfig:
         preset: the decoder; see `fsharding train`.
         contenders: who takes part; left out, all but fsharding-hybrid, fsharding-zero3-first-dims (cut as FSDP2 cuts),
             fsharding-zero3-captured (one CUDA graph), fsdp2-default (without prefetches that its user asks for),
-            fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled and deepspeed-zero1 to 3.
+            fsdp2-bf16-sums, simple-fsdp, simple-fsdp-compiled, deepspeed-zero1 to 3, deepspeed-zero2-offload (Adam on
+            the CPU), and fsharding-zero2-host and -disk (moments there).
         dtype: of compute.
         compiled: whether blocks go through torch.compile.
         batch: sequences of a rank.

@@ -190,14 +190,18 @@ def _simple_fsdp_compiled(task: Task) -> Callable[[], Tensor]:
     return _trained(cast(nn.Module, torch.compile(_simple_fsdp_module(task))), task)
 
 
-def _deepspeed(level: int) -> Callable[[Task], Callable[[], Tensor]]:
+def _deepspeed(level: int, *, offload: bool = False) -> Callable[[Task], Callable[[], Tensor]]:
     def build(task: Task) -> Callable[[], Tensor]:
         deepspeed: Any = importlib.import_module("deepspeed")  # lazy: extra
         module = _Decoder(task)
-        opt = torch.optim.AdamW(module.parameters(), lr=RATE, betas=(B1, B2), weight_decay=0.0, fused=True)
+        how: dict[str, Any] = {"lr": RATE, "betas": (B1, B2), "weight_decay": 0.0}
+        if offload:
+            opt = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(module.parameters(), **how)
+        else:
+            opt = torch.optim.AdamW(module.parameters(), fused=True, **how)
         settings = {
             "train_micro_batch_size_per_gpu": len(task.batch["tokens"]),
-            "zero_optimization": {"stage": level, "overlap_comm": True},
+            "zero_optimization": {"stage": level, "overlap_comm": True, **(_OFFLOAD if offload else {})},
             "bf16": {"enabled": task.dtype == torch.bfloat16},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,
@@ -216,6 +220,8 @@ def _deepspeed(level: int) -> Callable[[Task], Callable[[], Tensor]]:
     return build
 
 
+_OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
 PEERS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "compute-only": _alone,
     "ddp": _ddp,
@@ -225,6 +231,7 @@ PEERS: dict[str, Callable[[Task], Callable[[], Tensor]]] = {
     "simple-fsdp": _simple_fsdp,
     "simple-fsdp-compiled": _simple_fsdp_compiled,
     **{f"deepspeed-zero{level}": _deepspeed(level) for level in (1, 2, 3)},
+    "deepspeed-zero2-offload": _deepspeed(2, offload=True),
 }
 """Makers of peers by name. `compute-only` sends nothing: each rank trains alone, which is the least time there is."""
 

@@ -76,6 +76,8 @@ class Ours(NamedTuple):
 OURS: dict[str, Ours] = {f"fsharding-zero{level}": Ours(Strategy.parse(f"zero{level}")) for level in range(4)}
 """Our contenders by name."""
 OURS["fsharding-zero3-first-dims"] = Ours(Strategy.parse("zero3"), first=True)
+OURS["fsharding-zero2-host"] = Ours(Strategy.parse("zero2").with_memory(moments="host"))
+OURS["fsharding-zero2-disk"] = Ours(Strategy.parse("zero2").with_memory(moments="disk"))
 OURS["fsharding-zero3-captured"] = Ours(Strategy.parse("zero3"), captured=True)
 OURS["fsharding-hybrid"] = Ours(HSDP, 2)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
