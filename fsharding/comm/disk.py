@@ -97,7 +97,8 @@ class _File:
         if not size:
             return
         try:
-            os.posix_fallocate(self._fd, self._size, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, self._size, size)
         except OSError as error:
             rule = f"cannot take {size:,} bytes more in {self.folder}, beside {self._size:,}: {error.strerror}."
             raise DiskError(message(rule, mend=_MEND)) from error
@@ -203,8 +204,8 @@ def _unnamed(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except OSError:  # a file system without such files
+            return os.open(folder, getattr(os, "O_TMPFILE", 0) | os.O_RDWR, 0o600)
+        except OSError:  # a system without such files
             fd, name = tempfile.mkstemp(dir=folder)
             os.unlink(name)
             return fd
@@ -276,7 +277,7 @@ class OnDisk(Tensor):
         if found is not NotImplemented:
             return found
         if func._schema.is_mutable and isinstance(args[0], OnDisk):
-            raise DiskError(message("cannot write a tensor on disk in place.", mend="Make a new one: x.clone()."))
+            raise DiskError(message("cannot write a tensor on disk in place.", mend="Compute a new one: 2 * x."))
         args, kwargs = torch_pytree.tree_map_only(OnDisk, in_memory, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -66,10 +66,10 @@ def test_the_file_is_as_large_as_planned(tmp_path, strategy):
     with file_in(tmp_path):
         case, state, step = started(strategy)
         planned = disk_bytes(state.layout, leaves_of_state(state.layout, case.optimizer))
-        assert disk._file()._size == planned
+        assert disk._file().size == planned
         assert 2 * state.layout.memory(case.optimizer).disk <= planned
         train(case, state, step, 4)
-        assert disk._file()._size == planned and not list(tmp_path.iterdir()), "it has no name"
+        assert disk._file().size == planned and not list(tmp_path.iterdir()), "it has no name"
 
 
 def test_too_little_room_is_refused_before_the_first_step(tmp_path):
