@@ -16,7 +16,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,7 +276,7 @@ class OnDisk(Tensor):
         found = NotImplemented if view is None else view(*args, **(kwargs or {}))
         if found is not NotImplemented:
             return found
-        if func._schema.is_mutable and isinstance(args[0], OnDisk):
+        if any(isinstance(x, OnDisk) for x in torch_pytree.tree_leaves(_written(func, args, kwargs or {}))):
             raise DiskError(message("cannot write a tensor on disk in place.", mend="Compute a new one: 2 * x."))
         args, kwargs = torch_pytree.tree_map_only(OnDisk, in_memory, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -337,6 +337,13 @@ class OnDisk(Tensor):
         for part in self.parts:
             for extent in part.stored.extents:
                 extent.checksum.result()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of an operation that it writes to."""
+    names = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return [given[name] for name in names if name in given]
 
 
 def store(x: Tensor, ready: Callable[[], object] = lambda: None) -> OnDisk:

@@ -7,10 +7,11 @@ Guarantee: a copy changes no bit, and a tensor that is where it should be is ret
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices, tree
@@ -18,11 +19,12 @@ from fsharding.base.tree import Tree
 from fsharding.comm.disk import OnDisk, in_memory, store
 from fsharding.comm.streams import streams_for
 from fsharding.sharding.memory_kinds import MemoryKind
-from fsharding.sharding.named_sharding import NamedSharding, like, local_of
+from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of
 
 __all__ = [
-    "Copies", "cast_to_memory", "compute_device", "copied", "device_of", "empty_on_host", "fill", "is_away",
-    "is_in_memory", "kind_here", "memory_of", "on_device", "put_away", "read_ahead", "settle_copies", "to_memory",
+    "Copies", "cast_to_memory", "compute_device", "copied", "device_of", "empty_on_host", "fill", "here", "is_away",
+    "is_in_memory", "kind_here", "memory_of", "on_device", "put_away", "read_ahead", "scaled", "settle_copies",
+    "to_memory",
 ]  # fmt: skip
 
 
@@ -39,6 +41,24 @@ def compute_device(device_type: str) -> torch.device:
 def device_of(x: Tensor, device_type: str) -> torch.device:
     """Return the device on which a local tensor is computed with."""
     return x.device if memory_of(x, device_type) == "device" else compute_device(device_type)
+
+
+def here(node: Local) -> Tensor:
+    """Return the local tensor of a leaf in flight on its device; a copy can be differentiated."""
+    value = cast(Tensor, _Read.apply(node.value)) if isinstance(node.value, OnDisk) else node.value
+    return value.to(node.sharding.device_type)
+
+
+class _Read(Function):
+    """The elements of a tensor on disk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: OnDisk) -> Tensor:
+        return x.read()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
 
 
 def memory_of(x: Tensor, device_type: str) -> MemoryKind:
@@ -156,6 +176,22 @@ def put_away(x: Tensor, kind: MemoryKind, home: Tensor | None = None) -> tuple[T
     if kind == "host":
         return there, event
     return store(there, lambda: streams.settle(event)), event
+
+
+def scaled(values: Tree, factor: Tensor) -> Tree:
+    """Multiply the leaves of a tree by a number of the device, in the memory of those that may be written."""
+
+    def elsewhere(x: Any) -> Any:
+        if not is_away(x):
+            return x
+        local, kind = local_of(x), memory_of(local_of(x), x.device_mesh.device_type)
+        there, event = put_away(on_device(local, x.device_mesh.device_type) * factor, kind, local)
+        if event is not None:
+            streams_for(factor.device).settle(event)
+        return like(x, there)
+
+    _compat.foreach_mul_([local_of(x) for x in tree.leaves(values) if x is not None and not is_away(x)], factor)
+    return tree.map(elsewhere, values)
 
 
 class Copies:

@@ -36,6 +36,7 @@ from fsharding.base.errors import (
 )
 from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import device_of
 from fsharding.formats.precision import FP32, Precision, check_precision
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
@@ -46,7 +47,7 @@ from fsharding.models.model import Decode, Model
 from fsharding.ops.embedding import checked_ids
 from fsharding.sharding import random
 from fsharding.sharding.mesh_view import slice_of
-from fsharding.sharding.named_sharding import hides_owners, to_local, typeof
+from fsharding.sharding.named_sharding import hides_owners, local_of, to_local, typeof
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.scan import unstack_units
 
@@ -135,7 +136,7 @@ def generate(
     if decode is not None:
         _check_parameters(model, values)
     rows = _rows(prompts, decode.vocab if decode is not None else None)
-    device = next((to_local(x).value.device if isinstance(x, DTensor) else x.device for x in tree.leaves(values)), None)
+    device = next(map(_device_of, tree.leaves(values)), None)
     tokens_BT, lengths_B = (x.to(device) for x in _padded(rows))
     with torch.no_grad(), naming_lost(_NAME, mesh):
         if mesh is not None:
@@ -336,6 +337,10 @@ def _gathered(params: Tree, precision: Precision) -> Tree:
         named = cast("Mapping[str, Tree]", params)
         return {name: gather_unit(part, dtype=precision.activation_dtype) for name, part in named.items()}
     return gather_unit(params, dtype=precision.activation_dtype)
+
+
+def _device_of(x: Tensor) -> torch.device:
+    return device_of(local_of(x), x.device_mesh.device_type) if isinstance(x, DTensor) else x.device
 
 
 def _mesh_of(params: Tree) -> DeviceMesh | None:

@@ -42,7 +42,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.leaf_memory import copied
+from fsharding.comm.leaf_memory import copied, on_device
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.formats.precision import Precision, check_precision
@@ -743,7 +743,8 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
 def _bad_parameters(state: TrainState) -> list[str]:
     """The paths of parameters that are not finite on some rank. Collective."""
     named = tree.named_leaves(state.params)
-    bad = [torch.isfinite(local_of(x)).all().logical_not() for x in named.values()]
+    here = (on_device(local_of(x), x.device_mesh.device_type) for x in named.values())
+    bad = [torch.isfinite(x).all().logical_not() for x in here]
     counts = start_sum(torch.stack(bad).float(), everyone(state.layout.mesh), torch.float32).wait()
     return [path for path, count in zip(named, counts.tolist(), strict=True) if count]
 

@@ -24,6 +24,7 @@ from fsharding.base.errors import LayoutError, SpecError, TransformError, listed
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket import Slot
+from fsharding.comm.leaf_memory import here
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.wires import Plain
 from fsharding.mesh.abstract_mesh import AXES
@@ -199,7 +200,7 @@ def _prefetch(context: GatherContext, units: Tree) -> None:
 
 def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: GatherContext | None) -> list[Tensor]:
     """The same map as a composition of differentiable functions: valid under every transform."""
-    values = [_cast(node.value.to(node.sharding.device_type), dtype, context) for node in nodes]
+    values = [_cast(here(node), dtype, context) for node in nodes]
     result: list[Tensor] = list(values)
     if not nodes:
         return result

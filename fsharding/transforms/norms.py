@@ -19,6 +19,7 @@ from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, TransformError, TreeError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import here
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, coordinate, data_axes
 from fsharding.ops import collectives
@@ -118,7 +119,7 @@ def _opened(x: object) -> tuple[Tensor, NamedSharding | None, tuple[str, ...]]:
     """The local tensor of a leaf, its sharding, and the axes along which ranks hold other slices of it."""
     node = to_local(x) if isinstance(x, DTensor) else x
     if isinstance(node, Local):
-        return node.value, replace(node.sharding, assigned=()).simplified(), node.slices
+        return here(node), replace(node.sharding, assigned=()).simplified(), node.slices
     if not isinstance(node, Tensor):
         mend = "Give trees of tensors; None stands for a leaf that is left out."
         raise TreeError(message(f"got a leaf of type {type(node).__name__}.", mend=mend))

@@ -24,7 +24,7 @@ from fsharding.base.errors import NonFiniteError, TransformError, message, repor
 from fsharding.base.public import check_function, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.leaf_memory import copied
+from fsharding.comm.leaf_memory import copied, scaled
 from fsharding.comm.leaf_wires import TreeLeaf, check_patterns, wires_of
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
@@ -39,7 +39,6 @@ from fsharding.sharding.named_sharding import (
     Local,
     NamedSharding,
     hides_owners,
-    local_of,
     sharding_of,
     to_local,
     typeof,
@@ -236,13 +235,14 @@ def value_and_grad(
         options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
         sums = loss_and_grads(watched, params, args, GradsTo(grads, accumulate), options, has_aux=has_aux, first=first)
         loss = sums.loss
+        summed = sums.grads
         if mean:
             divisor = _divisor(sums.count)
             loss = loss / divisor
-            _compat.foreach_mul_([local_of(g) for g in tree.leaves(sums.grads) if g is not None], 1.0 / divisor)
+            summed = scaled(summed, 1.0 / divisor)
         value = refuse_backward(loss.float())
         result = (value, sums.count.float()) if sums.counted else value
-        return ((result, sums.aux) if has_aux else result), sums.grads
+        return ((result, sums.aux) if has_aux else result), summed
 
     return run
 

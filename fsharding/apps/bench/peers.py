@@ -196,7 +196,7 @@ def _deepspeed(level: int, *, offload: bool = False) -> Callable[[Task], Callabl
         module = _Decoder(task)
         how: dict[str, Any] = {"lr": RATE, "betas": (B1, B2), "weight_decay": 0.0}
         if offload:
-            opt = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(module.parameters(), **how)
+            opt = deepspeed.ops.adam.DeepSpeedCPUAdam(module.parameters(), **how)
         else:
             opt = torch.optim.AdamW(module.parameters(), fused=True, **how)
         settings = {

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsharding.base import _compat, _functorch, tree
 from fsharding.base.errors import FshardingError, TransformError, report
 from fsharding.base.scoped import scoped
+from fsharding.comm.leaf_memory import device_of
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import generator_bytes, seed_of
@@ -224,8 +225,8 @@ class Engine:
         """
         if self.drops and draws and not keyed:
             raise TransformError(_keyless(self.drops))
-        first = next((x for x in leaves if isinstance(x, Local | Tensor)), None)
-        device = torch.device("cpu") if first is None else (first.value if isinstance(first, Local) else first).device
+        found = (x.device if isinstance(x, Tensor) else _device_of(x) for x in leaves if isinstance(x, Local | Tensor))
+        device = next(found, torch.device("cpu"))
         self._note_constants()
         self._move(device)
         self._watch.begin()
@@ -464,6 +465,10 @@ def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Te
 
 def _dtype(leaf: Any) -> torch.dtype:
     return (leaf.value if isinstance(leaf, Local) else leaf).dtype
+
+
+def _device_of(leaf: Local) -> torch.device:
+    return device_of(leaf.value, leaf.sharding.device_type)
 
 
 def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torch.dtype | None:

@@ -16,10 +16,11 @@ from fsharding.base.errors import ConfigError, LayoutError
 from fsharding.comm.leaf_memory import memory_of
 from fsharding.optim import windows
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import device_mesh
+from fsharding.testing import assert_bitwise_equal, device_mesh
 from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, on_device, pipelines, train
+from tests.states_in_use import used_otherwise
 
 pytestmark = [pytest.mark.timeout(500), needs_compiler]
 
@@ -172,6 +173,17 @@ def test_roles_elsewhere_change_no_bit(pool, name, tmp_path):
     there = replace(case, strategy=case.strategy.with_memory(**memory))
     kept = pool.run(updated, case, "adamw", SIM, tmp_path / f"{name}-kept")
     assert_as_on_cpu(kept, pool.run(updated, there, "adamw", SIM, tmp_path / name), reads=True)
+
+
+def test_leaves_on_the_host_are_read_by_everything(pool):
+    kept = pool.run(used_on_device, replace(BASE, strategy=fs.zero(3)))
+    there = replace(BASE, strategy=fs.zero(3).with_memory(**dict.fromkeys(ROLES, "host")))
+    assert_bitwise_equal(pool.run(used_on_device, there), kept)
+
+
+def used_on_device(case):
+    with on_device(SIM):
+        return used_otherwise(case, SIM)
 
 
 def started(memory):

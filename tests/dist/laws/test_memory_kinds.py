@@ -21,6 +21,7 @@ from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh, run_ranks
 from tests.decoders import DecoderCase, decoder_cases
 from tests.helpers import crossed, examples
+from tests.states_in_use import used_otherwise
 
 CONFIG = fs.models.DecoderConfig(vocab_size=20, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=24)
 BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, steps=3, microbatches=2)
@@ -111,3 +112,8 @@ def test_any_memory_of_any_run(tmp_path_factory, case, memory, precision, optimi
     case = replace(case, precision=PRECISIONS[precision])
     folder = tmp_path_factory.mktemp("saved") / "ckpt"
     run_ranks(has_same_bits, case.ranks, case, memory, optimizer, folder)
+
+
+def test_leaves_on_disk_are_read_by_everything():
+    kept = run_ranks(used_otherwise, 2, replace(BASE, strategy=fs.zero(3)))
+    assert_bitwise_equal(run_ranks(used_otherwise, 2, replace(BASE, strategy=fs.zero(3).with_memory(**ALL))), kept)

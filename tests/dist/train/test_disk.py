@@ -179,8 +179,10 @@ def test_a_tensor_on_disk_is_read_only(tmp_path):
     with file_in(tmp_path):
         x = torch.arange(12.0).view(3, 4)
         there = disk.store(x)
-        with pytest.raises(DiskError, match="cannot write a tensor on disk in place"):
-            there.add_(1)
+        writes = (lambda: there.add_(1), lambda: torch._foreach_mul_([there], 2), lambda: torch.add(x, 1, out=there))
+        for write in writes:
+            with pytest.raises(DiskError, match="cannot write a tensor on disk in place"):
+                write()
         for same, want in (
             (there[1], x[1]),
             (there[1:], x[1:]),

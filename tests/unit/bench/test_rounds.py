@@ -36,5 +36,4 @@ def test_options_have_the_defaults_of_what_they_are_for():
     assert ReshardBenchConfig().budget_mb == BUDGET >> 20
     for config in (StepConfig(), MemoryConfig(), ScalingConfig()):
         assert {*config.contenders} <= {*PEERS, *OURS}
-    others = ("fsharding-hybrid", "fsharding-zero3-captured", "fsharding-zero3-first-dims")
-    assert StepConfig().contenders[-4:] == tuple(name for name in OURS if name not in others)
+    assert StepConfig().contenders[-4:] == tuple(f"fsharding-zero{level}" for level in range(4))
