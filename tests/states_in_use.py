@@ -3,14 +3,22 @@
 In: a run of a decoder, a device. Out: numbers and tensors on the CPU.
 """
 
+from dataclasses import replace
+
 import torch
 
 import fsharding as fs
 from fsharding.testing import device_mesh
+from tests.decoders import DecoderCase
+
+CONFIG = fs.models.DecoderConfig(vocab_size=20, dim=16, layers=2, heads=4, kv_heads=2, intermediate_size=24)
+CASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, strategy=fs.zero(3))
+"""Small, since the backend of the simulated device lacks gathers in place of large leaves."""
 
 
-def used_otherwise(case, device="cpu"):
+def used_otherwise(memory, device="cpu"):
     """What a state is read by beside a step: evaluation, norms, leaves that no unit gathers, text."""
+    case = replace(CASE, strategy=CASE.strategy.with_memory(**memory))
     mesh = device_mesh(case.mesh, device)
     state, _ = case.start(mesh)
     batch = {name: x.to(device) for name, x in case.batch(0, mesh).items()}
