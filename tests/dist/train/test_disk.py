@@ -258,3 +258,33 @@ def test_checkpoints_of_leaves_on_disk(tmp_path):
         for state in found:
             assert_bitwise_equal(state.params, before.params)
             assert_bitwise_equal(state.opt_state, before.opt_state)
+
+
+# ------------------------------------------------------------------------------------------------------------ torch.func
+def small(key):
+    first, second = fs.random.split(key, 2)
+    return {"a": fs.random.normal(first, (8, 4)), "b": fs.random.normal(second, (4,))}
+
+
+def loss(params, x):
+    w = fs.gather_unit(params)
+    return ((x @ w["a"]) * w["b"]).tanh().sum()
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad(loss),
+    "jvp": lambda params, x: torch.func.jvp(lambda p: loss(p, x), (params,), (params,))[1],
+    "vmap": lambda params, x: torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_read_leaves_on_disk(tmp_path, name):
+    found = []
+    with file_in(tmp_path):
+        for strategy in (fs.zero(3), fs.zero(3).with_memory(params="disk")):
+            layout = fs.plan_layout(small(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=strategy)
+            state = fs.init_state(small, fs.sgd(0.1), fs.random.key(0), layout)
+            result = fs.shard_map(TRANSFORMS[name])(state.params, torch.ones(3, 8))
+            found.append([disk.in_memory(local_of(x)) for x in fs.tree.leaves(result)])
+    assert_bitwise_equal(*found)
