@@ -42,12 +42,12 @@ from fsharding.checkpoint.state_leaves import (
     saved_sharding,
 )
 from fsharding.checkpoint.writer import METADATA
+from fsharding.comm.disk_room import take_room
 from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout
-from fsharding.train.disk_room import take_room
 from fsharding.train.state import TrainState, rounding_key, sealed, spread
 
 __all__ = ["load", "load_leaves"]

@@ -23,6 +23,7 @@ from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
+from fsharding.comm.disk_room import take_room
 from fsharding.comm.leaf_memory import fill, on_device, to_memory
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
@@ -34,7 +35,6 @@ from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
 from fsharding.train import reshard_leaves
-from fsharding.train.disk_room import take_room
 from fsharding.train.reshard_leaves import Moving
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state

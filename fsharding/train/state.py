@@ -33,6 +33,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.disk_room import leaves_of_state, take_room
 from fsharding.comm.leaf_memory import to_memory
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
@@ -51,7 +52,6 @@ from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.leaf_plan import owner_of, type_text
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
 from fsharding.sharding.random import LazyTensor
-from fsharding.train.disk_room import leaves_of_state, take_room
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [

@@ -22,11 +22,11 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.base.errors import DiskError, RankError
 from fsharding.comm import disk
+from fsharding.comm.disk_room import disk_bytes, leaves_of_state
 from fsharding.optim import windows
 from fsharding.sharding.memory_kinds import ROLES
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh, run_ranks
-from fsharding.train.disk_room import disk_bytes, leaves_of_state
 from tests.decoders import DecoderCase
 from tests.helpers import full, small_disk
 
