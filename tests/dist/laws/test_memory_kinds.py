@@ -96,7 +96,7 @@ def test_optimizers_on_disk(optimizer, tmp_path):
     run_ranks(has_same_bits, 2, replace(BASE, strategy=fs.zero(3)), memory, optimizer, tmp_path / "saved")
 
 
-PATHS = ("", "blocks", "blocks.wq", "embed", "head")
+PATHS = ("", "blocks", "embed", "head")
 MEMORY = st.dictionaries(
     st.sampled_from(ROLES),
     st.one_of(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(PATHS), st.sampled_from(KINDS), max_size=3)),
