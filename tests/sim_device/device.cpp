@@ -409,6 +409,12 @@ void copy_results(const std::vector<IValue>& to, torch::jit::Stack& from) {
   }
 }
 
+// A copy that a stream makes. Autograd has seen it when it was issued; by now a view may have been left behind.
+void copy_late(const Tensor& to, const Tensor& from) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const_cast<Tensor&>(to).copy_(from);
+}
+
 using Args = std::shared_ptr<std::vector<IValue>>;
 
 torch::jit::Stack run_on_cpu(const c10::OperatorHandle& op, const std::vector<IValue>& args) {
@@ -479,7 +485,7 @@ void run_at_once(const c10::OperatorHandle& op, const std::vector<IValue>& args,
         }
       }
       auto result = like(x);
-      push(current_stream(), op.schema().name(), [a = x, b = on_cpu(result)] { b.copy_(a); }, memory_of({}, {result}));
+      push(current_stream(), op.schema().name(), [a = x, b = on_cpu(result)] { copy_late(b, a); }, memory_of({}, {result}));
       return result;
     }));
   }
@@ -568,7 +574,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   TORCH_CHECK(keeps || graph_of(current_stream()) == 0, "a graph records a copy from pageable memory of the host");
   const auto copied = pinned_memory.begin_copy((is_sim(from) ? to : from).data_ptr());
   const auto task = [copied, a = keeps ? on_cpu(from) : from.clone(), b = on_cpu(to)]() mutable {
-    b.copy_(a);
+    copy_late(b, a);
     if (copied) copied->raise();
   };
   push(current_stream(), "copy", task, memory_of({from}, {to}));
