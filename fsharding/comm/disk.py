@@ -9,6 +9,7 @@ Guarantee: a tensor has the bits that were written, or an error names the file a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import tempfile
@@ -16,7 +17,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ class _File:
     """The file of this process, and the extents of it that are free, by size."""
 
     def __init__(self) -> None:
-        # Whoever keeps leaves on disk has little memory: what is freed is not kept for later allocations.
+        # Leaves are on disk because memory is short, so freed memory must not be kept for later allocations.
         _compat.map_large_allocations()
         self.folder = disk_folder()
         self._fd = _unnamed(self.folder)
@@ -226,11 +227,12 @@ def _sizes(x: Tensor) -> list[int]:
 
 
 class _Stored:
-    """Extents that are free again when the last tensor on them is gone."""
+    """Extents of a file that are free again when the last tensor on them is gone."""
 
-    def __init__(self, extents: Sequence[_Extent]) -> None:
+    def __init__(self, file: _File, extents: Sequence[_Extent]) -> None:
+        self.file = file
         self.extents = extents
-        weakref.finalize(self, _file().free, extents)
+        weakref.finalize(self, file.free, extents)
 
 
 class _Part(NamedTuple):
@@ -241,18 +243,11 @@ class _Part(NamedTuple):
     stop: int
 
     def cut(self) -> tuple[list[_Extent], int]:
-        """The extents that have any of the bytes, and where the first of them begins."""
-        ends = [*_ends(extent.size for extent in self.stored.extents)]
+        """Return the extents that have any of the bytes, and where the first of them begins."""
+        ends = itertools.accumulate(extent.size for extent in self.stored.extents)
         pairs = [*zip(self.stored.extents, ends, strict=True)]
         inside = [(x, end) for x, end in pairs if end > self.start and end - x.size < self.stop]
         return [x for x, _ in inside], inside[0][1] - inside[0][0].size if inside else self.start
-
-
-def _ends(sizes: Any) -> Iterator[int]:
-    total = 0
-    for size in sizes:
-        total += size
-        yield total
 
 
 class OnDisk(Tensor):
@@ -312,7 +307,10 @@ class OnDisk(Tensor):
         cuts = [part.cut() for part in self.parts]
         sizes = [sum(x.size for x in extents) for extents, _ in cuts]
         buffers = [_buffer(size, pinned) for size in sizes]
-        reads = [_file().start_read(extents, into) for (extents, _), into in zip(cuts, buffers, strict=True)]
+        reads = [
+            part.stored.file.start_read(extents, into)
+            for part, (extents, _), into in zip(self.parts, cuts, buffers, strict=True)
+        ]
 
         def result() -> Tensor:
             for future in (future for several in reads for future in several):
@@ -340,7 +338,7 @@ class OnDisk(Tensor):
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of an operation that it writes to."""
+    """Return the arguments that an operation writes to."""
     names = [x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
     given = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | dict(kwargs)
     return [given[name] for name in names if name in given]
@@ -356,8 +354,9 @@ def store(x: Tensor, ready: Callable[[], object] = lambda: None) -> OnDisk:
         DiskError: there is no room. An error of the write comes with `settle` or `read`.
     """
     x = x.contiguous()
-    extents = _file().write(x, ready) if x.nbytes else []
-    return OnDisk.of([_Part(_Stored(extents), 0, x.nbytes)], x.shape, x.dtype)
+    file = _file()
+    extents = file.write(x, ready) if x.nbytes else []
+    return OnDisk.of([_Part(_Stored(file, extents), 0, x.nbytes)], x.shape, x.dtype)
 
 
 def joined(rows: Sequence[OnDisk]) -> OnDisk:
@@ -391,7 +390,7 @@ def _rows(x: OnDisk, start: int, stop: int) -> OnDisk:
     width = x.nbytes // x.shape[0] if x.shape[0] else 0
     first, last = start * width, max(start, stop) * width
     parts: list[_Part] = []
-    for part, end in zip(x.parts, _ends(p.stop - p.start for p in x.parts), strict=True):
+    for part, end in zip(x.parts, itertools.accumulate(p.stop - p.start for p in x.parts), strict=True):
         before = end - (part.stop - part.start)
         low, high = max(first - before, 0), min(last, end) - before
         if low < high:

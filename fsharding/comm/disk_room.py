@@ -47,20 +47,16 @@ def disk_bytes(layout: Layout, leaves: Iterable[Planned], coord: dict[str, int] 
         leaves: of the state; others than those on disk do not count.
         coord: the rank's coordinate by axis; by default this process's.
     """
-    total = file_size(_here(planned, coord) for planned in leaves if planned[0].memory == "disk")
+    on_disk = (planned for planned in leaves if planned[0].memory == "disk")
+    total = file_size((sharding.local_shape(shape, coord), dtype) for sharding, shape, dtype in on_disk)
     for leaf in layout.leaves:
         if leaf.trainable and leaf.grads.memory == "disk":
             dtype = layout.precision.grad_dtype(layout.precision.main_dtype(leaf.init))
-            shape, _ = _here((leaf.reduced, leaf.shape, dtype), coord)
+            shape = leaf.reduced.local_shape(leaf.shape, coord)
             # Units are reduced one by one, so that each row of a stack may have extents of its own.
             rows = [(shape[1:], dtype)] * shape[0] if shape else []
             total += max(file_size([(shape, dtype)]), file_size(rows))
     return 2 * total
-
-
-def _here(planned: Planned, coord: dict[str, int] | None) -> tuple[tuple[int, ...], torch.dtype]:
-    sharding, shape, dtype = planned
-    return sharding.local_shape(shape, coord), dtype
 
 
 def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
@@ -81,7 +77,8 @@ def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
     group = everyone(layout.mesh)
     lacks = [bool(problem)]
     if group.process_group is not None:
-        lacks = gather_numbers(int(bool(problem)), group.size, group.process_group, layout.mesh.device_type)  # pyright: ignore[reportAttributeAccessIssue]
+        device_type = getattr(layout.mesh, "device_type", "cpu")
+        lacks = gather_numbers(int(bool(problem)), group.size, group.process_group, device_type)
     without = [str(rank) for rank, lack in zip(group.ranks, lacks, strict=True) if lack]
     if problem:
         raise DiskError(problem)

@@ -39,6 +39,15 @@ class GradMemory(Protocol):
         ...
 
 
+def _fill(whole: Tensor, written: set[int | None]) -> Tensor:
+    """Write zeros where nothing was written, and note it."""
+    if None not in written:
+        blank = [whole[row] for row in range(whole.shape[0]) if row not in written] if written else [whole]
+        _compat.foreach_zero_(blank)
+        written.add(None)
+    return whole
+
+
 class GradHere:
     """A `GradMemory` on the device.
 
@@ -70,7 +79,7 @@ class GradHere:
     def begin(self, row: int | None) -> tuple[Tensor, bool]:
         """See `GradMemory`."""
         if row is None and self._written:
-            self._fill()
+            _fill(self._part(None), self._written)
         has_value = None in self._written or row in self._written
         self._written.add(row)
         return self._part(row), has_value
@@ -80,16 +89,7 @@ class GradHere:
 
     def result(self) -> Tensor:
         """See `GradMemory`."""
-        self._fill()
-        return self._part(None)
-
-    def _fill(self) -> None:
-        """Write zeros where nothing was written."""
-        whole = self._part(None)
-        if None not in self._written:
-            blank = [whole[row] for row in range(whole.shape[0]) if row not in self._written]
-            _compat.foreach_zero_(blank if self._written else [whole])
-            self._written.add(None)
+        return _fill(self._part(None), self._written)
 
     def _part(self, row: int | None) -> Tensor:
         if self._whole is None and row is not None and self._by_row:
@@ -127,7 +127,7 @@ class GradOnHost:
     def begin(self, row: int | None) -> tuple[Tensor, bool]:
         """See `GradMemory`."""
         if row is None and self._written:
-            self._fill()
+            _fill(self._host, self._written)
         kept = self._part(row)
         has_value = None in self._written or row in self._written
         self._here[row] = here = _compat.fresh(tuple(kept.shape), kept.dtype, self._device)
@@ -139,16 +139,8 @@ class GradOnHost:
         self._written.add(row)
 
     def result(self) -> Tensor:
-        """See `GradMemory`; the host waits for no copy."""
-        self._fill()
-        return self._host
-
-    def _fill(self) -> None:
-        """Write zeros where nothing was written and no copy is under way."""
-        if None not in self._written:
-            blank = [self._host[row] for row in range(self._host.shape[0]) if row not in self._written]
-            _compat.foreach_zero_(blank if self._written else [self._host])
-            self._written.add(None)
+        """See `GradMemory`; the host waits for no copy, and none is under way where it writes zeros."""
+        return _fill(self._host, self._written)
 
     def _part(self, row: int | None) -> Tensor:
         return self._host if row is None else self._host[row]

@@ -120,13 +120,13 @@ def fill(sharding: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 def is_in_memory(x: Tensor, sharding: NamedSharding) -> bool:
     """Whether a local tensor is where its sharding says; one without memory is."""
-    device_type = sharding.device_mesh().device_type
+    device_type = sharding.device_type
     return x.is_meta or memory_of(x, device_type) == kind_here(sharding.memory, device_type)
 
 
 def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
     """Return a local tensor where its sharding says: itself if it is there. The host waits for a copy."""
-    device_type = sharding.device_mesh().device_type
+    device_type = sharding.device_type
     kind = kind_here(sharding.memory, device_type)
     if is_in_memory(x, sharding) and (kind != "host" or _compat.is_fake(x) or x.is_pinned()):
         return x
@@ -143,7 +143,7 @@ def cast_to_memory(x: Tensor, dtype: torch.dtype, sharding: NamedSharding) -> Te
     """Return a local tensor in a dtype, where its sharding says. It is cast where it is."""
     if x.dtype == dtype:
         return to_memory(x, sharding)
-    device_type = sharding.device_mesh().device_type
+    device_type = sharding.device_type
     if kind_here(sharding.memory, device_type) == "host":
         return empty_on_host(tuple(x.shape), dtype).copy_(x)
     return to_memory(x.to(dtype), sharding)

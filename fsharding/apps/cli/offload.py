@@ -18,7 +18,7 @@ _DEFAULT = "save_except_gathered"
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """What is said of activations, and the rest."""
+    """Split the text into kinds of memory for activations, and the rest."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     own = [part for part in parts if part.partition("=")[0].strip() == _ACTIVATIONS]
     return [part.partition("=")[2].strip() for part in own], ",".join(part for part in parts if part not in own)
