@@ -11,7 +11,7 @@ from fsharding.apps.bench import memory, overhead, pipeline
 from fsharding.apps.bench.optimizer import bench_optimizer
 from fsharding.apps.bench.options import OptimizerConfig, OverheadConfig, PipelineConfig, StepConfig
 from fsharding.apps.bench.rounds import agree
-from fsharding.apps.bench.step import bench_step, measure
+from fsharding.apps.bench.step import OURS, PEERS, bench_step, measure
 from fsharding.base.errors import ConfigError
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.testing import run_ranks
@@ -117,8 +117,5 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         "  rounds: 0\n"
         "  ours: not known\n"
         "  deepspeed-zero3: its package is not installed\n"
-        "Numbers are at least 1; contenders are compute-only, ddp, fsdp2, fsdp2-default, fsdp2-bf16-sums, simple-fsdp, "
-        "simple-fsdp-compiled, deepspeed-zero1, "
-        "deepspeed-zero2, deepspeed-zero3, fsharding-zero0, fsharding-zero1, fsharding-zero2, fsharding-zero3, "
-        "fsharding-zero3-first-dims, fsharding-zero3-captured, fsharding-hybrid."
+        f"Numbers are at least 1; contenders are {', '.join([*PEERS, *OURS])}."
     )
