@@ -264,6 +264,8 @@ def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int
 def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
     """All-reduce (max) tensors of non-negative numbers, with one call for all that have the same axes.
 
+    Those of the host are sent from the device.
+
     Args:
         axes: of the mesh, for each of them.
     """
@@ -271,8 +273,10 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
     for over in dict.fromkeys(a for a in axes if a):
         taken = [i for i, a in enumerate(axes) if a == over]
         flat = torch.cat([result[i].reshape(-1) for i in taken])
+        device = flat.device
         for axis in over:
             flat = _largest(flat, mesh, axis)
+        flat = flat.to(device)
         sizes = [result[i].numel() for i in taken]
         for i, part in zip(taken, flat.split(sizes), strict=True):
             result[i] = part.view(result[i].shape)
@@ -284,7 +288,7 @@ def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     if group.process_group is None or x.numel() == 0:
         return x
     # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
-    bits = x.contiguous().view(torch.int32)
+    bits = x.contiguous().view(torch.int32).to(mesh.device_type)
     record_sent(2 * (group.size - 1) * -(-bits.numel() // group.size) * 4, group.axes)
     with among(group.ranks):
         work = dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.process_group, async_op=True)

@@ -7,6 +7,7 @@ Guarantee: a copy changes no bit, and a tensor that is where it should be is ret
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,12 +20,12 @@ from fsharding.base.tree import Tree
 from fsharding.comm.disk import OnDisk, in_memory, store
 from fsharding.comm.streams import streams_for
 from fsharding.sharding.memory_kinds import MemoryKind
-from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of
+from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of, sharding_of
 
 __all__ = [
     "Copies", "cast_to_memory", "compute_device", "copied", "device_of", "empty_on_host", "fill", "here", "is_away",
     "is_in_memory", "kind_here", "memory_of", "on_device", "put_away", "read_ahead", "scaled", "settle_copies",
-    "to_memory",
+    "sharding_here", "to_memory",
 ]  # fmt: skip
 
 
@@ -75,6 +76,13 @@ def memory_of(x: Tensor, device_type: str) -> MemoryKind:
 def is_away(x: Any) -> bool:
     """Whether a leaf is elsewhere than on the device of its mesh."""
     return isinstance(x, DTensor) and memory_of(_compat.local_tensor(x), x.device_mesh.device_type) != "device"
+
+
+def sharding_here(x: DTensor) -> NamedSharding:
+    """Return the sharding of a leaf, in memory of the host if it is there: an update may be computed there."""
+    sharding = sharding_of(x)
+    on_host = memory_of(_compat.local_tensor(x), x.device_mesh.device_type) == "host"
+    return replace(sharding, memory="host") if on_host else sharding
 
 
 def on_device(x: Tensor, device_type: str) -> Tensor:
@@ -168,7 +176,7 @@ def put_away(x: Tensor, kind: MemoryKind, home: Tensor | None = None) -> tuple[T
     """
     streams = streams_for(x.device)
     if x.is_cpu:
-        return (x if kind == "host" else store(x)), None
+        return (_pinned(x) if kind == "host" else store(x)), None
     usable = home is not None and kind == "host" and home.dtype == x.dtype and home.shape == x.shape
     there = home if usable and home is not None else empty_on_host(tuple(x.shape), x.dtype)
     there.copy_(x, non_blocking=True)
@@ -176,6 +184,11 @@ def put_away(x: Tensor, kind: MemoryKind, home: Tensor | None = None) -> tuple[T
     if kind == "host":
         return there, event
     return store(there, lambda: streams.settle(event)), event
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """A tensor of the host itself, or its copy in pinned memory."""
+    return x if _compat.is_fake(x) or x.is_pinned() else empty_on_host(tuple(x.shape), x.dtype).copy_(x)
 
 
 def scaled(values: Tree, factor: Tensor) -> Tree:
@@ -195,53 +208,63 @@ def scaled(values: Tree, factor: Tensor) -> Tree:
 
 
 class Copies:
-    """Copies of leaves from and to other memory beside the compute stream, one group each way at a time.
+    """Copies of leaves to where they are computed with and back, beside the compute stream, a group each way at a time.
 
     Args:
-        device: where leaves are computed with.
+        device: of the mesh.
+        on_host: leaves are computed with on the host, which waits for those of the device; else on the device.
     """
 
     # `_coming` is the event of the group that is fetched. `_leaving` has the tensors of the group that was sent last,
     # where they are now, and the event after which they are there.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, on_host: bool = False) -> None:
+        self._on_host = on_host
+        self._target = torch.device("cpu") if on_host else device
         self._streams = streams_for(device)
         self._coming: Any = None
         self._later: dict[str, OnDisk] = {}
         self._leaving: tuple[list[Tensor], list[Tensor], Any] | None = None
 
     def fetch(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy a group to the device; `arrive` waits for it and adds what is read from disk."""
+        """Start to copy a group; `arrive` waits for it and adds what is read from disk."""
         self._later = {name: x for name, x in wanted.items() if isinstance(x, OnDisk)}
         for x in self._later.values():
-            x.start_reading(pinned=self._device.type != "cpu")
+            x.start_reading(pinned=self._target.type != "cpu")
         return self._copied({name: x for name, x in wanted.items() if name not in self._later})
 
     def _copied(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self._device.type == "cpu" or not values:
+        moving = {name: x for name, x in values.items() if x.device != self._target}
+        if not moving:
             return {**values}
-        here = {name: _compat.fresh(tuple(x.shape), x.dtype, self._device) for name, x in values.items()}
+        here = {name: self._empty(x) for name, x in moving.items()}
         event = self._streams.record("wanted")
-        with self._streams.on("in"):
+        with self._streams.on("out" if self._on_host else "in"):
             self._streams.wait(event)
-            for name, x in values.items():
+            for name, x in moving.items():
                 here[name].copy_(x, non_blocking=True)
             self._coming = self._streams.record("in")
-        return here
+        return {**values, **here}
+
+    def _empty(self, x: Tensor) -> Tensor:
+        if self._on_host:
+            return empty_on_host(tuple(x.shape), x.dtype)
+        return _compat.fresh(tuple(x.shape), x.dtype, self._target)
 
     def arrive(self, here: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the group that is fetched, all on the device; the compute stream waits for it."""
-        pinned = self._device.type != "cpu"
+        """Return the group that is fetched, all of it there; the compute stream waits for it, or the host."""
+        pinned = self._target.type != "cpu"
         here = {**here, **self._copied({name: x.read(pinned=pinned) for name, x in self._later.items()})}
         self._later = {}
         if self._coming is not None:
             self._streams.wait(self._coming)
+            if self._on_host:
+                self._streams.settle(self._coming)
             self._coming = None
         return here
 
     def send(self, values: Mapping[str, Tensor], kinds: Mapping[str, MemoryKind], homes: Mapping[str, Tensor]) -> Any:
-        """Start to copy a group from the device, and free the group before; returns where its tensors will be."""
+        """Start to copy a group to where it rests, and free the group before; returns where its tensors will be."""
         updated = self._streams.record("updated")
         with self._streams.on("out"):
             self._streams.wait(updated)

@@ -9,7 +9,7 @@ Guarantee: a transformation computes on local tensors alone, so its result does 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +22,12 @@ from fsharding.base.dtypes import wide
 from fsharding.base.errors import LayoutError, TreeError, message
 from fsharding.base.public import kind_of, refuse_state
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import sharding_here
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
 from fsharding.optim.coded_moment import MomentType, is_coded
 from fsharding.sharding import named_sharding
-from fsharding.sharding.named_sharding import local_of, sharding_of
+from fsharding.sharding.named_sharding import local_of
 
 __all__ = [
     "ContextTransformation",
@@ -94,6 +95,7 @@ class UpdateContext:
         key: of the run, int64[2], such as `state.key`, for what is rounded by key; None is a key of zeros.
         step: number of updates of the run so far, 0-d; None takes the optimizer's own count.
         rounding: of parameters in bfloat16 that an `apply` writes, "nearest" or "keyed".
+        on_host: paths of the parameters whose update is computed on the host, such as `layout.updated_on_host`.
 
     Example:
         >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
@@ -109,6 +111,7 @@ class UpdateContext:
     key: Tensor | None = None
     step: Tensor | None = None
     rounding: Rounding = "nearest"
+    on_host: Collection[str] = ()
 
 
 class _Init(Protocol):
@@ -189,7 +192,8 @@ class ContextTransformation(GradientTransformation):
             product.
         factor: for one that has no state and only multiplies by a number: that number for a global norm, 0-d.
         masks: whether `apply` looks at `context.finite`.
-        by_leaf: whether it updates each leaf by itself, given the global norm.
+        by_leaf: whether it updates each leaf by itself, given the global norm if it needs that.
+        needs_norm: whether it looks at the global norm.
 
     Example:
         >>> def init(params, context=fs.optim.InitContext()):
@@ -208,6 +212,7 @@ class ContextTransformation(GradientTransformation):
     factor: Callable[[Tensor], Tensor] | None = None
     masks: bool = False
     by_leaf: bool = False
+    needs_norm: bool = False
 
     def with_context(self) -> ContextTransformation:
         """Itself."""
@@ -339,8 +344,8 @@ def clone(x: Tensor) -> Tensor:
 
 
 def shardings_of(values: Tree) -> Tree:
-    """The sharding of each DTensor; None for plain tensors."""
-    return tree.map(lambda x: sharding_of(x) if isinstance(x, DTensor) else None, values)
+    """The sharding of each DTensor, on the host for one that is there; None for plain tensors."""
+    return tree.map(lambda x: sharding_here(x) if isinstance(x, DTensor) else None, values)
 
 
 def local_grads(grads: Tree, moments: Tree, label: str = "moments") -> list[Tensor]:

@@ -95,9 +95,12 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         return updates, ChainState(tuple(states))
 
     # A norm is known before the first member alone.
-    by_leaf = all(t.by_leaf and (t.factor is None or i == 0) for i, t in enumerate(members))
+    of_leaves = {
+        "by_leaf": all(t.by_leaf and not (t.needs_norm and i) for i, t in enumerate(members)),
+        "needs_norm": any(t.needs_norm for t in members),
+    }
     if not members or members[-1].apply is None:
-        return ContextTransformation(init, update, by_leaf=by_leaf)
+        return ContextTransformation(init, update, **of_leaves)
     first_members = members[:-1]
     apply_last = members[-1].apply
 
@@ -129,7 +132,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         params, last_state = apply_last(updates, last_state, params, context, scale=scale)
         return params, ChainState((*states, last_state))
 
-    return ContextTransformation(init, update, apply, masks=members[-1].masks, by_leaf=by_leaf)
+    return ContextTransformation(init, update, apply, masks=members[-1].masks, **of_leaves)
 
 
 def _check_chain(updates: Tree, state: Any, count: int) -> None:
@@ -199,8 +202,10 @@ def multi_transform(
         return _merge(updates, labeled, results)
 
     applies = {g: t.apply for g, t in members.items() if t.apply is not None}
+    # A norm is that of a group, and known to nobody before.
+    by_leaf = all(t.by_leaf and not t.needs_norm for t in members.values())
     if len(applies) < len(members):
-        return ContextTransformation(init, update)
+        return ContextTransformation(init, update, by_leaf=by_leaf)
 
     @public("fs.optim.multi_transform(...).apply")
     def apply(
@@ -223,7 +228,7 @@ def multi_transform(
         }
         return _merge(params, labeled, results)
 
-    return ContextTransformation(init, update, apply, masks=all(t.masks for t in members.values()))
+    return ContextTransformation(init, update, apply, masks=all(t.masks for t in members.values()), by_leaf=by_leaf)
 
 
 _Groups = Mapping[str, Any]

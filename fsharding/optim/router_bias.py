@@ -42,7 +42,10 @@ def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mappi
         return updates
 
     def change(path: str, x: Any) -> Any:
-        return _with(loads[path], torch.sign(local_of(loads[path])) * -rates[path]) if path in loads else x
+        if path not in loads:
+            return x
+        load = local_of(loads[path]).to(local_of(x).device)
+        return _with(loads[path], torch.sign(load) * -rates[path])
 
     return tree.map_with_path(change, updates)
 

@@ -20,6 +20,7 @@ from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.public import check_optimizer, public, refuse, refuse_state
 from fsharding.base.tree import Tree
+from fsharding.comm.leaf_memory import sharding_here
 from fsharding.comm.redistribute import redistribute
 from fsharding.optim.base import (
     ContextTransformation,
@@ -33,9 +34,10 @@ from fsharding.optim.base import (
     where_finite,
 )
 from fsharding.optim.chunked_update import chunk_size, leaves_of, rounds_by_key, step_key, write_param
+from fsharding.optim.clip import global_norm
 from fsharding.optim.windows import through_windows
 from fsharding.sharding import named_sharding
-from fsharding.sharding.named_sharding import local_of, sharding_of
+from fsharding.sharding.named_sharding import local_of
 
 __all__ = ["add_updates", "apply_gradients", "apply_updates", "change_slices"]
 
@@ -78,10 +80,12 @@ def apply_gradients(
     """
     check_optimizer(opt)
     transformation = opt.with_context()
-    return through_windows(
-        lambda grads, state, params: _apply(transformation, grads, state, params, context, scale), grads, state, params,
-        by_leaf=transformation.by_leaf and context.norm is not None, donate=context.donate,
-    )  # fmt: skip
+    if context.on_host and context.norm is None:
+        norm = global_norm(grads, shardings=context.shardings).double() * scale
+        context = replace(context, norm=norm.float())
+    by_leaf = transformation.by_leaf and context.norm is not None
+    change = functools.partial(_apply, transformation)
+    return through_windows(change, grads, state, params, context, scale, by_leaf=by_leaf)
 
 
 def _apply(
@@ -92,7 +96,7 @@ def _apply(
     context: UpdateContext,
     scale: float | Tensor,
 ) -> tuple[Tree, Tree]:
-    """`apply_gradients` where moments are on the device."""
+    """`apply_gradients` where all leaves are where it is computed."""
     finite = context.finite
     donate = context.donate
     masks = finite is None or (transformation.apply is not None and transformation.masks)
@@ -205,7 +209,7 @@ def change_slices(
     )
     if any(unlike):
         refuse_other_shapes(tree.prune(params, where, labels), where, labels)
-    targets = tree.unflatten(spec, [sharding_of(m) if isinstance(m, DTensor) else None for m in marks])
+    targets = tree.unflatten(spec, [sharding_here(m) if isinstance(m, DTensor) else None for m in marks])
     slices = tree.leaves(redistribute(params, targets))
     changed = iter(change([local_of(x) for x, mark in zip(slices, marks, strict=True) if mark is not None]))
     resharded: list[Any] = []

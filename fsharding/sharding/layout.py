@@ -160,6 +160,11 @@ class Layout:
         return tree.unflatten(self.structure, [leaf.reduced if leaf.trainable else None for leaf in self.leaves])
 
     @property
+    def updated_on_host(self) -> frozenset[str]:
+        """Paths of the leaves whose update is computed on the host."""
+        return frozenset(leaf.path for leaf in self.leaves if leaf.trainable and leaf.compute == "host")
+
+    @property
     def has_main(self) -> bool:
         """Whether main parameters are kept beside the params: because these are narrower in dtype, or cut further."""
         return any(leaf.trainable and self.main_apart(leaf) for leaf in self.leaves)

@@ -76,6 +76,7 @@ class LeafLayout:
         grads: where gradients are accumulated; unreduced over the axes that the strategy does not cut them over.
         main: where the optimizer's main parameter is.
         moment_memory: the kind of memory of its moments.
+        compute: the kind of memory in which it is updated.
     """
 
     path: str
@@ -87,6 +88,7 @@ class LeafLayout:
     grads: NamedSharding
     main: NamedSharding
     moment_memory: MemoryKind = "device"
+    compute: MemoryKind = "device"
 
     @property
     def moments(self) -> NamedSharding:
@@ -297,7 +299,8 @@ def plan_leaf(
         return strategy.memory_of(kind, path) if shape else "device"
 
     shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
-    return LeafLayout(path, shape, init, names, trainable, **shardings, moment_memory=memory_of("moments"))
+    of_update = {"moment_memory": memory_of("moments"), "compute": memory_of("compute")}
+    return LeafLayout(path, shape, init, names, trainable, **shardings, **of_update)
 
 
 _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}

@@ -61,14 +61,16 @@ class Strategy:
     def with_memory(self, **memory: MemoryKind | Mapping[str, MemoryKind]) -> Strategy:
         """Return the same strategy with other memory for some roles.
 
-        Units are copied to the device when they are gathered, and an update runs through windows of leaves there.
+        Units are copied to the device when they are gathered, and an update runs through windows of leaves there, or
+        on the host.
 
         Args:
             **memory: by role, "device", "host" (pinned memory) or "disk" (a file in the directory `FSHARDING_DISK`).
                 Roles are `params`, `main` (main parameters), `moments` and `grads`. Main parameters are where the
-                parameters are unless it is said; in other memory they are kept apart. A dict gives kinds by the path
-                of a leaf or the beginning of several, as in `moments={"blocks": "host"}`; the longest one counts. On
-                a CPU, "host" changes nothing.
+                parameters are unless it is said; in other memory they are kept apart. With `compute="host"` the CPU
+                updates leaves: moments and main parameters are on the host, or on disk if that is said. A dict gives
+                kinds by the path of a leaf or the beginning of several, as in `moments={"blocks": "host"}`; the
+                longest one counts. On a CPU, "host" changes nothing.
 
         Raises:
             ConfigError: another role or kind; all of them are listed.
@@ -80,6 +82,7 @@ class Strategy:
         choices = [*choices_of(memory), *(c for c in self.memory if c.role not in memory)]
         away = {c.role for c in choices if c.kind != "device"}
         away |= {"main"} if "params" in away else set()
+        away |= {"main", "moments"} if "compute" in away else set()
         return replace(self, memory=tuple(sorted(c for c in choices if c.role in away)))
 
     def memory_of(self, role: str, path: str) -> MemoryKind:

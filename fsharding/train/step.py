@@ -651,22 +651,26 @@ class TrainStep:
         main = main_of(state)
         context = UpdateContext(
             donate=self._settings.donate, norm=verdict.norm, shardings=state.layout.main, finite=finite, key=state.key,
-            step=state.step, rounding=state.layout.precision.rounding,
+            step=state.step, rounding=state.layout.precision.rounding, on_host=state.layout.updated_on_host,
         )  # fmt: skip
         if not self._bias_rates:
             return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)
         # The verdict is still on the device, so the old values are kept for a refused step.
         kept = replace(context, donate=context.donate and finite is None, finite=None)
 
-        def change(grads: Tree, before: Tree, main: Tree) -> tuple[Tree, Tree]:
+        def change(
+            grads: Tree, before: Tree, main: Tree, context: UpdateContext, to_mean: float | Tensor
+        ) -> tuple[Tree, Tree]:
             # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
-            grads = multiply(grads, verdict.to_mean, donate=context.donate)
-            updates, opt_state = self._opt.update(grads, before, main, kept)
+            grads = multiply(grads, to_mean, donate=self._settings.donate)
+            updates, opt_state = opt.update(grads, before, main, context)
             updates = update_against_load(updates, verdict.loads, self._bias_rates)
-            new_main = add_updates(main, updates, kept, donate=kept.donate)
+            new_main = add_updates(main, updates, context, donate=context.donate)
             return where_finite(finite, new_main, main), where_finite(finite, opt_state, before)
 
-        return through_windows(change, verdict.grads, state.opt_state, main, by_leaf=False, donate=kept.donate)
+        opt = self._opt.with_context()
+        values = verdict.grads, state.opt_state, main
+        return through_windows(change, *values, kept, verdict.to_mean, by_leaf=opt.by_leaf)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""

@@ -131,7 +131,7 @@ def updated(case, optimizer, device, folder):
             moments = [x for x in fs.tree.leaves(state.opt_state) if isinstance(x, DTensor)]
             kept = {"params": fs.tree.leaves(state.params), "main": fs.tree.leaves(state.main), "moments": moments}
             for role, leaves in kept.items():
-                kind = case.strategy.memory_of(role, "") if device == SIM else "device"
+                kind = case.strategy.memory_of(role, "blocks") if device == SIM else "device"
                 found = {memory_of(local_of(x), device) for x in leaves}
                 assert found <= {kind, "device"} and (kind in found or not leaves), (role, kind, found)
                 assert all(local_of(x).is_pinned() for x in leaves if memory_of(local_of(x), device) == "host")
@@ -173,6 +173,37 @@ def test_roles_elsewhere_change_no_bit(pool, name, tmp_path):
     there = replace(case, strategy=case.strategy.with_memory(**memory))
     kept = pool.run(updated, case, "adamw", SIM, tmp_path / f"{name}-kept")
     assert_as_on_cpu(kept, pool.run(updated, there, "adamw", SIM, tmp_path / name), reads=True)
+
+
+HOST = {"compute": "host"}
+UPDATED = {f"zero{level}-adamw": (replace(BASE, strategy=fs.zero(level)), HOST, "adamw") for level in range(4)}
+UPDATED |= {
+    f"zero3-{name}": (replace(BASE, strategy=fs.zero(3), donate=True), HOST, name) for name in ("sgd", "ema", "mxfp8")
+}
+UPDATED |= {
+    "blocks": (replace(BASE, strategy=fs.zero(3), donate=True), {"compute": {"blocks": "host"}}, "adamw"),
+    "disk": (replace(BF16, donate=True), {**HOST, "moments": "disk", "main": "disk"}, "adamw"),
+    "all": (BF16, {**HOST, "params": "host", "grads": "host"}, "adamw"),
+    "keyed": (replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed")), HOST, "adamw"),
+    "tp": (replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,)), donate=True), HOST, "mxfp8"),
+    **{name: (replace(case, donate=True), HOST, "adamw") for name, case in pipelines(BASE).items()},
+}  # fmt: skip
+UPDATED_KEPT = {"zero0-adamw", "zero1-adamw", "zero3-mxfp8", "blocks", "disk", "keyed", "zbv"}
+
+
+@pytest.mark.parametrize("name", [name if name in UPDATED_KEPT else pytest.param(name, marks=full) for name in UPDATED])
+def test_updates_on_the_host_change_no_bit(pool, name, tmp_path):
+    case, memory, optimizer = UPDATED[name]
+    kept = pool.run(updated, case, optimizer, SIM, tmp_path / f"{name}-kept")
+    case = replace(case, strategy=case.strategy.with_memory(**memory))
+    there = pool.run(updated, case, optimizer, SIM, tmp_path / name)
+    assert_as_on_cpu(kept, [without_main(*pair) for pair in zip(kept, there, strict=True)], reads=True)
+
+
+def without_main(kept, seen):
+    """What a run did, without main parameters if those of the other run are its parameters."""
+    own = {name: x for name, x in seen.state.items() if name in kept.state or not name.startswith("main.")}
+    return seen._replace(state=own)
 
 
 def test_leaves_on_the_host_are_read_by_everything(pool):

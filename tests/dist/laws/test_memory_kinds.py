@@ -117,3 +117,24 @@ def test_any_memory_of_any_run(tmp_path_factory, case, memory, precision, optimi
 def test_leaves_on_disk_are_read_by_everything():
     kept = run_ranks(used_otherwise, 2, {})
     assert_bitwise_equal(run_ranks(used_otherwise, 2, ALL), kept)
+
+
+def updated_unevenly(memory, limit):
+    """Rank 0 has fewer columns of each leaf than rank 1, and blocks of moments are on both."""
+    mesh = device_mesh(fs.AbstractMesh(("dp",), (2,)))
+    params = {f"w{i}": fs.random.normal(fs.random.key(i), (4, 1335)).tensor() for i in range(4)}
+    rules, names = fs.AxisRules(rows=None, cols="dp"), dict.fromkeys(params, ("rows", "cols"))
+    strategy = fs.zero(3).with_memory(**memory)
+    layout = fs.plan_layout(params, mesh, rules, strategy, names=names)
+    opt = OPTIMIZERS["mxfp8"]()
+    with patch.object(windows, "WINDOW_BYTES", limit):
+        state = fs.init_state(lambda key: params, opt, fs.random.key(0), layout)
+        step = fs.make_train_step(lambda p, x: sum((x @ w).square().mean() for w in fs.gather_unit(p).values()), opt)
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2, 4))
+    return fs.unshard(state.params)
+
+
+def test_ranks_have_the_same_windows():
+    kept = run_ranks(updated_unevenly, 2, {}, 1 << 20)
+    assert_bitwise_equal(run_ranks(updated_unevenly, 2, {"moments": "disk"}, 11350), kept)

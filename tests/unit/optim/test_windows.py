@@ -18,6 +18,7 @@ OPTIMIZERS = {
     "momentum": fs.sgd(0.1, momentum=0.9),
     "late clip": fs.optim.chain(fs.sgd(0.1, momentum=0.9), fs.optim.clip_by_global_norm(0.1)),
     "muon": fs.optim.muon(1e-2, dtype=torch.float32),
+    "averaged": fs.optim.chain(fs.optim.lookahead(fs.adamw(1e-2), every=2), fs.optim.ema(0.9)),
     "groups": fs.optim.multi_transform(
         {"a": fs.adamw(1e-2), "b": fs.sgd(0.1)}, lambda path, x: "a" if path.endswith("w") else "b"
     ),
@@ -38,9 +39,9 @@ def run(opt, shapes, memory, limit, donate):
     layout = fs.plan_layout(drawn(shapes, 0), mesh, strategy=strategy, frozen="embed" if "embed" in shapes else ())
     send = windows._Windows.send
 
-    def counted(self, params, state):
+    def counted(self, params, state, group):
         counts.append(1)
-        return send(self, params, state)
+        return send(self, params, state, group)
 
     with patch.object(windows, "WINDOW_BYTES", limit), patch.object(windows._Windows, "send", counted):
         state = fs.init_state(lambda key: drawn(shapes, 0), opt, fs.random.key(0), layout)
@@ -67,7 +68,7 @@ def test_windows_change_no_bit(name, donate):
     assert_bitwise_equal(whole, large)
     by_leaf = OPTIMIZERS[name].by_leaf
     assert (none, several, one) == (0, 9 if by_leaf else 3, 3), "one for each of three leaves, three times"
-    assert by_leaf == (name not in ("late clip", "muon", "groups"))
+    assert by_leaf == (name not in ("late clip", "muon"))
 
 
 def test_moments_are_told_apart_by_the_tree_that_they_are_in():
