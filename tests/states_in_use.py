@@ -17,7 +17,7 @@ CASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, str
 
 
 def used_otherwise(memory, device="cpu"):
-    """What a state is read by beside a step: evaluation, norms, leaves that no unit gathers, text."""
+    """What a state is used by beside a step: an update, evaluation, norms, leaves that no unit gathers, text."""
     case = replace(CASE, strategy=CASE.strategy.with_memory(**memory))
     mesh = device_mesh(case.mesh, device)
     state, _ = case.start(mesh)
@@ -29,6 +29,7 @@ def used_otherwise(memory, device="cpu"):
         return total + 0.1 * fs.tree.vdot(params, params), weight
 
     (value, _), grads = fs.value_and_grad(decayed, grads=state.layout.reduced)(state.params, batch)
+    state = fs.update(state, grads, case.optimizer)
     whole = fs.gather_unit(state.params["head"])
     text = fs.models.generate(case.model, state, [[1, 2, 3]], 4)
     numbers = [*fs.evaluate(case.model)(state, batch), value, fs.global_norm(state.params), fs.global_norm(grads)]

@@ -80,12 +80,11 @@ def apply_gradients(
     """
     check_optimizer(opt)
     transformation = opt.with_context()
-    if context.on_host and context.norm is None:
+    if transformation.by_leaf and transformation.needs_norm and context.norm is None:
         norm = global_norm(grads, shardings=context.shardings).double() * scale
         context = replace(context, norm=norm.float())
-    by_leaf = transformation.by_leaf and context.norm is not None
     change = functools.partial(_apply, transformation)
-    return through_windows(change, grads, state, params, context, scale, by_leaf=by_leaf)
+    return through_windows(change, grads, state, params, context, scale, by_leaf=transformation.by_leaf)
 
 
 def _apply(

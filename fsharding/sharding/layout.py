@@ -239,16 +239,24 @@ class Layout:
         return Memory(**parts, buffers=self.buffers, **away)
 
     @named("Layout.memory")
-    def bytes_by_kind(self, opt: Any = None, coord: dict[str, int] | None = None) -> dict[str, Counter[MemoryKind]]:
-        """Bytes of one rank by field of `Memory` and kind of memory; arguments are as in `memory`."""
-        trained = [leaf for leaf in self.leaves if leaf.trainable]
+    def bytes_by_kind(
+        self, opt: Any = None, coord: dict[str, int] | None = None, *, compute: MemoryKind | None = None
+    ) -> dict[str, Counter[MemoryKind]]:
+        """Bytes of one rank by field of `Memory` and kind of memory.
+
+        Args:
+            opt, coord: as in `memory`.
+            compute: only of leaves that are updated there.
+        """
+        leaves = [leaf for leaf in self.leaves if compute in (None, leaf.compute)]
+        trained = [leaf for leaf in leaves if leaf.trainable]
 
         def size(sharding: NamedSharding, leaf: LeafLayout, dtype: torch.dtype) -> int:
             return math.prod(sharding.local_shape(leaf.shape, coord)) * dtype.itemsize
 
         precision = self.precision
         kept: dict[str, Counter[MemoryKind]] = {}
-        kept["params"] = _by_kind((size(x.params, x, self.param_dtype(x)), x.params.memory) for x in self.leaves)
+        kept["params"] = _by_kind((size(x.params, x, self.param_dtype(x)), x.params.memory) for x in leaves)
         kept["grads"] = _by_kind(
             (size(x.grads, x, precision.grad_dtype(precision.main_dtype(x.init))), x.grads.memory) for x in trained
         )
@@ -262,6 +270,7 @@ class Layout:
         else:
             state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
             held = [self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items()]
+            held = [(size, x) for size, x in held if compute is None or (x is not None and x.compute == compute)]
         kept["opt_state"] = _by_kind((size, "device" if leaf is None else leaf.moment_memory) for size, leaf in held)
         return kept
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,13 +95,20 @@ def _stages(model: Any, layout: Layout, ranks: int) -> list[dict[str, Any]]:
 def _copied(layout: Layout, coord: dict[str, int]) -> dict[str, int]:
     """Bytes that a step of one microbatch copies from and to the host, and the disk.
 
-    An update brings parameters that are their own main copies, main parameters, moments and gradients to the device,
-    and takes all but gradients back. Units are gathered for forward and for backward; parameters are made of main ones
-    that are apart. Gradients are written once, and read once more for their norm.
+    An update brings parameters that are their own main copies, main parameters, moments and gradients to where it is
+    computed, and takes all but gradients back. Units are gathered for forward and for backward; parameters are made of
+    main ones that are apart. Gradients are written once, and read once more for their norm.
     """
-    kept = layout.bytes_by_kind(coord=coord)
-    times = {"params": 3 if layout.has_main else 4, "main": 3, "opt_state": 2, "grads": 3}
-    return {kind: sum(times[role] * kept[role][kind] for role in times) for kind in ("host", "disk")}
+    total = Counter[str]()
+    for compute in ("device", "host"):
+        kept = layout.bytes_by_kind(coord=coord, compute=compute)
+        times = {"params": 3 if layout.has_main else 4, "main": 3, "opt_state": 2, "grads": 3}
+        total["disk"] += sum(times[role] * kept[role]["disk"] for role in times)
+        if compute == "host":
+            times |= {"main": 1, "opt_state": 0, "grads": 2}
+            total["host"] += kept["grads"]["device"] + kept["grads"]["disk"]
+        total["host"] += sum(times[role] * kept[role]["host"] for role in times)
+    return {kind: total[kind] for kind in ("host", "disk")}
 
 
 def _text(result: dict[str, Any]) -> str:

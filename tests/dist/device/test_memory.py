@@ -44,9 +44,10 @@ CASES |= {
     f"zero{level}-host": replace(BASE, strategy=fs.zero(level).with_memory(**HOST), microbatches=2, donate=level == 3)
     for level in (1, 3)
 }
+CASES["zero3-compute-host"] = replace(BASE, strategy=fs.zero(3).with_memory(compute="host"), donate=True)
 NUMBERS = 16 * 512
 """Bytes of the numbers that a plan may lack; an activation of one layer has more, and so has every matrix."""
-KEPT = {"zero1-bf16", "zero3-offload", "zero3-moments", "zero3-host", "zbv"}
+KEPT = {"zero1-bf16", "zero3-offload", "zero3-moments", "zero3-compute-host", "zero3-host", "zbv"}
 
 
 @pytest.fixture(scope="module")

@@ -113,8 +113,8 @@ MOMENTS_KEPT = {"zero0-adamw", "zero2-sgd", "zero3-adamw", "zero3-mxfp8", "zero1
 
 
 def updated(case, optimizer, device, folder):
-    """A run that is saved and loaded, and resharded to the device and back; its moments are where they belong."""
-    with on_device(device) as watch, patch.object(windows, "WINDOW_BYTES", 1 << 12):
+    """A run under delays that is saved and loaded, and resharded to the device and back; its moments are where they belong."""
+    with on_device(device, seed=1) as watch, patch.object(windows, "WINDOW_BYTES", 1 << 12):
         mesh, opt = device_mesh(case.mesh, device), OPTIMIZERS[optimizer]()
         state, step = case.start(mesh, opt)
         numbers = []
@@ -176,6 +176,7 @@ def test_roles_elsewhere_change_no_bit(pool, name, tmp_path):
 
 
 HOST = {"compute": "host"}
+BIASED = fs.models.Experts(4, 2, 32, score="sigmoid", bias_rate=1e-2)
 UPDATED = {f"zero{level}-adamw": (replace(BASE, strategy=fs.zero(level)), HOST, "adamw") for level in range(4)}
 UPDATED |= {
     f"zero3-{name}": (replace(BASE, strategy=fs.zero(3), donate=True), HOST, name) for name in ("sgd", "ema", "mxfp8")
@@ -184,11 +185,12 @@ UPDATED |= {
     "blocks": (replace(BASE, strategy=fs.zero(3), donate=True), {"compute": {"blocks": "host"}}, "adamw"),
     "disk": (replace(BF16, donate=True), {**HOST, "moments": "disk", "main": "disk"}, "adamw"),
     "all": (BF16, {**HOST, "params": "host", "grads": "host"}, "adamw"),
+    "experts": (replace(BASE, config=replace(CONFIG, layers=2, experts=BIASED), strategy=fs.zero(2)), HOST, "adamw"),
     "keyed": (replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed")), HOST, "adamw"),
     "tp": (replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,)), donate=True), HOST, "mxfp8"),
     **{name: (replace(case, donate=True), HOST, "adamw") for name, case in pipelines(BASE).items()},
 }  # fmt: skip
-UPDATED_KEPT = {"zero0-adamw", "zero1-adamw", "zero3-mxfp8", "blocks", "disk", "keyed", "zbv"}
+UPDATED_KEPT = {"zero0-adamw", "zero1-adamw", "zero3-mxfp8", "blocks", "disk", "keyed", "experts", "zbv"}
 
 
 @pytest.mark.parametrize("name", [name if name in UPDATED_KEPT else pytest.param(name, marks=full) for name in UPDATED])
@@ -209,6 +211,7 @@ def without_main(kept, seen):
 def test_leaves_on_the_host_are_read_by_everything(pool):
     kept = pool.run(used_on_device, {})
     assert_bitwise_equal(pool.run(used_on_device, dict.fromkeys(ROLES, "host")), kept)
+    assert_bitwise_equal(pool.run(used_on_device, HOST), kept)
 
 
 def used_on_device(memory):
@@ -244,6 +247,7 @@ def refused(folder):
         for memory, donate, said in (
             ({"moments": "host"}, False, r"without donate=True"),
             ({"main": "host"}, True, "main on the host"),
+            ({"compute": "host"}, True, "compute on the host"),
             ({"moments": {"blocks": "disk"}}, True, "moments of blocks on disk"),
         ):
             case = replace(BASE, strategy=fs.zero(3).with_memory(**memory), donate=donate)

@@ -97,16 +97,24 @@ def test_optimizers_on_disk(optimizer, tmp_path):
 
 
 PATHS = ("", "blocks", "embed", "head")
+KIND = st.sampled_from(KINDS)
 MEMORY = st.dictionaries(
-    st.sampled_from(ROLES),
-    st.one_of(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(PATHS), st.sampled_from(KINDS), max_size=3)),
+    st.sampled_from(ROLES), st.one_of(KIND, st.dictionaries(st.sampled_from(PATHS), KIND, max_size=3))
+)
+AWAY = st.sampled_from(KINDS[1:])
+UPDATED = st.fixed_dictionaries(
+    {"compute": st.one_of(st.just("host"), st.dictionaries(st.sampled_from(PATHS), st.sampled_from(KINDS[:2])))},
+    optional={"params": KIND, "grads": KIND, "moments": AWAY, "main": AWAY},
 )
 
 
 @pytest.mark.timeout(1800)
 @examples(20, 200)
 @given(
-    decoder_cases(max_ranks=4, steps=2), MEMORY, st.sampled_from(("fp32", "bf16")), st.sampled_from(("adamw", "mxfp8"))
+    decoder_cases(max_ranks=4, steps=2),
+    MEMORY | UPDATED,
+    st.sampled_from(("fp32", "bf16")),
+    st.sampled_from(("adamw", "mxfp8")),
 )
 def test_any_memory_of_any_run(tmp_path_factory, case, memory, precision, optimizer):
     case = replace(case, precision=PRECISIONS[precision])

@@ -36,7 +36,7 @@ def test_activations_that_cannot_be_kept_so(text, policy, said):
     assert f"fsharding train --offload {said}" in refusal(policy_of, "fsharding train", text, policy)
 
 
-@pytest.mark.parametrize("text", ["moment=host", "moments=tape", "moments", "=host"])
+@pytest.mark.parametrize("text", ["moment=host", "moments=tape", "moments", "=host", "compute=disk"])
 def test_unknown_roles_and_kinds(text):
     with pytest.raises(ConfigError, match="cannot keep this elsewhere"):
         parse_memory(text)
@@ -49,6 +49,11 @@ def test_a_plan_says_where_bytes_are_and_how_many_are_copied(capsys):
     assert (held["host"], held["disk"]) == (held["opt_state"] + held["grads"], held["main"])
     assert held["device"] == held["params"] and held["total"] == held["device"] + held["host"] + held["disk"]
     assert copied == {"host": 2 * held["opt_state"] + 3 * held["grads"], "disk": 3 * held["main"]}
+    preview(PlanConfig("tiny", mesh="dp=2", offload="compute=host", json=True))
+    row = json.loads(capsys.readouterr().out)["stages"][0]
+    held, copied = row["bytes"], row["copied"]
+    assert held["host"] == held["opt_state"] + held["main"]
+    assert copied == {"host": held["grads"] + held["main"], "disk": 0}, "gradients to the host, parameters from it"
     preview(PlanConfig("tiny", mesh="dp=2", offload="moments=disk"))
     printed = capsys.readouterr().out
     assert "device   disk" in printed and "copied in a step of one microbatch: disk 0." in printed

@@ -72,7 +72,7 @@ def test_memory_of_roles():
     assert str(host) == "zero3 with moments on the host" and host != fs.zero(3)
     assert host.with_memory(moments="device") == fs.zero(3) == fs.zero(3).with_memory()
     assert fs.hybrid(host).memory_of("moments", "w") == "host" and fs.hybrid(fs.zero(3)) == fs.hybrid()
-    with pytest.raises(ConfigError, match=r"roles are params, main, moments, grads\. Did you mean 'moments'"):
+    with pytest.raises(ConfigError, match=r"roles are params, main, moments, grads, compute\. Did you mean 'moments'"):
         fs.zero(3).with_memory(moment="host")
     with pytest.raises(ConfigError, match="moments of b='tape': kinds are device, host, disk"):
         fs.zero(3).with_memory(moments={"a": "host", "b": "tape"})
@@ -95,6 +95,24 @@ def test_memory_of_leaves():
     assert layout.with_strategy(there.with_memory(main="device")).has_main and not layout.has_main
     with pytest.raises(ConfigError, match=r"moments of block on the host: no leaf begins so. Did you mean 'blocks'"):
         fs.plan_layout(shapes, layout.mesh, strategy=fs.zero(3).with_memory(moments={"block": "host"}))
+
+
+def test_updates_on_the_host():
+    updated = fs.zero(3).with_memory(compute={"a": "host"})
+    assert [updated.memory_of(role, "a") for role in ("params", "main", "moments", "grads")] == [
+        "device", "host", "host", "device",
+    ]  # fmt: skip
+    assert updated.memory_of("main", "b") == updated.memory_of("moments", "b") == "device"
+    assert str(updated) == "zero3 with compute of a on the host"
+    on_disk = fs.zero(3).with_memory(compute="host", moments="disk")
+    assert on_disk.memory_of("main", "a") == "disk", "main is with the moments"
+    assert on_disk.with_memory(compute="device", moments="device") == fs.zero(3)
+    shapes = dict.fromkeys("ab", fs.random.zeros((4,)))
+    layout = fs.plan_layout(shapes, fs.AbstractMesh(("dp",), (2,)), strategy=updated)
+    assert layout.updated_on_host == {"a"} and layout.has_main
+    strategy = fs.zero(3).with_memory(compute="host", moments={"a": "device"}, main={"a": "host", "b": "device"})
+    with pytest.raises(ConfigError, match="moments of a\n  main of b"):
+        fs.plan_layout(shapes, layout.mesh, strategy=strategy)
 
 
 def test_bytes_of_each_kind_of_memory():
