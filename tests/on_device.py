@@ -18,8 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsharding as fs
 from fsharding.base import _compat
+from fsharding.comm import disk
 from fsharding.comm.disk import in_memory
 from fsharding.comm.stream_log import Row
+from fsharding.optim import windows
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import RankPool, device_mesh
@@ -97,6 +99,13 @@ def on_device(device: str, seed: int | None = None, microseconds: int = 200) -> 
     plain = patch.object(_compat, "block_kernel", lambda device_type: "plain")
     with plain, sdpa_kernel(SDPBackend.MATH), late:
         yield Watch(device)
+
+
+@contextmanager
+def small_windows() -> Generator[None]:
+    """Windows of an update of some leaves of a small model, or of some of their rows."""
+    with patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(disk, "_TOGETHER", 1 << 7):
+        yield
 
 
 @contextmanager

@@ -29,13 +29,16 @@ from torch.utils import _pytree as torch_pytree
 from fsharding.base import _compat
 from fsharding.base.errors import DiskError, message
 
-__all__ = ["OnDisk", "disk_folder", "file_size", "in_memory", "joined", "reserve", "store"]
+__all__ = ["OnDisk", "disk_folder", "file_size", "in_memory", "joined", "reserve", "rows_together", "store"]
 
 _PIECE = 8 << 20
 """Most bytes of an extent; it is read and checked as a whole."""
 
 _ROW = 64 << 10
 """Bytes of a row of dim 0 from which on an extent has no part of another row, since rows are read by themselves."""
+
+_TOGETHER = 2 << 20
+"""Elements of smaller rows that are together: an extent has no part of those before or after them."""
 
 _ALIGN = 4096
 
@@ -219,10 +222,16 @@ def _file() -> _File:
     return _File()
 
 
+def rows_together(shape: Sequence[int]) -> int:
+    """Return how many rows of dim 0 are best read and written together; a tensor is cut between so many or more."""
+    return max(1, _TOGETHER // max(1, math.prod(shape[1:])))
+
+
 def _sizes(x: Tensor) -> list[int]:
     """How a tensor is split into extents."""
     row = x.nbytes // x.shape[0] if x.ndim and x.shape[0] else 0
-    lengths = [row] * x.shape[0] if row >= _ROW else [x.nbytes]
+    together = row * (1 if row >= _ROW else rows_together(x.shape)) if row else x.nbytes
+    lengths = [min(together, x.nbytes - first) for first in range(0, x.nbytes, together)] if x.nbytes else []
     return [min(_PIECE, n - first) for n in lengths for first in range(0, n, _PIECE)]
 
 
@@ -359,9 +368,9 @@ def store(x: Tensor, ready: Callable[[], object] = lambda: None) -> OnDisk:
     return OnDisk.of([_Part(_Stored(file, extents), 0, x.nbytes)], x.shape, x.dtype)
 
 
-def joined(rows: Sequence[OnDisk]) -> OnDisk:
-    """Return tensors stacked along a new dim 0, without reading them."""
-    return OnDisk.of([part for x in rows for part in x.parts], (len(rows), *rows[0].shape), rows[0].dtype)
+def joined(rows: Sequence[OnDisk], shape: Sequence[int]) -> OnDisk:
+    """Return tensors one after the other as one of a shape, without reading them."""
+    return OnDisk.of([part for x in rows for part in x.parts], shape, rows[0].dtype)
 
 
 def in_memory(x: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class GradOnDisk:
                 self.begin(row)[0].zero_()
                 self.end(row)
         if None not in self._kept:
-            self._kept = {None: joined([self._kept[row] for row in range(self._shape[0])])}
+            self._kept = {None: joined([self._kept[row] for row in range(self._shape[0])], self._shape)}
         return self._kept[None]
 
 

@@ -25,7 +25,7 @@ from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_
 __all__ = [
     "Copies", "cast_to_memory", "compute_device", "copied", "device_of", "empty_on_host", "fill", "here", "is_away",
     "is_in_memory", "kind_here", "memory_of", "on_device", "put_away", "read_ahead", "scaled", "settle_copies",
-    "sharding_here", "to_memory",
+    "sharding_here", "to_memory", "written",
 ]  # fmt: skip
 
 
@@ -175,15 +175,20 @@ def put_away(x: Tensor, kind: MemoryKind, home: Tensor | None = None) -> tuple[T
         The tensor there, and the event after which it is there; the write of a file is waited for by `OnDisk.settle`.
     """
     streams = streams_for(x.device)
-    if x.is_cpu:
-        return (_pinned(x) if kind == "host" else store(x)), None
     usable = home is not None and kind == "host" and home.dtype == x.dtype and home.shape == x.shape
+    if x.is_cpu:
+        return (store(x) if kind == "disk" else written(home, x) if usable and home is not None else _pinned(x)), None
     there = home if usable and home is not None else empty_on_host(tuple(x.shape), x.dtype)
     there.copy_(x, non_blocking=True)
     event = streams.record("out")
     if kind == "host":
         return there, event
     return store(there, lambda: streams.settle(event)), event
+
+
+def written(home: Tensor, x: Tensor) -> Tensor:
+    """Return memory with the elements of a tensor, which may be in it already."""
+    return home if _compat.is_same_view(home, x) else home.copy_(x)
 
 
 def _pinned(x: Tensor) -> Tensor:

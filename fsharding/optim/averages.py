@@ -107,7 +107,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
         _compat.foreach_add_(average, updated)
         return updates, EmaState(state.count + 1, like(state.average, average))
 
-    return ContextTransformation(init, update, by_leaf=True)
+    return ContextTransformation(init, update, by_element=True)
 
 
 @named("fs.optim.ema_of")
@@ -189,7 +189,7 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
             updates = like(slow, [s - p for s, p in zip(new, current, strict=True)])
         return updates, LookaheadState(count, slow, inner_state)
 
-    return ContextTransformation(init, update, by_leaf=fast.by_leaf, needs_norm=fast.needs_norm)
+    return ContextTransformation(init, update, by_element=fast.by_element, needs_norm=fast.needs_norm)
 
 
 def _wide_copy(params: Tree) -> Tree:

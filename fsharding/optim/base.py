@@ -192,7 +192,7 @@ class ContextTransformation(GradientTransformation):
             product.
         factor: for one that has no state and only multiplies by a number: that number for a global norm, 0-d.
         masks: whether `apply` looks at `context.finite`.
-        by_leaf: whether it updates each leaf by itself, given the global norm if it needs that.
+        by_element: whether it updates each element by itself, given the global norm if it needs that.
         needs_norm: whether it looks at the global norm.
 
     Example:
@@ -211,7 +211,7 @@ class ContextTransformation(GradientTransformation):
     apply: _Apply | None = None
     factor: Callable[[Tensor], Tensor] | None = None
     masks: bool = False
-    by_leaf: bool = False
+    by_element: bool = False
     needs_norm: bool = False
 
     def with_context(self) -> ContextTransformation:

@@ -238,4 +238,4 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
     def factor(norm: Tensor) -> Tensor:
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
-    return ContextTransformation(init, update, factor=factor, by_leaf=True, needs_norm=True)
+    return ContextTransformation(init, update, factor=factor, by_element=True, needs_norm=True)

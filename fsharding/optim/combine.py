@@ -96,7 +96,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
 
     # A norm is known before the first member alone.
     of_leaves = {
-        "by_leaf": all(t.by_leaf and not (t.needs_norm and i) for i, t in enumerate(members)),
+        "by_element": all(t.by_element and not (t.needs_norm and i) for i, t in enumerate(members)),
         "needs_norm": any(t.needs_norm for t in members),
     }
     if not members or members[-1].apply is None:
@@ -203,9 +203,9 @@ def multi_transform(
 
     applies = {g: t.apply for g, t in members.items() if t.apply is not None}
     # A norm is that of a group, and known to nobody before.
-    by_leaf = all(t.by_leaf and not t.needs_norm for t in members.values())
+    by_element = all(t.by_element and not t.needs_norm for t in members.values())
     if len(applies) < len(members):
-        return ContextTransformation(init, update, by_leaf=by_leaf)
+        return ContextTransformation(init, update, by_element=by_element)
 
     @public("fs.optim.multi_transform(...).apply")
     def apply(
@@ -228,7 +228,9 @@ def multi_transform(
         }
         return _merge(params, labeled, results)
 
-    return ContextTransformation(init, update, apply, masks=all(t.masks for t in members.values()), by_leaf=by_leaf)
+    return ContextTransformation(
+        init, update, apply, masks=all(t.masks for t in members.values()), by_element=by_element
+    )
 
 
 _Groups = Mapping[str, Any]

@@ -277,7 +277,7 @@ def driven(
     ) -> tuple[Tree, Any]:
         return call_as(name, change, updates, state, params, context, scale)
 
-    return ContextTransformation(init, update, apply if in_place else None, masks=in_place, by_leaf=True)
+    return ContextTransformation(init, update, apply if in_place else None, masks=in_place, by_element=True)
 
 
 def _directed(rule: Rule) -> Kernel:

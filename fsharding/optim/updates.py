@@ -80,11 +80,11 @@ def apply_gradients(
     """
     check_optimizer(opt)
     transformation = opt.with_context()
-    if transformation.by_leaf and transformation.needs_norm and context.norm is None:
+    if transformation.by_element and transformation.needs_norm and context.norm is None:
         norm = global_norm(grads, shardings=context.shardings).double() * scale
         context = replace(context, norm=norm.float())
     change = functools.partial(_apply, transformation)
-    return through_windows(change, grads, state, params, context, scale, by_leaf=transformation.by_leaf)
+    return through_windows(change, grads, state, params, context, scale, by_element=transformation.by_element)
 
 
 def _apply(

@@ -9,31 +9,33 @@ copied out, on two more streams:
     out        ?updated  copy out  !out
     compute    ?out, when the window after the next has been updated: only then is the memory free
 
-Files are read and written by threads besides. An optimizer that computes each leaf by itself has windows of some
-leaves; any other one has all leaves in one. A window of leaves that are updated on the host has their gradients copied
-there, which the host waits for; moments and main parameters are there.
+Files are read and written by threads besides. An optimizer that computes each element by itself has windows of some
+leaves, or of some rows of a leaf; any other one has all leaves in one. A window of leaves that are updated on the host
+has their gradients copied there, which the host waits for; moments and main parameters are there.
 Guarantees: the bits are those of an update without windows. The host waits for the last copy, so that a state between
-steps can be read. If a file fails, all leaves are as they were.
+steps can be read. If a file fails, all leaves are as they were. Ranks have the same windows.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fsharding.base import tree
+from fsharding.base import _compat, tree
 from fsharding.base.errors import ConfigError, listed, message
 from fsharding.base.tree import Tree
-from fsharding.comm.disk import OnDisk
-from fsharding.comm.leaf_memory import Copies, compute_device, copied, is_away, memory_of
+from fsharding.comm.disk import OnDisk, joined, rows_together
+from fsharding.comm.leaf_memory import Copies, compute_device, copied, empty_on_host, is_away, memory_of, written
 from fsharding.comm.redistribute import in_buckets
 from fsharding.optim.base import UpdateContext, like_leaf
+from fsharding.optim.chunked_update import rounds_by_key
 from fsharding.optim.coded_moment import is_coded
 from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import like, local_of
@@ -41,7 +43,7 @@ from fsharding.sharding.named_sharding import like, local_of
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
 WINDOW_BYTES = 32 << 20
-"""Most bytes of leaves that are copied in for a window; a larger leaf is in one of its own."""
+"""Most bytes of leaves that are copied in for a window; rows that are more are in one of their own."""
 
 _Factor: TypeAlias = float | Tensor
 
@@ -58,48 +60,45 @@ class _Values(NamedTuple):
 
 
 def through_windows(
-    change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_leaf: bool
+    change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_element: bool
 ) -> Any:
     """Run an update on leaves that are where it is computed.
 
     Args:
         change: updates the leaves that it is given, with the context and the scale, whose numbers are there too.
         context: says whether the state is donated, and which leaves are updated on the host.
-        by_leaf: each leaf is updated by itself.
+        by_element: each element is updated by itself.
 
     Returns:
         (parameters, state), in the kinds of memory that they were in.
 
     Raises:
-        ConfigError: leaves are updated on the host, but not each by itself.
+        ConfigError: leaves are updated on the host, but not each element by itself.
     """
     values = _Values(grads, state, params)
-    if context.on_host and not by_leaf:
+    if context.on_host and not by_element:
         mend = "Leave compute= out, which updates them on the device, or use an optimizer such as fs.adamw."
-        text = (
-            f"cannot update {listed(context.on_host)} on the host: this optimizer does not update each leaf by itself."
-        )
+        leaves = listed(sorted(context.on_host))
+        text = f"cannot update {leaves} on the host: this optimizer does not update each element by itself."
         raise ConfigError(message(text, mend=mend))
     away = {path: x for path, x in tree.named_leaves(values).items() if is_away(x)}
     if not away:
         return change(grads, state, params, context, scale)
-    names = {*tree.paths(params)}
-    owners = _owners(state, names)
-    groups = _groups(values, owners, names, context.on_host) if by_leaf else [_Group(names, on_host=False)]
-    found: list[tuple[Tree, Tree]] = []
+    owners = _owners(values)
+    plan = _planned(values, owners, context) if by_element else None
+    if plan is None:
+        plan = [_Window(dict.fromkeys(tree.paths(params)), on_host=False)]
     facts = {False: (context, scale)}
-    if any(group.on_host for group in groups):
+    if any(window.on_host for window in plan):
         facts[True] = _on_host(context, scale)
-    with _Windows(away, donate=context.donate) as windows:
-        selected = [_of_window(values, group.names, owners) for group in groups] if len(groups) > 1 else [values]
-        coming = windows.fetch(selected[0], groups[0])
-        for number, (group, present) in enumerate(zip(groups, selected, strict=True)):
-            present = windows.arrive(present, coming, group)
-            coming = windows.fetch(selected[number + 1], groups[number + 1]) if number + 1 < len(selected) else {}
-            found.append(windows.send(*change(*present, *facts[group.on_host]), group))
-    if len(found) == 1:
-        return found[0]
-    return _merged(params, (x for x, _ in found)), _merged(state, (x for _, x in found))
+    with _Windows(values, away, owners, donate=context.donate) as windows:
+        coming = windows.fetch(plan[0])
+        for number, window in enumerate(plan):
+            present = windows.arrive(coming)
+            if number + 1 < len(plan):
+                coming = windows.fetch(plan[number + 1])
+            after = windows.send(window, *change(*present, *facts[window.on_host]))
+    return (after.params, after.state) if len(plan) == 1 else windows.result()
 
 
 def _on_host(context: UpdateContext, scale: _Factor) -> tuple[UpdateContext, _Factor]:
@@ -126,67 +125,112 @@ def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping
     return _merged(shape, (start(_only(params, group)) for group in groups))
 
 
-class _Group(NamedTuple):
-    """The parameters of a window, and whether they are updated on the host."""
+Rows: TypeAlias = tuple[int, int]
+"""First and last + 1, of dim 0 of a local tensor."""
 
-    names: Collection[str]
+
+class _Window(NamedTuple):
+    """What is updated at a time.
+
+    Attributes:
+        rows: by parameter; None for all of them.
+        on_host: they are updated there.
+    """
+
+    rows: Mapping[str, Rows | None]
     on_host: bool
 
 
-def _groups(
-    values: _Values, owners: Mapping[str, str], names: Collection[str], on_host: Collection[str]
-) -> list[_Group]:
-    """The parameters of each window, the same on all ranks; all in one where a leaf that is away belongs to none."""
-    sizes = dict.fromkeys(sorted(names), 0)
-    for field, part in values._asdict().items():
-        for path, x in tree.named_leaves(part, is_leaf=is_coded).items():
-            owner = owners.get(path) if field == "state" else path
-            if nbytes := sum(_most_bytes(x) for x in tree.leaves(x) if is_away(x)):
-                if owner is None:
-                    return [_Group(names, on_host=False)]
-                sizes[owner] += nbytes
-    parts = {there: [name for name in sizes if (name in on_host) == there] for there in (True, False)}
-    return [
-        _Group({*bucket}, there)
-        for there, part in parts.items()
-        for bucket in in_buckets(part, sizes.__getitem__, WINDOW_BYTES)
-    ]
+class _Piece(NamedTuple):
+    """A parameter, or some of its rows, with its moments and gradient."""
+
+    name: str
+    rows: Rows | None
+    bytes: int
 
 
-def _most_bytes(x: DTensor) -> int:
-    """Bytes that a rank may have of a leaf: ranks agree on windows, since an update may communicate."""
-    parts = math.prod(x.device_mesh.size(dim) for dim, p in enumerate(x.placements) if isinstance(p, Shard))
-    return -(-x.numel() // parts) * x.element_size()
+def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext) -> list[_Window] | None:
+    """The windows, the same on all ranks; None where a leaf that is away belongs to no parameter."""
+    parts: dict[str, list[Any]] = {name: [] for name in sorted(tree.paths(values.params))}
+    for path, x in _leaves(values).items():
+        if path in owners:
+            parts[owners[path]].append(x)
+        elif any(map(is_away, tree.leaves(x))):
+            return None
+    pieces = {name: _pieces(name, leaves, context) for name, leaves in parts.items()}
+    windows: list[_Window] = []
+    for on_host in (True, False):
+        known = (piece for name in pieces if (name in context.on_host) == on_host for piece in pieces[name])
+        for bucket in in_buckets(known, lambda piece: piece.bytes, WINDOW_BYTES):
+            found: dict[str, list[_Piece]] = {}
+            for piece in bucket:
+                found.setdefault(piece.name, []).append(piece)
+            windows.append(_Window({name: _rows_of(found[name], pieces[name]) for name in found}, on_host))
+    return windows
 
 
-def _owners(state: Tree, names: Collection[str]) -> dict[str, str]:
-    """The parameter of each moment, whose path ends with that of the parameter.
+def _rows_of(some: Sequence[_Piece], whole: Sequence[_Piece]) -> Rows | None:
+    """The rows of pieces that follow each other; None for all pieces of a leaf."""
+    first, last = some[0].rows, some[-1].rows
+    return None if len(some) == len(whole) or first is None or last is None else (first[0], last[1])
+
+
+def _pieces(name: str, leaves: Sequence[Any], context: UpdateContext) -> list[_Piece]:
+    """A parameter in pieces of few rows, if its leaves are all cut alike; in one, if not."""
+    flat = [x for leaf in leaves for x in tree.leaves(leaf)]
+    first = flat[0]
+    total = sum(math.prod(_most(x)) * x.element_size() for x in flat if is_away(x))
+    alike = all(isinstance(x, DTensor) and (x.shape, x.placements) == (first.shape, first.placements) for x in flat)
+    if alike and first.ndim and not any(map(is_coded, leaves)) and not rounds_by_key(flat, context):
+        shape, here = _most(first), local_of(first).shape
+        step = rows_together(shape)
+        # Of a leaf that is cut unevenly in other dims, rows are together in files in other ways on other ranks.
+        if step < shape[0] and all(n % m == 0 for n, m in zip(first.shape[1:], shape[1:], strict=True)):
+            bounds = itertools.pairwise([*range(0, shape[0], step), shape[0]])
+            # A rank with fewer rows than others has pieces of none.
+            of_rank = [((min(a, here[0]), min(b, here[0])), b - a) for a, b in bounds]
+            return [_Piece(name, rows, total * count // shape[0]) for rows, count in of_rank]
+    return [_Piece(name, None, total)]
+
+
+def _most(x: DTensor) -> tuple[int, ...]:
+    """The largest shape that a rank has of a leaf."""
+    shape = [*x.shape]
+    for dim, placement in enumerate(x.placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // x.device_mesh.size(dim))
+    return tuple(shape)
+
+
+def _leaves(values: _Values) -> dict[str, Any]:
+    return tree.named_leaves(values, is_leaf=is_coded)
+
+
+def _owners(values: _Values) -> dict[str, str]:
+    """The parameter of each gradient, moment and parameter. The path of a moment ends with that of its parameter.
 
     Of several such parameters it is the one in a tree that has all of them, or else that with the longest path.
     """
-    held = tree.named_leaves(state, is_leaf=is_coded)
+    names = {*tree.paths(values.params)}
+    result = {_at(field, name): name for field in ("grads", "params") for name in names}
+    held = tree.named_leaves(values.state, is_leaf=is_coded)
     paths = {path for path, x in held.items() if is_coded(x) or isinstance(x, DTensor)}
     has_all = functools.cache(lambda before: all(before + name in paths for name in names))
-    result: dict[str, str] = {}
     for path in paths:
         parts = path.split(".")
         fitting = [name for name in (".".join(parts[i:]) for i in range(len(parts))) if name in names]
         whole = [name for name in fitting if has_all(path[: len(path) - len(name)])]
         if fitting:
-            result[path] = (whole or fitting)[0]
+            result[_at("state", path)] = (whole or fitting)[0]
     return result
+
+
+def _at(field: str, path: str) -> str:
+    return f"{field}.{path}" if path else field
 
 
 def _only(values: Tree, group: Collection[str]) -> Tree:
     return tree.map_with_path(lambda path, x: x if path in group else None, values)
-
-
-def _of_window(values: _Values, group: Collection[str], owners: Mapping[str, str]) -> _Values:
-    """Values with None for leaves of other windows; what belongs to no parameter, such as a count, stays."""
-    state = tree.map_with_path(
-        lambda path, x: x if path not in owners or owners[path] in group else None, values.state, is_leaf=is_coded
-    )
-    return _Values(_only(values.grads, group), state, _only(values.params, group))
 
 
 def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
@@ -197,21 +241,28 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
     return tree.map_with_path(lambda path, x: found.get(path, x), like_tree, is_leaf=is_coded)
 
 
-_GRADS = f"{_Values._fields[0]}."
-
-
 class _Windows:
     """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
 
-    def __init__(self, away: Mapping[str, DTensor], *, donate: bool) -> None:
-        self._away = away
+    # `_after` has leaves as they rest. Of those that are updated in rows `_homes` has memory of the whole leaf, which
+    # rows are written to, and `_files` the rows on disk.
+
+    def __init__(
+        self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
+    ) -> None:
+        self._before, self._away = values, away
+        self._named = _leaves(values)
+        self._owners = owners
         self._kinds: dict[str, MemoryKind] = {
             path: memory_of(local_of(x), x.device_mesh.device_type) for path, x in away.items()
         }
-        self._donate = donate
         self._may_fail = "disk" in self._kinds.values()
+        self._donate = donate
         device = compute_device(next(iter(away.values())).device_mesh.device_type)
         self._copies = {on_host: Copies(device, on_host=on_host) for on_host in (False, True)}
+        self._after: dict[str, Any] = {}
+        self._homes: dict[str, Tensor] = {}
+        self._files: dict[str, list[Any]] = {}
 
     def __enter__(self) -> _Windows:
         return self
@@ -220,18 +271,29 @@ class _Windows:
         for copies in self._copies.values():
             copies.close()
 
-    def fetch(self, values: _Values, group: _Group) -> dict[str, Tensor]:
-        """Start to copy a window to where it is updated."""
-        named = tree.named_leaves(values)
-        if group.on_host:
-            wanted = {path: x for path, x in named.items() if isinstance(x, Tensor) and _is_off_host(x)}
-        else:
-            wanted = {path: x for path, x in named.items() if path in self._away}
-        return self._copies[group.on_host].fetch({path: local_of(x) for path, x in wanted.items()})
+    def _part(self, path: str, x: Any, window: _Window) -> Any:
+        """What a window has of a leaf; what belongs to no parameter, such as a count, is in all."""
+        owner = self._owners.get(path)
+        if owner is None or (owner in window.rows and window.rows[owner] is None):
+            return x
+        rows = window.rows.get(owner)
+        return None if rows is None else like(x, local_of(x)[rows[0] : rows[1]])
 
-    def arrive(self, values: _Values, here: dict[str, Tensor], group: _Group) -> _Values:
-        """Return the window where it is updated; the compute stream waits for it, or the host."""
-        found = self._copies[group.on_host].arrive(here)
+    def fetch(self, window: _Window) -> _Coming:
+        """Start to copy a window to where it is updated."""
+        values = tree.map_with_path(lambda path, x: self._part(path, x, window), self._before, is_leaf=is_coded)
+        named = {path: x for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
+        wanted = {
+            path: local_of(x)
+            for path, x in named.items()
+            if (_is_off_host(x) if window.on_host else path in self._kinds)
+        }
+        return _Coming(window, values, self._copies[window.on_host].fetch(wanted))
+
+    def arrive(self, coming: _Coming) -> _Values:
+        """Return a window where it is updated; the compute stream waits for it, or the host."""
+        values = coming.values
+        found = self._copies[coming.window.on_host].arrive(coming.copies)
         present = tree.map_with_path(lambda path, x: like_leaf(x, found[path]) if path in found else x, values)
         if self._may_fail and self._donate:
             # Leaves that stay would be overwritten, and a file may still fail.
@@ -240,15 +302,60 @@ class _Windows:
             present = tree.map_with_path(lambda path, x: kept.get(path, x), present)
         return present
 
-    def send(self, params: Tree, state: Tree, group: _Group) -> tuple[Tree, Tree]:
+    def send(self, window: _Window, params: Tree, state: Tree) -> _Values:
         """Start to copy a window to where it rests, and free the one before."""
         values = _Values(None, state, params)
-        given = {path: local_of(x) for path, x in tree.named_leaves(values).items() if path in self._away}
+        local = {path: local_of(x) for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
+        homes = {path: home for path in local if (home := self._home(path, window)) is not None}
+        given = {path: x for path, x in local.items() if path in self._kinds}
+        there = self._copies[window.on_host].send(given, self._kinds, homes)
+        there |= {path: written(home, local[path]) for path, home in homes.items() if path not in there}
+        rest = tree.map_with_path(lambda path, x: like_leaf(x, there[path]) if path in there else x, values)
+        for path, x in _leaves(rest).items():
+            if self._rows(path, window) is None:
+                self._after[path] = x
+            elif path not in self._homes:
+                self._files.setdefault(path, []).append(there[path])
+        return rest
+
+    def _rows(self, path: str, window: _Window) -> Rows | None:
+        owner = self._owners.get(path)
+        return None if owner is None else window.rows.get(owner)
+
+    def _home(self, path: str, window: _Window) -> Tensor | None:
+        """Memory for what a window has of a leaf: its own, if it may be overwritten, or new memory for one in rows."""
+        rows = self._rows(path, window)
+        kind = self._kinds.get(path, "device")
         reused = self._donate and not self._may_fail
-        homes = {path: local_of(self._away[path]) for path in given} if reused else {}
-        there = self._copies[group.on_host].send(given, self._kinds, homes)
-        rest = tree.map_with_path(lambda path, x: like(x, there[path]) if path in there else x, values)
-        return rest.params, rest.state
+        if rows is None:
+            return local_of(self._away[path]) if reused and kind == "host" else None
+        if kind == "disk":
+            return None
+        if path not in self._homes:
+            old = local_of(self._named[path])
+            shape = tuple(old.shape)
+            new = empty_on_host(shape, old.dtype) if kind == "host" else _compat.fresh(shape, old.dtype, old.device)
+            self._homes[path] = old if reused else new
+        return self._homes[path][rows[0] : rows[1]]
+
+    def result(self) -> tuple[Tree, Tree]:
+        """The parameters and the state after all windows."""
+        joined_files = {path: joined(parts, local_of(self._named[path]).shape) for path, parts in self._files.items()}
+        in_rows = {path: like(self._named[path], x) for path, x in {**self._homes, **joined_files}.items()}
+        found = {**self._after, **in_rows}
+        after = tree.map_with_path(lambda path, x: found.get(path, x), self._before, is_leaf=is_coded)
+        return after.params, after.state
+
+
+class _Coming(NamedTuple):
+    """A window that is copied: its leaves at rest, and those that are on their way by path."""
+
+    window: _Window
+    values: _Values
+    copies: dict[str, Tensor]
+
+
+_GRADS = f"{_Values._fields[0]}."
 
 
 def _is_off_host(x: Tensor) -> bool:

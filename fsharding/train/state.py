@@ -439,7 +439,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
     away = [leaf.moment_memory != "device" for leaf in layout.leaves if leaf.trainable]
     nbytes = [local_of(x).nbytes for x in tree.leaves(trained)]
     sizes = {path: n if is_away else 0 for path, n, is_away in zip(paths, nbytes, away, strict=True)}
-    return start_in_windows(start, trained, sizes) if opt.with_context().by_leaf else start(trained)
+    return start_in_windows(start, trained, sizes) if opt.with_context().by_element else start(trained)
 
 
 def _refuse_shared_draws(draws: Tree) -> None:

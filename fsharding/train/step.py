@@ -670,7 +670,7 @@ class TrainStep:
 
         opt = self._opt.with_context()
         values = verdict.grads, state.opt_state, main
-        return through_windows(change, *values, kept, verdict.to_mean, by_leaf=opt.by_leaf)
+        return through_windows(change, *values, kept, verdict.to_mean, by_element=opt.by_element)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""

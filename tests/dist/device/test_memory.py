@@ -18,7 +18,7 @@ from fsharding.testing import device_mesh
 from tests import sim_device
 from tests.decoders import DecoderCase
 from tests.helpers import full
-from tests.on_device import SIM, device_ranks, needs_compiler, on_device, pipelines
+from tests.on_device import SIM, device_ranks, needs_compiler, on_device, pipelines, small_windows
 
 pytestmark = [pytest.mark.timeout(500), needs_compiler]
 
@@ -58,7 +58,7 @@ def pool():
 
 def peaks(case):
     """The peaks that are expected, with this mesh and without devices, and those of some steps."""
-    with on_device(SIM):
+    with on_device(SIM), small_windows():
         mesh = device_mesh(case.mesh, SIM)
         batch = {name: x.to(SIM) for name, x in case.batch(0, mesh).items()}
         here = coordinate(mesh)

@@ -5,7 +5,6 @@ Guarantee: where activations wait for backward changes no bit; at most two units
 
 import gc
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +13,20 @@ from torch.distributed.tensor import DTensor
 import fsharding as fs
 from fsharding.base.errors import ConfigError, LayoutError
 from fsharding.comm.leaf_memory import memory_of
-from fsharding.optim import windows
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh
 from tests.decoders import DecoderCase
 from tests.helpers import full
-from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, on_device, pipelines, train
+from tests.on_device import (
+    SIM,
+    assert_as_on_cpu,
+    device_ranks,
+    needs_compiler,
+    on_device,
+    pipelines,
+    small_windows,
+    train,
+)
 from tests.states_in_use import used_otherwise
 
 pytestmark = [pytest.mark.timeout(500), needs_compiler]
@@ -114,7 +121,7 @@ MOMENTS_KEPT = {"zero0-adamw", "zero2-sgd", "zero3-adamw", "zero3-mxfp8", "zero1
 
 def updated(case, optimizer, device, folder):
     """A run under delays that is saved and loaded, and resharded to the device and back; its moments are where they belong."""
-    with on_device(device, seed=1) as watch, patch.object(windows, "WINDOW_BYTES", 1 << 12):
+    with on_device(device, seed=1) as watch, small_windows():
         mesh, opt = device_mesh(case.mesh, device), OPTIMIZERS[optimizer]()
         state, step = case.start(mesh, opt)
         numbers = []
@@ -221,7 +228,7 @@ def used_on_device(memory):
 
 def started(memory):
     """The most that a first state needs on the device, and what it keeps there."""
-    with on_device(SIM), patch.object(windows, "WINDOW_BYTES", 1 << 12):
+    with on_device(SIM), small_windows():
         case = replace(BASE, strategy=fs.zero(3).with_memory(moments=memory))
         mesh = device_mesh(case.mesh, SIM)
         gc.collect()

@@ -15,7 +15,6 @@ import fsharding as fs
 from fsharding.apps.bench.timeline import Rates, timeline_of, write_trace
 from fsharding.base.errors import NonFiniteError
 from fsharding.comm.streams import DeviceStreams
-from fsharding.optim import windows
 from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.odd_units import NAMES, SIZE, init, loss_of
@@ -27,6 +26,7 @@ from tests.on_device import (
     on_device,
     pipelines,
     same,
+    small_windows,
     train,
 )
 from tests.stream_order import unjoined, violations
@@ -58,7 +58,7 @@ def trained(case, device, seed=None):
     """`train` with a constant rate: one that changes is a tensor, which the fused kernel rounds on a device alone."""
     opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(3e-3, eps=1e-3, weight_decay=0.1))
     how = {} if case.mesh.axis_size("pp") > 1 else {"prefetch_depth": 2}
-    with patch.object(windows, "WINDOW_BYTES", 1 << 12):  # several in an update
+    with small_windows():
         return train(case, device, seed, opt=opt, **how, **({"check": "async"} if device == SIM else {}))
 
 

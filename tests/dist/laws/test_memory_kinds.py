@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
+from fsharding.comm import disk
 from fsharding.comm.disk import OnDisk
 from fsharding.optim import windows
 from fsharding.sharding.memory_kinds import KINDS, ROLES
@@ -56,7 +57,7 @@ def run(case, optimizer):
 
 def has_same_bits(case, memory, optimizer, folder):
     """Run with and without other memory; the one's checkpoint and state become the other's."""
-    with patch.object(windows, "WINDOW_BYTES", 1 << 12):
+    with patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(disk, "_TOGETHER", 1 << 7):
         numbers, state = run(case, optimizer)
         strategy = case.strategy.with_memory(**memory)
         others, away = run(replace(case, strategy=strategy), optimizer)

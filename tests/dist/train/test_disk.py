@@ -192,7 +192,7 @@ def test_a_tensor_on_disk_is_read_only(tmp_path):
             assert torch.equal(disk.in_memory(same), want)
         assert all(torch.equal(a, b) for a, b in zip(there.unbind(0), x.unbind(0), strict=True))
         assert isinstance(there[1:].view(-1), disk.OnDisk) and not isinstance(there.T, disk.OnDisk)
-        assert torch.equal(disk.joined([*there.unbind(0)]), x) and repr(there) == "OnDisk(float32[3, 4])"
+        assert torch.equal(disk.joined([*there.unbind(0)], x.shape), x) and repr(there) == "OnDisk(float32[3, 4])"
 
 
 # ---------------------------------------------------------------------------------------------------------- killed ranks

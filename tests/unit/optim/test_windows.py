@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.comm import disk
 from fsharding.optim import updates, windows
 from fsharding.testing import assert_bitwise_equal
 from fsharding.train.state import main_of
@@ -32,18 +33,19 @@ def drawn(shapes, number):
     )
 
 
-def run(opt, shapes, memory, limit, donate):
+def run(opt, shapes, memory, limit, donate, together=1 << 20):
     """Three updates, and how many of them went through how many windows."""
     mesh, counts = fs.make_mesh(device="cpu"), []
     strategy = fs.zero(3).with_memory(moments=memory)
     layout = fs.plan_layout(drawn(shapes, 0), mesh, strategy=strategy, frozen="embed" if "embed" in shapes else ())
     send = windows._Windows.send
 
-    def counted(self, params, state, group):
+    def counted(*parts):
         counts.append(1)
-        return send(self, params, state, group)
+        return send(*parts)
 
-    with patch.object(windows, "WINDOW_BYTES", limit), patch.object(windows._Windows, "send", counted):
+    small = patch.object(windows, "WINDOW_BYTES", limit), patch.object(disk, "_TOGETHER", together)
+    with small[0], small[1], patch.object(windows._Windows, "send", counted):
         state = fs.init_state(lambda key: drawn(shapes, 0), opt, fs.random.key(0), layout)
         main, opt_state = (
             windows._only(state.params, {leaf.path for leaf in layout.leaves if leaf.trainable}),
@@ -64,11 +66,16 @@ def test_windows_change_no_bit(name, donate):
     whole, none = run(OPTIMIZERS[name], SHAPES, "device", 1 << 20, donate)
     small, several = run(OPTIMIZERS[name], SHAPES, "disk", 1, donate)
     large, one = run(OPTIMIZERS[name], SHAPES, "disk", 1 << 20, donate)
-    assert_bitwise_equal(whole, small)
-    assert_bitwise_equal(whole, large)
-    by_leaf = OPTIMIZERS[name].by_leaf
-    assert (none, several, one) == (0, 9 if by_leaf else 3, 3), "one for each of three leaves, three times"
-    assert by_leaf == (name not in ("late clip", "muon"))
+    rows, many = run(OPTIMIZERS[name], SHAPES, "disk", 1, donate, together=16)
+    pairs, fewer = run(OPTIMIZERS[name], SHAPES, "disk", 256, donate, together=16)
+    for other in (small, large, rows, pairs):
+        assert_bitwise_equal(whole, other)
+    by_element = OPTIMIZERS[name].by_element
+    assert (none, several, one) == (0, 9 if by_element else 3, 3), "one for each of three leaves, three times"
+    # A matrix of blocks, two of their biases, and two rows of the matrix; SGD has no state of the biases.
+    assert many == (3 if not by_element else 24 if name == "groups" else 27)
+    assert fewer <= many
+    assert by_element == (name not in ("late clip", "muon"))
 
 
 def test_moments_are_told_apart_by_the_tree_that_they_are_in():
