@@ -82,7 +82,8 @@ Arena& arena() {
   return *result;
 }
 
-std::atomic<int64_t> next_block{0};  // of the device and of pinned memory
+std::atomic<int64_t> next_block{0};  // of the device, and of pages of pinned memory
+constexpr size_t PAGE = 256;
 
 struct Block {
   void* data;
@@ -206,7 +207,7 @@ class PinnedAllocator final : public at::HostAllocator {
       if (freed != nullptr && done(copies)) free(std::exchange(freed, nullptr));
     }
     freed_.erase(std::remove_if(freed_.begin(), freed_.end(), [](auto& x) { return x.second == nullptr; }), freed_.end());
-    blocks_[data] = {size, next_block++, {}};
+    blocks_[data] = {size, next_block.fetch_add(static_cast<int64_t>(size / PAGE + 1)), {}};
     return {data, data, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -222,11 +223,17 @@ class PinnedAllocator final : public at::HostAllocator {
     return find(data) != blocks_.end();
   }
 
-  // The number of a block; -1 for memory that is not pinned.
-  int64_t block_at(const void* data) {
+  // The numbers of the pages of a tensor, since two streams may copy other parts of a block; none if it is not pinned.
+  std::vector<int64_t> pages_of(const Tensor& x) {
+    const char* data = static_cast<const char*>(x.mutable_data_ptr());
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = find(data);
-    return found == blocks_.end() ? -1 : found->second.id;
+    if (found == blocks_.end()) return {};
+    const size_t first = data - static_cast<char*>(found->first);
+    const size_t last = x.is_contiguous() ? first + x.nbytes() : found->second.size;
+    std::vector<int64_t> pages;
+    for (size_t page = first / PAGE; page * PAGE < last; ++page) pages.push_back(found->second.id + page);
+    return pages;
   }
 
   // A copy of a block begins; the flag is raised at its end. Nothing for memory that is not pinned.
@@ -282,11 +289,14 @@ Memory memory_of(const std::vector<Tensor>& reads, const std::vector<Tensor>& wr
       if (!x.defined() || x.numel() == 0) continue;
       const bool on_device = x.device().type() == SIM;
       if (!on_device && !x.is_cpu()) continue;
-      const void* data = x.mutable_data_ptr();
-      const int64_t id = on_device ? device_memory.block_at(data) : pinned_memory.block_at(data);
+      if (!on_device) {
+        for (const int64_t page : pinned_memory.pages_of(x)) ids.push_back(page);
+        continue;
+      }
+      const int64_t id = device_memory.block_at(x.mutable_data_ptr());
       if (id < 0) continue;
       ids.push_back(id);
-      if (on_device) result.nbytes += static_cast<int64_t>(x.nbytes());
+      result.nbytes += static_cast<int64_t>(x.nbytes());
     }
   };
   list(reads, result.reads);
