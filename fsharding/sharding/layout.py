@@ -245,7 +245,8 @@ class Layout:
         """Bytes of one rank by field of `Memory` and kind of memory.
 
         Args:
-            opt, coord: as in `memory`.
+            opt: as in `memory`.
+            coord: the same.
             compute: only of leaves that are updated there.
         """
         leaves = [leaf for leaf in self.leaves if compute in (None, leaf.compute)]
