@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base._compat import cache_on_mesh
 from fsharding.comm import bucket as buckets
@@ -288,6 +289,7 @@ def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     if group.process_group is None or x.numel() == 0:
         return x
     # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
+    assert isinstance(mesh, DeviceMesh)
     bits = x.contiguous().view(torch.int32).to(mesh.device_type)
     record_sent(2 * (group.size - 1) * -(-bits.numel() // group.size) * 4, group.axes)
     with among(group.ranks):

@@ -95,12 +95,10 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         return updates, ChainState(tuple(states))
 
     # A norm is known before the first member alone.
-    of_leaves = {
-        "by_element": all(t.by_element and not (t.needs_norm and i) for i, t in enumerate(members)),
-        "needs_norm": any(t.needs_norm for t in members),
-    }
+    by_element = all(t.by_element and not (t.needs_norm and i) for i, t in enumerate(members))
+    needs_norm = any(t.needs_norm for t in members)
     if not members or members[-1].apply is None:
-        return ContextTransformation(init, update, **of_leaves)
+        return ContextTransformation(init, update, by_element=by_element, needs_norm=needs_norm)
     first_members = members[:-1]
     apply_last = members[-1].apply
 
@@ -132,7 +130,8 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         params, last_state = apply_last(updates, last_state, params, context, scale=scale)
         return params, ChainState((*states, last_state))
 
-    return ContextTransformation(init, update, apply, masks=members[-1].masks, **of_leaves)
+    masks = members[-1].masks
+    return ContextTransformation(init, update, apply, masks=masks, by_element=by_element, needs_norm=needs_norm)
 
 
 def _check_chain(updates: Tree, state: Any, count: int) -> None:

@@ -92,7 +92,7 @@ def through_windows(
     if any(window.on_host for window in plan):
         facts[True] = _on_host(context, scale)
     with _Windows(values, away, owners, donate=context.donate) as windows:
-        coming = windows.fetch(plan[0])
+        coming, after = windows.fetch(plan[0]), values
         for number, window in enumerate(plan):
             present = windows.arrive(coming)
             if number + 1 < len(plan):
@@ -103,11 +103,11 @@ def through_windows(
 
 def _on_host(context: UpdateContext, scale: _Factor) -> tuple[UpdateContext, _Factor]:
     """The numbers of an update on the host, which waits for them."""
-    norm, finite, key, step, scale = (
-        x.cpu() if isinstance(x, Tensor) else x
-        for x in (context.norm, context.finite, context.key, context.step, scale)
+    norm, finite, key, step = (
+        None if x is None else x.cpu() for x in (context.norm, context.finite, context.key, context.step)
     )
-    return replace(context, norm=norm, finite=finite, key=key, step=step), scale
+    there = replace(context, norm=norm, finite=finite, key=key, step=step)
+    return there, scale.cpu() if isinstance(scale, Tensor) else scale
 
 
 def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping[str, int]) -> Tree:

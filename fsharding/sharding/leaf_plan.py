@@ -299,8 +299,16 @@ def plan_leaf(
         return strategy.memory_of(kind, path) if shape else "device"
 
     shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
-    of_update = {"moment_memory": memory_of("moments"), "compute": memory_of("compute")}
-    return LeafLayout(path, shape, init, names, trainable, **shardings, **of_update)
+    return LeafLayout(
+        path,
+        shape,
+        init,
+        names,
+        trainable,
+        **shardings,
+        moment_memory=memory_of("moments"),
+        compute=memory_of("compute"),
+    )
 
 
 _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}

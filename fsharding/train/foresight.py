@@ -148,6 +148,7 @@ def fake_step(
     coord: Mapping[str, int] | None = None,
     buffers: Buffers | None = None,
     steps: int = 1,
+    device_type: str | None = None,
     **options: Any,
 ) -> T:
     """Run steps on fake tensors, as one rank of a mesh; the arguments are those of `expected_traffic`.
@@ -155,6 +156,7 @@ def fake_step(
     Args:
         around: makes a context from the state and the batch, which is entered for the steps alone.
         steps: how many.
+        device_type: of the mesh, if not that of the layout's.
 
     Returns:
         What the context gives.
@@ -167,7 +169,7 @@ def fake_step(
     shapes = _shapes(batch)
     shape = abstract(layout.mesh)
     rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
-    device: Any = _device_type(layout)
+    device: Any = device_type or _device_type(layout)
     step = make_train_step(model, opt, **options)
     first = getattr(model, "init_buffers", dict)() if buffers is None else buffers
     with kept_as_it_was(), groups_of_another_world(), _compat.fake_world(rank, shape.size), _compat.fake_tensors():

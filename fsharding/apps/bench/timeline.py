@@ -6,20 +6,22 @@ which share of communication is hidden.
 A stream does one operation after the other, and each begins when the events that its stream waits for have happened.
 An operation takes as long as its floating-point operations or its bytes take, whichever is more, and a collective its
 latency and its bytes. All that a rank sends shares one link, so that two collectives at once take as long as one after
-the other. A message begins when its sender and its receiver have come to it. Ranks without a log are taken to be where
-this one is. The host is ahead of the device at all times, and kernels reach the given rates, which those of
-small tensors do not.
+the other, and so do copies to the host, and copies from it. A message begins when its sender and its receiver have come
+to it. Ranks without a log are taken to be where this one is. The host is ahead of the device at all times, and kernels
+reach the given rates, which those of small tensors do not.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from fsharding.comm.stream_log import COMPUTE, Row, communicates, messages
 from fsharding.pipeline.plots import require_matplotlib
@@ -39,18 +41,26 @@ class Rates:
         memory: bytes of its memory that are read and written.
         link: bytes that a rank sends.
         latency: seconds that a collective takes besides its bytes.
+        host: bytes that are copied to the host, or from it.
     """
 
     flops: float
     memory: float
     link: float
     latency: float
+    host: float = math.inf
 
-    def seconds(self, row: Row) -> float:
-        """How long an operation takes."""
+    def seconds(self, row: Row, link: Link) -> float:
+        """How long an operation takes on the link that carries it."""
         if communicates(row.stream):
             return self.latency + row.nbytes / self.link
+        if link in ("from host", "to host"):
+            return row.nbytes / 2 / self.host  # a copy reads its bytes and writes them
         return max(row.flops / self.flops, row.nbytes / self.memory)
+
+
+Link: TypeAlias = Literal["", "sent", "from host", "to host"]
+"""What carries an operation besides its device."""
 
 
 class Span(NamedTuple):
@@ -63,6 +73,7 @@ class Span(NamedTuple):
         unit: which unit of the step it is for, by the order in which units are gathered.
         begin: seconds after the begin of the step.
         end: the same.
+        link: which carries it.
     """
 
     rank: int
@@ -71,6 +82,7 @@ class Span(NamedTuple):
     unit: int
     begin: float
     end: float
+    link: Link = ""
 
 
 class Timeline(NamedTuple):
@@ -82,6 +94,8 @@ class Timeline(NamedTuple):
         compute: seconds in which the compute stream computes; of several ranks, their mean, as all that follows.
         communication: seconds of all collectives and messages.
         hidden: the share of communication during which the compute stream computes; 1 where nothing is sent.
+        copies: seconds of all copies to the host and from it.
+        copies_hidden: their share during which the compute stream computes; 1 where nothing is copied.
     """
 
     spans: list[Span]
@@ -89,6 +103,8 @@ class Timeline(NamedTuple):
     compute: float
     communication: float
     hidden: float
+    copies: float = 0.0
+    copies_hidden: float = 1.0
 
 
 def timeline_of(logs: Sequence[Sequence[Row]], rates: Rates) -> Timeline:
@@ -113,24 +129,36 @@ def timeline_of(logs: Sequence[Sequence[Row]], rates: Rates) -> Timeline:
     while clock.advance():
         pass
     spans = clock.spans()
-    of_links = sum(x.end - x.begin for x in spans if communicates(x.stream))
-    of_compute = sum(x.end - x.begin for x in spans if x.stream == COMPUTE)
-    hidden = sum(_hidden([x for x in spans if x.rank == rank]) for rank in range(len(logs)))
+    of_compute = sum(x.end - x.begin for x in spans if _computes(x))
     count = max(len(logs), 1)
     seconds = max((x.end for x in spans), default=0.0)
-    return Timeline(spans, seconds, of_compute / count, of_links / count, hidden / of_links if of_links else 1.0)
+    sent, hidden = _hidden(spans, lambda x: communicates(x.stream))
+    copied, copies_hidden = _hidden(spans, _is_copy)
+    return Timeline(spans, seconds, of_compute / count, sent / count, hidden, copied / count, copies_hidden)
 
 
-def _hidden(spans: Sequence[Span]) -> float:
-    """Seconds of communication of a rank during which its compute stream computes."""
-    busy = sorted((x.begin, x.end) for x in spans if x.stream == COMPUTE and x.end > x.begin)
-    starts = [begin for begin, _ in busy]
-    result = 0.0
-    for span in spans:
-        if communicates(span.stream):
-            for begin, end in busy[max(bisect_right(starts, span.begin) - 1, 0) : bisect_left(starts, span.end)]:
-                result += max(0.0, min(end, span.end) - max(begin, span.begin))
-    return result
+def _is_copy(span: Span) -> bool:
+    return span.link in ("from host", "to host")
+
+
+def _computes(span: Span) -> bool:
+    return span.stream == COMPUTE and not _is_copy(span)
+
+
+def _hidden(spans: Sequence[Span], chosen: Callable[[Span], bool]) -> tuple[float, float]:
+    """Seconds of some spans, and the share of them during which the compute stream of their rank computes."""
+    busy: dict[int, list[tuple[float, float]]] = {}
+    for x in spans:
+        if _computes(x) and x.end > x.begin:
+            busy.setdefault(x.rank, []).append((x.begin, x.end))
+    total = hidden = 0.0
+    for span in filter(chosen, spans):
+        total += span.end - span.begin
+        of_rank = busy.get(span.rank, [])
+        first = max(bisect_right(of_rank, span.begin, key=itemgetter(0)) - 1, 0)
+        for begin, end in of_rank[first : bisect_left(of_rank, span.end, key=itemgetter(0))]:
+            hidden += max(0.0, min(end, span.end) - max(begin, span.begin))
+    return total, hidden / total if total else 1.0
 
 
 def _sends(stream: str) -> bool:
@@ -151,8 +179,9 @@ class _Clock:
             for number, row in enumerate(rows):
                 if row.kind in ("run", "record", "wait"):
                     self._queues.setdefault((rank, row.stream), deque()).append(number)
+        self._copies = [_copies(rows) for rows in logs]
         self._now = dict.fromkeys(self._queues, 0.0)
-        self._links = [0.0] * len(logs)
+        self._links: dict[tuple[int, Link], float] = {}
         self._events: dict[tuple[int, int], float] = {}
         self._placed: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -166,13 +195,18 @@ class _Clock:
                 raise ValueError(f"streams wait for each other: {'; '.join(waiting)}")
             return False
         first = min(begins, key=begins.__getitem__)
-        ends = begins[first], begins[first] + self._rates.seconds(self._next(first))
+        ends = begins[first], begins[first] + self._rates.seconds(self._next(first), self._link(first))
         for queue in {first, self._peer(first) or first}:
             self._place(queue, *ends)
         return True
 
     def _next(self, queue: _Queue) -> Row:
         return self._logs[queue[0]][self._queues[queue][0]]
+
+    def _link(self, queue: _Queue) -> Link:
+        """What carries the operation that is next."""
+        rank, stream = queue
+        return "sent" if _sends(stream) else self._copies[rank].get(self._queues[queue][0], "")
 
     def _follow(self, queue: _Queue) -> int:
         """Pass what takes no time; how much that was."""
@@ -205,15 +239,15 @@ class _Clock:
             if not self._queues.get(peer) or self._next(peer).kind != "run":
                 return None
             ends.append(peer)
-        links = [self._links[rank] for rank, stream in ends if _sends(stream)]
+        links = [self._links.get((end[0], link), 0.0) for end in ends if (link := self._link(end))]
         return max(*(self._now[end] for end in ends), *links, 0.0)
 
     def _place(self, queue: _Queue, begin: float, end: float) -> None:
-        rank, stream = queue
+        rank, link = queue[0], self._link(queue)
         self._placed[rank, self._queues[queue].popleft()] = begin, end
         self._now[queue] = end
-        if _sends(stream):
-            self._links[rank] = end
+        if link:
+            self._links[rank, link] = end
 
     def spans(self) -> list[Span]:
         """All operations."""
@@ -223,8 +257,25 @@ class _Clock:
             placed = [
                 (number, self._placed[rank, number]) for number in range(len(rows)) if (rank, number) in self._placed
             ]
-            result += [Span(rank, rows[i].stream, rows[i].text, units[i], *times) for i, times in placed]
+            copies = self._copies[rank]
+            result += [
+                Span(rank, rows[i].stream, rows[i].text, units[i], *times, copies.get(i, "")) for i, times in placed
+            ]
         return result
+
+
+def _copies(rows: Sequence[Row]) -> dict[int, Link]:
+    """The operations that read memory of the host and write that of a device, or the reverse."""
+    on_host = {row.writes[0]: row.text == "cpu" for row in rows if row.kind == "take"}
+    if all(on_host.values()):
+        return {}
+    result: dict[int, Link] = {}
+    for number, row in enumerate(rows):
+        if row.kind == "run" and row.reads and row.writes:
+            read, written = ({on_host.get(x, False) for x in numbers} for numbers in (row.reads, row.writes))
+            if read != written and len(read) == len(written) == 1:
+                result[number] = "from host" if read == {True} else "to host"
+    return result
 
 
 def _units(rows: Sequence[Row]) -> list[int]:

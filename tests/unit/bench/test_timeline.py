@@ -52,6 +52,23 @@ def test_what_is_hidden_is_communication_during_compute():
     assert timeline_of([[run("compute", flops=10)]], RATES).hidden == 1
 
 
+def test_copies_to_the_host_take_turns_and_so_do_those_from_it():
+    taken = [Row("compute", "take", kind, writes=(i,)) for i, kind in enumerate(("sim", "cpu"))]
+    rows = [
+        *taken,
+        run("out", "x", reads=(0,), writes=(1,), nbytes=40),
+        run("in", "y", reads=(1,), writes=(0,), nbytes=40),
+        run("compute", "z", reads=(0,), writes=(1,), nbytes=40),
+        run("compute", "w", reads=(0,), writes=(0,), nbytes=400),
+    ]
+    line = timeline_of([rows], replace(RATES, host=10.0))
+    at = {span.text: (span.begin, span.end, span.link) for span in line.spans}
+    assert at == {"x": (0, 2, "to host"), "y": (0, 2, "from host"), "z": (2, 4, "to host"), "w": (4, 8, "")}
+    assert (line.compute, line.copies, line.copies_hidden, line.communication) == (4, 6, 0, 0)
+    only_cpu = [row._replace(text="cpu") if row.kind == "take" else row for row in rows]
+    assert timeline_of([only_cpu], RATES).copies == 0
+
+
 def test_a_message_begins_when_both_ranks_have_come_to_it():
     sends = [
         run("compute", "forward", flops=20),
