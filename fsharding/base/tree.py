@@ -82,7 +82,7 @@ def leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> list[Any]:
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1 << 14)  # each window of an update has a structure of its own
 def _cached_paths(spec: optree.PyTreeSpec) -> tuple[str, ...]:
     def name(entry: Any) -> str:
         return str(getattr(entry, "field", entry.entry))

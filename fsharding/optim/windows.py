@@ -43,7 +43,10 @@ from fsharding.sharding.named_sharding import like, local_of
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
 WINDOW_BYTES = 32 << 20
-"""Most bytes of leaves that are copied in for a window; rows that are more are in one of their own."""
+"""Bytes of leaves that are copied in for a window; one row may have more."""
+
+_MOST_WINDOWS = 64
+"""Of more leaves windows have more bytes, since each window takes the host some milliseconds."""
 
 _Factor: TypeAlias = float | Tensor
 
@@ -158,10 +161,11 @@ def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext)
         elif any(map(is_away, tree.leaves(x))):
             return None
     pieces = {name: _pieces(name, leaves, context) for name, leaves in parts.items()}
+    limit = max(WINDOW_BYTES, sum(piece.bytes for parts in pieces.values() for piece in parts) // _MOST_WINDOWS)
     windows: list[_Window] = []
     for on_host in (True, False):
         known = (piece for name in pieces if (name in context.on_host) == on_host for piece in pieces[name])
-        for bucket in in_buckets(known, lambda piece: piece.bytes, WINDOW_BYTES):
+        for bucket in in_buckets(known, lambda piece: piece.bytes, limit):
             found: dict[str, list[_Piece]] = {}
             for piece in bucket:
                 found.setdefault(piece.name, []).append(piece)
@@ -250,9 +254,13 @@ class _Windows:
     def __init__(
         self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
     ) -> None:
-        self._before, self._away = values, away
-        self._named = _leaves(values)
-        self._owners = owners
+        self._away, self._owners = away, owners
+        self._flat, self._spec = tree.flatten(values, is_leaf=is_coded)
+        self._paths = tree.paths(values, is_leaf=is_coded)
+        self._named = dict(zip(self._paths, self._flat, strict=True))
+        self._of: dict[str | None, list[int]] = {}
+        for i, path in enumerate(self._paths):
+            self._of.setdefault(owners.get(path), []).append(i)
         self._kinds: dict[str, MemoryKind] = {
             path: memory_of(local_of(x), x.device_mesh.device_type) for path, x in away.items()
         }
@@ -271,17 +279,14 @@ class _Windows:
         for copies in self._copies.values():
             copies.close()
 
-    def _part(self, path: str, x: Any, window: _Window) -> Any:
-        """What a window has of a leaf; what belongs to no parameter, such as a count, is in all."""
-        owner = self._owners.get(path)
-        if owner is None or (owner in window.rows and window.rows[owner] is None):
-            return x
-        rows = window.rows.get(owner)
-        return None if rows is None else like(x, local_of(x)[rows[0] : rows[1]])
-
     def fetch(self, window: _Window) -> _Coming:
-        """Start to copy a window to where it is updated."""
-        values = tree.map_with_path(lambda path, x: self._part(path, x, window), self._before, is_leaf=is_coded)
+        """Start to copy a window to where it is updated; what belongs to no parameter, such as a count, is in all."""
+        leaves: list[Any] = [None] * len(self._flat)
+        for name, rows in ((None, None), *window.rows.items()):
+            for i in self._of.get(name, ()):
+                x = self._flat[i]
+                leaves[i] = x if rows is None else like(x, local_of(x)[rows[0] : rows[1]])
+        values = tree.unflatten(self._spec, leaves)
         named = {path: x for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
         wanted = {
             path: local_of(x)
@@ -343,7 +348,7 @@ class _Windows:
         joined_files = {path: joined(parts, local_of(self._named[path]).shape) for path, parts in self._files.items()}
         in_rows = {path: like(self._named[path], x) for path, x in {**self._homes, **joined_files}.items()}
         found = {**self._after, **in_rows}
-        after = tree.map_with_path(lambda path, x: found.get(path, x), self._before, is_leaf=is_coded)
+        after = tree.unflatten(self._spec, [found.get(path, self._named[path]) for path in self._paths])
         return after.params, after.state
 
 
