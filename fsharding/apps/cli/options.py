@@ -43,7 +43,8 @@ class TrainConfig:
         strategy: zero0 to zero3, no_shard, optim, optim_grads, optim_grads_params, hsdp, hfsdp.
         offload: what is kept elsewhere than on the device: of `activations`, `params`, `main`, `moments` and `grads`
             on `host` or `disk`, such as `activations=host,moments=host,main.blocks=disk`. Activations are on the host
-            at most. The file is in `out`, unless FSHARDING_DISK says where.
+            at most. With `compute=host` the CPU updates parameters, with moments and main parameters there. The file
+            is in `out`, unless FSHARDING_DISK says where.
         dtype: of compute: float32, bfloat16 or float16; or in bfloat16 with weights that travel as fp8, fp8-block,
             mxfp8 or nvfp4.
         steps: total number of steps, also with `resume`.
