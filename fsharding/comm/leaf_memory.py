@@ -177,7 +177,9 @@ def put_away(x: Tensor, kind: MemoryKind, home: Tensor | None = None) -> tuple[T
     streams = streams_for(x.device)
     usable = home is not None and kind == "host" and home.dtype == x.dtype and home.shape == x.shape
     if x.is_cpu:
-        return (store(x) if kind == "disk" else written(home, x) if usable and home is not None else _pinned(x)), None
+        if kind == "disk":
+            return store(x), None
+        return written(home, x) if usable and home is not None else _pinned(x), None
     there = home if usable and home is not None else empty_on_host(tuple(x.shape), x.dtype)
     there.copy_(x, non_blocking=True)
     event = streams.record("out")

@@ -300,15 +300,9 @@ def plan_leaf(
 
     shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
     return LeafLayout(
-        path,
-        shape,
-        init,
-        names,
-        trainable,
-        **shardings,
-        moment_memory=memory_of("moments"),
-        compute=memory_of("compute"),
-    )
+        path, shape, init, names, trainable, **shardings,
+        moment_memory=memory_of("moments"), compute=memory_of("compute"),
+    )  # fmt: skip
 
 
 _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}

@@ -663,14 +663,13 @@ class TrainStep:
         ) -> tuple[Tree, Tree]:
             # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
             grads = multiply(grads, to_mean, donate=self._settings.donate)
-            updates, opt_state = opt.update(grads, before, main, context)
+            updates, opt_state = self._opt.update(grads, before, main, context)
             updates = update_against_load(updates, verdict.loads, self._bias_rates)
             new_main = add_updates(main, updates, context, donate=context.donate)
             return where_finite(finite, new_main, main), where_finite(finite, opt_state, before)
 
-        opt = self._opt.with_context()
         values = verdict.grads, state.opt_state, main
-        return through_windows(change, *values, kept, verdict.to_mean, by_element=opt.by_element)
+        return through_windows(change, *values, kept, verdict.to_mean, by_element=self._opt.by_element)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
