@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.base.errors import ConfigError
 from fsharding.comm import disk
 from fsharding.optim import updates, windows
 from fsharding.testing import assert_bitwise_equal
@@ -112,3 +113,11 @@ def test_an_update_that_fails_leaves_the_state_as_it_was(memory):
         fs.optim.apply_gradients(opt, grads, state.opt_state, main_of(state), context)
     assert len(calls) == 3
     assert_bitwise_equal(before, fs.unshard(state))
+
+
+def test_only_updates_of_elements_are_computed_on_the_host():
+    params = {"w": torch.ones(8, 8), "b": torch.ones(8)}
+    context = fs.optim.UpdateContext(on_host=("w", "b"))
+    for opt in (fs.optim.muon(1e-2), fs.optim.adafactor(1e-2), OPTIMIZERS["late clip"]):
+        with pytest.raises(ConfigError, match="cannot update b, w on the host: this optimizer does not update each"):
+            fs.optim.apply_gradients(opt, params, opt.init(params), params, context)
