@@ -116,8 +116,8 @@ def test_an_update_that_fails_leaves_the_state_as_it_was(memory):
 
 
 def test_only_updates_of_elements_are_computed_on_the_host():
-    params = {"w": torch.ones(8, 8), "b": torch.ones(8)}
-    context = fs.optim.UpdateContext(on_host=("w", "b"))
+    params = {"w": torch.ones(8, 8), "v": torch.ones(8, 8)}
+    context = fs.optim.UpdateContext(on_host=("w", "v"))
     for opt in (fs.optim.muon(1e-2), fs.optim.adafactor(1e-2), OPTIMIZERS["late clip"]):
-        with pytest.raises(ConfigError, match="cannot update b, w on the host: this optimizer does not update each"):
+        with pytest.raises(ConfigError, match="cannot update v, w on the host: this optimizer does not update each"):
             fs.optim.apply_gradients(opt, params, opt.init(params), params, context)
