@@ -38,7 +38,7 @@ _ROW = 64 << 10
 """Bytes of a row of dim 0 from which on an extent has no part of another row, since rows are read by themselves."""
 
 _TOGETHER = 2 << 20
-"""Elements of smaller rows that are together: an extent has no part of those before or after them."""
+"""Elements of smaller rows that share extents; a range of so many rows begins and ends with an extent."""
 
 _ALIGN = 4096
 
@@ -223,7 +223,7 @@ def _file() -> _File:
 
 
 def rows_together(shape: Sequence[int]) -> int:
-    """Return how many rows of dim 0 are best read and written together; a tensor is cut between so many or more."""
+    """Return how many rows of dim 0 to read and write together."""
     return max(1, _TOGETHER // max(1, math.prod(shape[1:])))
 
 
@@ -369,7 +369,7 @@ def store(x: Tensor, ready: Callable[[], object] = lambda: None) -> OnDisk:
 
 
 def joined(rows: Sequence[OnDisk], shape: Sequence[int]) -> OnDisk:
-    """Return tensors one after the other as one of a shape, without reading them."""
+    """Concatenate tensors to one of the given shape, without reading them."""
     return OnDisk.of([part for x in rows for part in x.parts], shape, rows[0].dtype)
 
 

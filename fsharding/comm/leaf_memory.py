@@ -79,7 +79,7 @@ def is_away(x: Any) -> bool:
 
 
 def sharding_here(x: DTensor) -> NamedSharding:
-    """Return the sharding of a leaf, in memory of the host if it is there: an update may be computed there."""
+    """Return the sharding of a leaf that is read by an update, with memory "host" if the leaf is on the host."""
     sharding = sharding_of(x)
     on_host = memory_of(_compat.local_tensor(x), x.device_mesh.device_type) == "host"
     return replace(sharding, memory="host") if on_host else sharding
@@ -189,12 +189,12 @@ def put_away(x: Tensor, kind: MemoryKind, home: Tensor | None = None) -> tuple[T
 
 
 def written(home: Tensor, x: Tensor) -> Tensor:
-    """Return memory with the elements of a tensor, which may be in it already."""
+    """Copy a tensor to memory, unless it is that memory; return the memory."""
     return home if _compat.is_same_view(home, x) else home.copy_(x)
 
 
 def _pinned(x: Tensor) -> Tensor:
-    """A tensor of the host itself, or its copy in pinned memory."""
+    """Return a tensor of the host, or a pinned copy if it is not pinned."""
     return x if _compat.is_fake(x) or x.is_pinned() else empty_on_host(tuple(x.shape), x.dtype).copy_(x)
 
 
@@ -215,11 +215,11 @@ def scaled(values: Tree, factor: Tensor) -> Tree:
 
 
 class Copies:
-    """Copies of leaves to where they are computed with and back, beside the compute stream, a group each way at a time.
+    """Copies of leaves to where an update is computed and back, on streams of their own, one group each way at a time.
 
     Args:
         device: of the mesh.
-        on_host: leaves are computed with on the host, which waits for those of the device; else on the device.
+        on_host: the update is computed on the host, which waits for copies from the device.
     """
 
     # `_coming` is the event of the group that is fetched. `_leaving` has the tensors of the group that was sent last,
@@ -259,7 +259,7 @@ class Copies:
         return _compat.fresh(tuple(x.shape), x.dtype, self._target)
 
     def arrive(self, here: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the group that is fetched, all of it there; the compute stream waits for it, or the host."""
+        """Return the group that was fetched; the compute stream or the host waits for it."""
         pinned = self._target.type != "cpu"
         here = {**here, **self._copied({name: x.read(pinned=pinned) for name, x in self._later.items()})}
         self._later = {}

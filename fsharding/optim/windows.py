@@ -1,4 +1,4 @@
-"""Updates of leaves that are kept elsewhere than on the device: through windows of leaves there, or on the host.
+"""Update leaves that are kept on the host or on disk, in windows that are copied to the device or updated on the host.
 
 In: gradients, a state and parameters as they are at rest, and a function that updates some of the leaves. Out: the
 same, updated, each leaf in its kind of memory. While a window is updated the next one is copied in and the one before
@@ -9,11 +9,11 @@ copied out, on two more streams:
     out        ?updated  copy out  !out
     compute    ?out, when the window after the next has been updated: only then is the memory free
 
-Files are read and written by threads besides. An optimizer that computes each element by itself has windows of some
-leaves, or of some rows of a leaf; any other one has all leaves in one. A window of leaves that are updated on the host
-has their gradients copied there, which the host waits for; moments and main parameters are there.
-Guarantees: the bits are those of an update without windows. The host waits for the last copy, so that a state between
-steps can be read. If a file fails, all leaves are as they were. Ranks have the same windows.
+Threads read and write files. If the optimizer updates each element by itself, a window has some leaves or some rows of
+a leaf; otherwise one window has all leaves. If leaves are updated on the host, their moments and main parameters are
+there, and the host waits for copies of the gradients.
+Guarantees: an update has the same bits without windows. The host waits for the last copy, so that a state between steps
+can be read. If a file fails, no leaf changes. All ranks have the same windows, since an update may communicate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WINDOW_BYTES = 32 << 20
 """Bytes of leaves that are copied in for a window; one row may have more."""
 
 _MOST_WINDOWS = 64
-"""Of more leaves windows have more bytes, since each window takes the host some milliseconds."""
+"""Windows of a large state have more bytes, since each window costs the host some milliseconds."""
 
 _Factor: TypeAlias = float | Tensor
 
@@ -55,7 +55,7 @@ _Change: TypeAlias = Callable[[Tree, Tree, Tree, UpdateContext, _Factor], tuple[
 
 
 class _Values(NamedTuple):
-    """What an update reads, a tree."""
+    """The arguments of an update, as one tree."""
 
     grads: Tree
     state: Tree
@@ -65,18 +65,18 @@ class _Values(NamedTuple):
 def through_windows(
     change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_element: bool
 ) -> Any:
-    """Run an update on leaves that are where it is computed.
+    """Run an update window by window, on copies of the leaves where it is computed.
 
     Args:
-        change: updates the leaves that it is given, with the context and the scale, whose numbers are there too.
+        change: updates the leaves of a window; it gets the numbers of the context and the scale on the same device.
         context: says whether the state is donated, and which leaves are updated on the host.
-        by_element: each element is updated by itself.
+        by_element: the optimizer updates each element by itself.
 
     Returns:
         (parameters, state), in the kinds of memory that they were in.
 
     Raises:
-        ConfigError: leaves are updated on the host, but not each element by itself.
+        ConfigError: the context names leaves to update on the host, and the optimizer cannot split its update.
     """
     values = _Values(grads, state, params)
     if context.on_host and not by_element:
@@ -105,7 +105,7 @@ def through_windows(
 
 
 def _on_host(context: UpdateContext, scale: _Factor) -> tuple[UpdateContext, _Factor]:
-    """The numbers of an update on the host, which waits for them."""
+    """Copy the numbers of an update to the host, and wait for them."""
     norm, finite, key, step = (
         None if x is None else x.cpu() for x in (context.norm, context.finite, context.key, context.step)
     )
@@ -133,11 +133,11 @@ Rows: TypeAlias = tuple[int, int]
 
 
 class _Window(NamedTuple):
-    """What is updated at a time.
+    """Parameters that are updated together.
 
     Attributes:
-        rows: by parameter; None for all of them.
-        on_host: they are updated there.
+        rows: by parameter; None for all rows.
+        on_host: the update is computed on the host.
     """
 
     rows: Mapping[str, Rows | None]
@@ -145,7 +145,7 @@ class _Window(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A parameter, or some of its rows, with its moments and gradient."""
+    """A parameter, or a range of its rows; bytes include its moments and gradient."""
 
     name: str
     rows: Rows | None
@@ -153,7 +153,7 @@ class _Piece(NamedTuple):
 
 
 def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext) -> list[_Window] | None:
-    """The windows, the same on all ranks; None where a leaf that is away belongs to no parameter."""
+    """Plan the windows; return None if a leaf that is away belongs to no parameter."""
     parts: dict[str, list[Any]] = {name: [] for name in sorted(tree.paths(values.params))}
     for path, x in _leaves(values).items():
         if path in owners:
@@ -174,13 +174,13 @@ def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext)
 
 
 def _rows_of(some: Sequence[_Piece], whole: Sequence[_Piece]) -> Rows | None:
-    """The rows of pieces that follow each other; None for all pieces of a leaf."""
+    """Return the rows of consecutive pieces; None for all pieces of a leaf."""
     first, last = some[0].rows, some[-1].rows
     return None if len(some) == len(whole) or first is None or last is None else (first[0], last[1])
 
 
 def _pieces(name: str, leaves: Sequence[Any], context: UpdateContext) -> list[_Piece]:
-    """A parameter in pieces of few rows, if its leaves are all cut alike; in one, if not."""
+    """Split a parameter into ranges of rows if all its leaves are sharded alike, else return one piece."""
     flat = [x for leaf in leaves for x in tree.leaves(leaf)]
     first = flat[0]
     total = sum(math.prod(_most(x)) * x.element_size() for x in flat if is_away(x))
@@ -188,17 +188,17 @@ def _pieces(name: str, leaves: Sequence[Any], context: UpdateContext) -> list[_P
     if alike and first.ndim and not any(map(is_coded, leaves)) and not rounds_by_key(flat, context):
         shape, here = _most(first), local_of(first).shape
         step = rows_together(shape)
-        # Of a leaf that is cut unevenly in other dims, rows are together in files in other ways on other ranks.
+        # If other dims are sharded unevenly, ranks would disagree on how many rows an extent of the file has.
         if step < shape[0] and all(n % m == 0 for n, m in zip(first.shape[1:], shape[1:], strict=True)):
             bounds = itertools.pairwise([*range(0, shape[0], step), shape[0]])
-            # A rank with fewer rows than others has pieces of none.
+            # A rank with fewer rows than others has empty pieces.
             of_rank = [((min(a, here[0]), min(b, here[0])), b - a) for a, b in bounds]
             return [_Piece(name, rows, total * count // shape[0]) for rows, count in of_rank]
     return [_Piece(name, None, total)]
 
 
 def _most(x: DTensor) -> tuple[int, ...]:
-    """The largest shape that a rank has of a leaf."""
+    """Return the largest local shape of a leaf over all ranks."""
     shape = [*x.shape]
     for dim, placement in enumerate(x.placements):
         if isinstance(placement, Shard):
@@ -211,9 +211,10 @@ def _leaves(values: _Values) -> dict[str, Any]:
 
 
 def _owners(values: _Values) -> dict[str, str]:
-    """The parameter of each gradient, moment and parameter. The path of a moment ends with that of its parameter.
+    """Map the path of each gradient, moment and parameter to its parameter.
 
-    Of several such parameters it is the one in a tree that has all of them, or else that with the longest path.
+    The path of a moment ends with the path of its parameter. If several parameters fit, prefer one at whose place in
+    the state there is a tree of all parameters, then the longest path.
     """
     names = {*tree.paths(values.params)}
     result = {_at(field, name): name for field in ("grads", "params") for name in names}
@@ -248,8 +249,8 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
 class _Windows:
     """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
 
-    # `_after` has leaves as they rest. Of those that are updated in rows `_homes` has memory of the whole leaf, which
-    # rows are written to, and `_files` the rows on disk.
+    # `_after` has updated leaves at rest. For leaves that are updated in rows, `_homes` has the memory of the full leaf
+    # and `_files` the rows that are on disk.
 
     def __init__(
         self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
@@ -280,7 +281,7 @@ class _Windows:
             copies.close()
 
     def fetch(self, window: _Window) -> _Coming:
-        """Start to copy a window to where it is updated; what belongs to no parameter, such as a count, is in all."""
+        """Start to copy a window to where it is updated. Leaves without a parameter, such as counts, are in each."""
         leaves: list[Any] = [None] * len(self._flat)
         for name, rows in ((None, None), *window.rows.items()):
             for i in self._of.get(name, ()):
@@ -296,7 +297,7 @@ class _Windows:
         return _Coming(window, values, self._copies[window.on_host].fetch(wanted))
 
     def arrive(self, coming: _Coming) -> _Values:
-        """Return a window where it is updated; the compute stream waits for it, or the host."""
+        """Return a copied window; the compute stream or the host waits for it."""
         values = coming.values
         found = self._copies[coming.window.on_host].arrive(coming.copies)
         present = tree.map_with_path(lambda path, x: like_leaf(x, found[path]) if path in found else x, values)
@@ -328,7 +329,7 @@ class _Windows:
         return None if owner is None else window.rows.get(owner)
 
     def _home(self, path: str, window: _Window) -> Tensor | None:
-        """Memory for what a window has of a leaf: its own, if it may be overwritten, or new memory for one in rows."""
+        """Return memory for a leaf's result: the old leaf if donated, new memory if it is updated in rows, or None."""
         rows = self._rows(path, window)
         kind = self._kinds.get(path, "device")
         reused = self._donate and not self._may_fail
@@ -344,7 +345,7 @@ class _Windows:
         return self._homes[path][rows[0] : rows[1]]
 
     def result(self) -> tuple[Tree, Tree]:
-        """The parameters and the state after all windows."""
+        """Return parameters and state after all windows."""
         joined_files = {path: joined(parts, local_of(self._named[path]).shape) for path, parts in self._files.items()}
         in_rows = {path: like(self._named[path], x) for path, x in {**self._homes, **joined_files}.items()}
         found = {**self._after, **in_rows}
@@ -353,7 +354,7 @@ class _Windows:
 
 
 class _Coming(NamedTuple):
-    """A window that is copied: its leaves at rest, and those that are on their way by path."""
+    """A window that is being copied: its leaves at rest, and its copies by path."""
 
     window: _Window
     values: _Values

@@ -26,7 +26,7 @@ ROLES = ("params", "main", "moments", "grads")
 
 _COMPUTE = "compute"
 _KINDS_OF = {**dict.fromkeys(ROLES, KINDS), _COMPUTE: KINDS[:2]}
-"""By role; beside what is kept, a strategy says where an update is computed."""
+"""The kinds of each role. `compute` is where an update is computed; it keeps nothing."""
 
 
 class Choice(NamedTuple):
@@ -73,8 +73,7 @@ def choices_of(memory: Mapping[str, MemoryKind | Mapping[str, MemoryKind]]) -> l
 def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> MemoryKind:
     """Return the kind of memory of a leaf: by the longest path that it begins with.
 
-    Without a choice moments are where the leaf is updated, and `main` is with them where that is the host, else with
-    `params`.
+    By default moments are where the leaf is updated. `main` follows them if that is the host, else `params`.
     """
     known = [*choices]
     fitting = [c for c in known if c.role == role and (not c.path or begins(path, c.path))]
