@@ -265,7 +265,7 @@ def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int
 def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
     """All-reduce (max) tensors of non-negative numbers, with one call for all that have the same axes.
 
-    Those of the host are sent from the device.
+    Tensors of the host are sent from the device.
 
     Args:
         axes: of the mesh, for each of them.

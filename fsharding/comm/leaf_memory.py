@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, devices, tree
 from fsharding.base.tree import Tree
 from fsharding.comm.disk import OnDisk, in_memory, store
-from fsharding.comm.streams import streams_for
+from fsharding.comm.streams import StreamName, streams_for
 from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_of, sharding_of
 
@@ -136,8 +136,8 @@ def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
     """Return a local tensor where its sharding says: itself if it is there. The host waits for a copy."""
     device_type = sharding.device_type
     kind = kind_here(sharding.memory, device_type)
-    if is_in_memory(x, sharding) and (kind != "host" or _compat.is_fake(x) or x.is_pinned()):
-        return x
+    if is_in_memory(x, sharding):
+        return _pinned(x) if kind == "host" else x
     if kind == "device":
         return on_device(x, device_type)
     if kind == "host":
@@ -246,11 +246,12 @@ class Copies:
             return {**values}
         here = {name: self._empty(x) for name, x in moving.items()}
         event = self._streams.record("wanted")
-        with self._streams.on("out" if self._on_host else "in"):
+        way: StreamName = "out" if self._on_host else "in"
+        with self._streams.on(way):
             self._streams.wait(event)
             for name, x in moving.items():
                 here[name].copy_(x, non_blocking=True)
-            self._coming = self._streams.record("in")
+            self._coming = self._streams.record(way)
         return {**values, **here}
 
     def _empty(self, x: Tensor) -> Tensor:

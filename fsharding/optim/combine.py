@@ -201,7 +201,7 @@ def multi_transform(
         return _merge(updates, labeled, results)
 
     applies = {g: t.apply for g, t in members.items() if t.apply is not None}
-    # A norm is that of a group, and known to nobody before.
+    # A member that needs a norm needs the norm of its group, which no context has.
     by_element = all(t.by_element and not t.needs_norm for t in members.values())
     if len(applies) < len(members):
         return ContextTransformation(init, update, by_element=by_element)

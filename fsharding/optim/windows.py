@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.errors import ConfigError, listed, message
@@ -34,11 +34,12 @@ from fsharding.base.tree import Tree
 from fsharding.comm.disk import OnDisk, joined, rows_together
 from fsharding.comm.leaf_memory import Copies, compute_device, copied, empty_on_host, is_away, memory_of, written
 from fsharding.comm.redistribute import in_buckets
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key
 from fsharding.optim.coded_moment import is_coded
 from fsharding.sharding.memory_kinds import MemoryKind
-from fsharding.sharding.named_sharding import like, local_of
+from fsharding.sharding.named_sharding import like, local_of, sharding_of
 
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
 
@@ -95,7 +96,8 @@ def through_windows(
     if any(window.on_host for window in plan):
         facts[True] = _on_host(context, scale)
     with _Windows(values, away, owners, donate=context.donate) as windows:
-        coming, after = windows.fetch(plan[0]), values
+        after = values
+        coming = windows.fetch(plan[0])
         for number, window in enumerate(plan):
             present = windows.arrive(coming)
             if number + 1 < len(plan):
@@ -198,12 +200,11 @@ def _pieces(name: str, leaves: Sequence[Any], context: UpdateContext) -> list[_P
 
 
 def _most(x: DTensor) -> tuple[int, ...]:
-    """Return the largest local shape of a leaf over all ranks."""
-    shape = [*x.shape]
-    for dim, placement in enumerate(x.placements):
-        if isinstance(placement, Shard):
-            shape[placement.dim] = -(-shape[placement.dim] // x.device_mesh.size(dim))
-    return tuple(shape)
+    """Return the largest local shape of a leaf over all ranks: the first rank's."""
+    return sharding_of(x).local_shape(x.shape, _FIRST)
+
+
+_FIRST: dict[str, int] = dict.fromkeys(AXES, 0)
 
 
 def _leaves(values: _Values) -> dict[str, Any]:
@@ -255,13 +256,13 @@ class _Windows:
     def __init__(
         self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
     ) -> None:
-        self._away, self._owners = away, owners
-        self._flat, self._spec = tree.flatten(values, is_leaf=is_coded)
-        self._paths = tree.paths(values, is_leaf=is_coded)
-        self._named = dict(zip(self._paths, self._flat, strict=True))
-        self._of: dict[str | None, list[int]] = {}
-        for i, path in enumerate(self._paths):
-            self._of.setdefault(owners.get(path), []).append(i)
+        self._away = away
+        self._owners = owners
+        self._named = _leaves(values)
+        _, self._spec = tree.flatten(values, is_leaf=is_coded)
+        self._of: dict[str | None, list[tuple[int, Any]]] = {}
+        for i, (path, x) in enumerate(self._named.items()):
+            self._of.setdefault(owners.get(path), []).append((i, x))
         self._kinds: dict[str, MemoryKind] = {
             path: memory_of(local_of(x), x.device_mesh.device_type) for path, x in away.items()
         }
@@ -282,10 +283,9 @@ class _Windows:
 
     def fetch(self, window: _Window) -> _Coming:
         """Start to copy a window to where it is updated. Leaves without a parameter, such as counts, are in each."""
-        leaves: list[Any] = [None] * len(self._flat)
+        leaves: list[Any] = [None] * len(self._named)
         for name, rows in ((None, None), *window.rows.items()):
-            for i in self._of.get(name, ()):
-                x = self._flat[i]
+            for i, x in self._of.get(name, ()):
                 leaves[i] = x if rows is None else like(x, local_of(x)[rows[0] : rows[1]])
         values = tree.unflatten(self._spec, leaves)
         named = {path: x for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
@@ -349,7 +349,7 @@ class _Windows:
         joined_files = {path: joined(parts, local_of(self._named[path]).shape) for path, parts in self._files.items()}
         in_rows = {path: like(self._named[path], x) for path, x in {**self._homes, **joined_files}.items()}
         found = {**self._after, **in_rows}
-        after = tree.unflatten(self._spec, [found.get(path, self._named[path]) for path in self._paths])
+        after = tree.unflatten(self._spec, [found.get(path, x) for path, x in self._named.items()])
         return after.params, after.state
 
 

@@ -156,7 +156,7 @@ def fake_step(
     Args:
         around: makes a context from the state and the batch, which is entered for the steps alone.
         steps: how many.
-        device_type: of the mesh, if not that of the layout's.
+        device_type: of the mesh; by default the type of the layout's mesh.
 
     Returns:
         What the context gives.

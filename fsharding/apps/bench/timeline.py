@@ -54,13 +54,15 @@ class Rates:
         """How long an operation takes on the link that carries it."""
         if communicates(row.stream):
             return self.latency + row.nbytes / self.link
-        if link in ("from host", "to host"):
+        if link in _COPIES:
             return row.nbytes / 2 / self.host  # a copy reads its bytes and writes them
         return max(row.flops / self.flops, row.nbytes / self.memory)
 
 
 Link: TypeAlias = Literal["", "sent", "from host", "to host"]
-"""What carries an operation besides its device."""
+"""The link that an operation uses."""
+
+_COPIES = ("from host", "to host")
 
 
 class Span(NamedTuple):
@@ -138,7 +140,7 @@ def timeline_of(logs: Sequence[Sequence[Row]], rates: Rates) -> Timeline:
 
 
 def _is_copy(span: Span) -> bool:
-    return span.link in ("from host", "to host")
+    return span.link in _COPIES
 
 
 def _computes(span: Span) -> bool:
@@ -204,7 +206,7 @@ class _Clock:
         return self._logs[queue[0]][self._queues[queue][0]]
 
     def _link(self, queue: _Queue) -> Link:
-        """What carries the operation that is next."""
+        """Return the link that the next operation uses."""
         rank, stream = queue
         return "sent" if _sends(stream) else self._copies[rank].get(self._queues[queue][0], "")
 
@@ -265,7 +267,7 @@ class _Clock:
 
 
 def _copies(rows: Sequence[Row]) -> dict[int, Link]:
-    """The operations that read memory of the host and write that of a device, or the reverse."""
+    """Find operations that copy memory of the host to a device, or the reverse."""
     on_host = {row.writes[0]: row.text == "cpu" for row in rows if row.kind == "take"}
     if all(on_host.values()):
         return {}

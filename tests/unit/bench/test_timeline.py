@@ -52,7 +52,7 @@ def test_what_is_hidden_is_communication_during_compute():
     assert timeline_of([[run("compute", flops=10)]], RATES).hidden == 1
 
 
-def test_copies_to_the_host_take_turns_and_so_do_those_from_it():
+def test_copies_share_a_link_each_way():
     taken = [Row("compute", "take", kind, writes=(i,)) for i, kind in enumerate(("sim", "cpu"))]
     rows = [
         *taken,
