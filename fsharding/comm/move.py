@@ -19,6 +19,7 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm.handles import Handle, Memory, Reduction, Terms, done
 from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.reduce import Noise, PlainTerms
+from fsharding.comm.step_agreement import compare_plans
 from fsharding.comm.steps import Step, begins_with_sum, full_lengths, plan_steps
 from fsharding.comm.transport import transport_for
 from fsharding.comm.wires import Plain, Wire, plain_payload, start_gather
@@ -52,6 +53,11 @@ class Move:
     dtype: torch.dtype
     native: bool = False
     large: bool = False
+
+    @functools.cached_property
+    def outline(self) -> str:
+        """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
+        return repr((self.steps, self.wire, self.dtype, self.native, self.large))
 
     @property
     def is_empty(self) -> bool:
@@ -109,6 +115,7 @@ class Move:
             index = axis_group(self.mesh, first.axes).index
             return self.rest.start([_slice(x, dim, sizes, index) for x, dim in zip(leaves, dims, strict=True)], into)
         if first.kind == "gather":
+            compare_plans(axis_group(self.mesh, first.axes), leaves[0].device.type, self.outline)
             lengths = [lengths[0] for lengths in self.lengths]
             gathered = _gather(leaves, lengths, dims, first.axes, self.mesh, into if last else None)
             return gathered.then(lambda x: [*x] if last else self.rest.run(x, into), communicates=not last)
@@ -232,6 +239,7 @@ class Filling:
         if len(self.filled) < len(self._shapes):
             empty = [i for i in range(len(self._shapes)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
+        compare_plans(reduction_group(move.mesh, move.steps[0][0].axes), self._device.type, move.outline)
         handle = first.start()
         if move.rest.is_empty:
             return handle

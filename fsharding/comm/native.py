@@ -95,10 +95,11 @@ class Native:
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Handle[Sequence[Tensor]]:
         """See `Transport`."""
+        # Which collective runs must not follow from addresses: a rank may have its shards there already, others not.
+        if self._gathers_in_place(bucket, shards, leaves[0].dtype):
+            return self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)).then(lambda _: leaves)
         own = buckets.pieces_of(leaves, bucket, self.group.index)
         there = self.group.index if all(map(_compat.is_same_view, own, shards)) else None
-        if there is None and self._gathers_in_place(bucket, shards, leaves[0].dtype):
-            return self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)).then(lambda _: leaves)
         rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
         return rows.then(lambda rows: buckets.fill(rows, list(leaves), bucket, there=there))
 

@@ -187,13 +187,12 @@ def start_redistribute(
             local = cast_to_memory(local, dtype, target) if is_member(target.mesh) else local.to(dtype)
             result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
         else:
-            nbytes = math.prod(route.shape) * dtype.itemsize
             device_type = leaf.device_mesh.device_type
             # If a file fails, what the result would overwrite is still needed.
             fails = memory_of(local, device_type) == "disk"
             usable = into is not None and target.memory == "device" and not fails
             home = memory_for(homes[i], route.shape, dtype, torch.device(device_type)) if usable else None
-            move = _Leaf(i, local, dtype, device_type, route.steps, route.lengths, nbytes, home)
+            move = _Leaf(i, local, dtype, device_type, route.steps, route.lengths, route.size * dtype.itemsize, home)
             groups.setdefault((route.mesh, kinds_of(route.steps), dtype, usable), []).append(move)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
@@ -221,6 +220,7 @@ class Route(NamedTuple):
         steps: as planned.
         lengths: `full_lengths` of the steps.
         shape: of what arrives on this rank.
+        size: elements of what arrives on the first rank, by which leaves are sent together.
     """
 
     target: NamedSharding
@@ -229,6 +229,7 @@ class Route(NamedTuple):
     steps: tuple[Step, ...] = ()
     lengths: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
+    size: int = 0
 
 
 def route_of(leaf: DTensor, target: NamedSharding) -> Route | None:
@@ -254,7 +255,8 @@ def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, 
     if any(axis not in source.data_axes for step in steps for axis in step.axes):
         return None
     lengths = full_lengths(source, steps, shape)
-    return Route(rest, stays, target.mesh, steps, lengths, target.local_shape(shape))
+    size = math.prod(target.first_shape(shape))
+    return Route(rest, stays, target.mesh, steps, lengths, target.local_shape(shape), size)
 
 
 _route = cache_on_its_mesh()(_find_route)
@@ -301,7 +303,9 @@ def start_reduce_grads(
         local = local_of(leaf)
         shape = tuple(leaf.shape)
         device_type = leaf.device_mesh.device_type
-        move = _Leaf(i, local, local.dtype, device_type, steps, full_lengths(where, steps, shape), local.nbytes)
+        lengths = full_lengths(where, steps, shape)
+        size = math.prod(where.first_shape(shape))
+        move = _Leaf(i, local, local.dtype, device_type, steps, lengths, size * local.itemsize)
         groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
     shapes = [() if leaf is None else tuple(leaf.shape) for leaf in leaves]
 

@@ -36,10 +36,11 @@ from fsharding.comm.redistribute import (
     route_of,
     start_redistribute,
 )
+from fsharding.comm.step_agreement import compare_plans
 from fsharding.comm.steps import Step, plan_steps
 from fsharding.comm.wires import Plain, Quantizing, SentLeaf, agree, start_gather
 from fsharding.formats.blocks import Blocks
-from fsharding.mesh.device_mesh import Mesh
+from fsharding.mesh.device_mesh import Mesh, axis_group
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 
 __all__ = ["Part", "Rounding", "batches_of", "plan_parts", "start_rounded", "travels_as_codes"]
@@ -177,6 +178,9 @@ def _start(pieces: Sequence[_Piece], agreed: Sequence[Any], mesh: Mesh) -> Handl
     """Send pieces together, or round them where they are."""
     leaves = [piece.part.leaf for piece in pieces]
     axes = pieces[0].part.axes
+    if axes:
+        parts = repr([(piece.part.rows, piece.part.leaf.wire) for piece in pieces])
+        compare_plans(axis_group(mesh, axes), pieces[0].shard.device.type, parts)
     payload = leaves[0].wire.payload(leaves, axis_sizes(mesh, axes))
 
     def noise(number: int) -> Tensor:

@@ -111,6 +111,11 @@ class UnitOrder:
         """Whether notes are compared."""
         return self._comparison is not None
 
+    @property
+    def compares_plans(self) -> bool:
+        """Whether members of a group also compare what each collective is to do."""
+        return self._always is not None
+
     def restart(self) -> None:
         """Begin a sequence."""
         self.digest = 0

@@ -34,7 +34,6 @@ from fsharding.base.tree import Tree
 from fsharding.comm.disk import OnDisk, joined, rows_together
 from fsharding.comm.leaf_memory import Copies, compute_device, copied, empty_on_host, is_away, memory_of, written
 from fsharding.comm.redistribute import in_buckets
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key
 from fsharding.optim.coded_moment import is_coded
@@ -201,10 +200,7 @@ def _pieces(name: str, leaves: Sequence[Any], context: UpdateContext) -> list[_P
 
 def _most(x: DTensor) -> tuple[int, ...]:
     """Return the largest local shape of a leaf over all ranks: the first rank's."""
-    return sharding_of(x).local_shape(x.shape, _FIRST)
-
-
-_FIRST: dict[str, int] = dict.fromkeys(AXES, 0)
+    return sharding_of(x).first_shape(x.shape)
 
 
 def _leaves(values: _Values) -> dict[str, Any]:

@@ -197,6 +197,10 @@ class NamedSharding:
         rest = tuple(a for a in self.assigned if a.dim is not None)
         return (0, *replace(self, assigned=rest).local_shape(shape, coord)[1:])
 
+    def first_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The local shape at coordinate 0 of every axis, assignments aside: equal on all ranks, and the largest."""
+        return (replace(self, assigned=()) if self.assigned else self).local_shape(shape, {})
+
     @named("NamedSharding")
     def device_mesh(self) -> DeviceMesh:
         """The DeviceMesh of this leaf at rest.

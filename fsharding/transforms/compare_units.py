@@ -24,7 +24,7 @@ __all__ = ["compare_units"]
 @contextmanager
 @named("fs.debug.compare_units")
 def compare_units(mesh: Mesh) -> Generator[None]:
-    """Compare units between ranks before each gather and reduction in the `with` block. Collective.
+    """Compare units, and the plans of their collectives, between ranks before each one in the `with` block. Collective.
 
     A debugging check. `make_train_step` does this in its first step, and compares one hash in each later one. Use it
     around a direct call of `value_and_grad` on a device, or of `gather_unit` in `fs.shard_map`, when losses look wrong.

@@ -59,16 +59,12 @@ from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.saved_tensors import SavedTensors
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, UnitLeaf, UnitPlan, plan_unit, whole
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, UnitLeaf, UnitPlan, is_aligned, plan_unit, whole
 
 __all__ = [
     "GatherContext", "TapeLeaf", "activate", "check_depth", "current_context", "is_evaluating", "prefetch_depth",
     "without_context",
 ]  # fmt: skip
-
-_ALIGN = 64
-"""Bytes at whose multiples fresh tensors begin."""
-
 
 Kernel: TypeAlias = Callable[[Tensor], object]
 """Fills a tensor, whatever is in it."""
@@ -298,7 +294,7 @@ class GatherContext:
             stored = leaf.value.dtype
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
-            misaligned = row is not None and leaf.value.nbytes % _ALIGN != 0
+            misaligned = row is not None and not is_aligned(leaf.sharding, tuple(leaf.shape), stored.itemsize)
             away = memory_of(leaf.value, self._device.type) != "device"
             place = LeafIndex(number, row)
             wire = self._wires.gather(place, len(leaf.shape), compute)
@@ -333,7 +329,8 @@ class GatherContext:
         """Notes what starts now in the order of the call, whose ranks have to agree on it."""
         order = order_here()
         if order is not None:
-            order.note(kind, unit.index, functools.partial(_leaves_of, self.paths, unit.index), unit.site)
+            name = functools.partial(_leaves_of, self.paths, unit.index)
+            order.note(kind, (unit.index, unit.plan.outline), name, unit.site)
 
     def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise:
         wires = self._wires

@@ -7,6 +7,8 @@ Guarantee: planning never communicates, and all ranks of a mesh compute the same
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -26,9 +28,12 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
 __all__ = [
-    "GatherBucket", "GradTarget", "LargeLeaf", "ReduceBucket", "UnitLeaf", "UnitPlan", "large_from",
+    "GatherBucket", "GradTarget", "LargeLeaf", "ReduceBucket", "UnitLeaf", "UnitPlan", "is_aligned", "large_from",
     "pooled_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
+
+_ALIGN = 64
+"""Bytes at whose multiples fresh tensors begin."""
 
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
 """Elements from which on a gradient is worth a call of its own, so that its memory is free early."""
@@ -163,6 +168,14 @@ class UnitPlan:
     wires: tuple[Wire, ...]
     across: tuple[tuple[int, ...], UnitPlan] | None
 
+    @functools.cached_property
+    def outline(self) -> str:
+        """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
+        gathers = [(b.leaves, b.axes, type(b.payload).__name__, b.if_viewed) for b in self.gathers]
+        reductions = [(b.leaves, b.early.outline, b.late.outline) for b in self.reductions]
+        across = None if self.across is None else (self.across[0], self.across[1].outline)
+        return repr((gathers, self.aliases, reductions, self.large, across))
+
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
     """Sorts the leaves of a unit into buckets."""
@@ -177,8 +190,8 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         LargeLeaf(leaf, number, slot)
         for number, bucket in enumerate(reductions)
         if bucket.early.large
-        for slot, (leaf, shape) in enumerate(zip(bucket.leaves, bucket.early.shapes, strict=True))
-        if math.prod(shape) >= large
+        for slot, leaf in enumerate(bucket.leaves)
+        if _elements(leaves[leaf]) >= large
     )
     wires = tuple(leaf.wire for leaf in leaves)
     second = {i: across for i, leaf in enumerate(leaves) if (across := leaf.across()) is not None}
@@ -249,10 +262,29 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         sources, middles, targets = ([routes[i][place] for i in members] for place in range(3))
         shapes = [leaves[i].shape for i in members]
         early = plan_move(sources, middles, shapes, wire, dtype, native=native)
-        is_large = early.sums_first and any(math.prod(shape) >= large for shape in early.shapes)
+        is_large = early.sums_first and any(_elements(leaves[i]) >= large for i in members)
         late = plan_move(middles, targets, shapes, late_wire, dtype, native=native)
         buckets.append(ReduceBucket(tuple(members), replace(early, large=is_large), late))
     return tuple(buckets)
+
+
+def _elements(leaf: UnitLeaf) -> int:
+    """Elements of a leaf's gradient before it is reduced, on the first rank: others may have fewer."""
+    return math.prod(unreduced(leaf.sharding).first_shape(leaf.shape))
+
+
+@cache_on_its_mesh()
+def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> bool:
+    """Whether each row of a stack begins where a fresh tensor would, on every rank: rows of ranks differ in size.
+
+    Args:
+        sharding: of a row.
+        shape: global shape of a row.
+    """
+    axes = [*itertools.chain(*map(sharding.axes, range(len(shape)))), *(a.axis for a in sharding.assigned)]
+    ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
+    shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))
+    return all(math.prod(local) * itemsize % _ALIGN == 0 for local in shapes)
 
 
 def _data_cut(sharding: NamedSharding, dim: int) -> tuple[str, ...]:

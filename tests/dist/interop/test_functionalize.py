@@ -231,6 +231,7 @@ GPT2 = {
 FAMILIES = {
     "llama": ("Llama", SMALL),
     "tied llama": ("Llama", {**SMALL, "tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3}),
+    "odd llama": ("Llama", {**SMALL, "hidden_size": 36, "intermediate_size": 31, "head_dim": 8}),
     "qwen2": ("Qwen2", SMALL),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 8, "vocab_size": 65, "tie_word_embeddings": True}),
     "mixtral, experts": ("Mixtral", {**SMALL, "num_local_experts": 4}),
@@ -324,7 +325,7 @@ def train_families(names, folder):
 
 
 def test_families_of_hugging_face(tmp_path):
-    run_ranks(train_families, 2, ["gpt2", "qwen3_moe, mixed", "qwen3"], str(tmp_path), timeout=110.0)
+    run_ranks(train_families, 2, ["gpt2", "odd llama", "qwen3_moe, mixed", "qwen3"], str(tmp_path), timeout=110.0)
 
 
 def test_families_with_other_embeddings_norms_and_layers(tmp_path):
