@@ -512,6 +512,36 @@ def test_the_text_rules_catch():
     assert not FOREIGN_WORD.search('@pytest.fixture(scope="ses' + 'sion")')
 
 
+COLLECTIVES = {
+    "all_gather", "all_gather_object", "all_gather_into_tensor", "all_gather_several", "all_gather_single", "all_reduce",
+    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather",
+    "irecv", "isend", "recv", "reduce", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
+}  # fmt: skip
+UNGUARDED = {"fsharding/apps/cli/doctor.py": "reports failures of its own probe"}
+
+
+def test_collectives_are_inside_the_guard_that_names_lost_ranks():
+    """Every call of a collective of torch is inside `with among(...)`, which says which ranks it needs."""
+    missing = []
+    for path in sorted((ROOT / "fsharding").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name in UNGUARDED or name == "fsharding/base/_compat.py" or name.startswith("fsharding/apps/bench/"):
+            continue
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        guarded = {
+            id(inner)
+            for block in ast.walk(module)
+            if isinstance(block, ast.With) and any("among(" in ast.unparse(item.context_expr) for item in block.items)
+            for inner in ast.walk(block)
+        }
+        for call in ast.walk(module):
+            called = call.func if isinstance(call, ast.Call) else None
+            sends = isinstance(called, ast.Attribute) and ast.unparse(called.value) in ("dist", "_compat")
+            if sends and called.attr in COLLECTIVES and id(call) not in guarded:
+                missing.append(f"{name}:{call.lineno} {ast.unparse(called)}")
+    assert not missing
+
+
 def test_laws_are_modules_that_the_page_of_laws_lists():
     page = (ROOT / "docs/explanation/laws.md").read_text(encoding="utf-8")
     modules = {path.relative_to(ROOT).as_posix() for path in TESTS.glob("*/laws/test_*.py")}

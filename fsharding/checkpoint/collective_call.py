@@ -18,6 +18,7 @@ from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.checkpoint.background import watched
 from fsharding.checkpoint.directory import PartialOutput
 from fsharding.mesh.device_mesh import own_rank, world_size
+from fsharding.mesh.failures import among
 
 __all__ = ["UNLIKE", "UNLIKE_ROW", "agreed", "on_all", "together", "write_together"]
 
@@ -58,7 +59,8 @@ def together(
     answers: list[Any] = [(answer, problem)]
     if dist.is_initialized():
         answers = [None] * world_size()
-        dist.all_gather_object(answers, (answer, problem), group=group)
+        with among(range(world_size())):
+            dist.all_gather_object(answers, (answer, problem), group=group)
     problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
         raise _failure(problems) from cause

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, tree
+from fsharding.base.calls import public_name
 from fsharding.base.errors import DiskError, message
 from fsharding.comm.disk import file_size, reserve
-from fsharding.mesh.consistency import gather_numbers
+from fsharding.comm.step_agreement import numbers_of_all
+from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import everyone, is_member
+from fsharding.mesh.failures import is_fake_world, meet, naming_lost, world_size
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding
@@ -60,26 +64,31 @@ def disk_bytes(layout: Layout, leaves: Iterable[Planned], coord: dict[str, int] 
 
 
 def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
-    """Take room for a state on every rank. Collective where leaves are on disk.
+    """Agree on the memory of a state, and take room on every rank for what is on disk. Collective.
 
     Raises:
+        ConfigError: on every rank: ranks keep a state in different kinds of memory.
         DiskError: on every rank: one of them has too little room.
     """
-    if all(choice.kind != "disk" for choice in layout.strategy.memory) or _compat.makes_fakes():
+    mesh = layout.mesh
+    if _compat.makes_fakes() or is_fake_world() or not is_member(mesh) or isinstance(mesh, AbstractMesh):
         return
-    if not is_member(layout.mesh):
-        return
+    with naming_lost(public_name(), mesh):
+        group = everyone(mesh)
+        facts = {"layout.strategy.memory": ", ".join(map(str, layout.strategy.memory)) or "all on the device"}
+        ask = meet if group.size == world_size() else None
+        agree(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type, ask=ask)
+        if any(choice.kind == "disk" for choice in layout.strategy.memory):
+            _take_room(layout, leaves)
+
+
+def _take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
     problem = ""
     try:
         reserve(disk_bytes(layout, leaves))
     except DiskError as error:
         problem = str(error)
-    group = everyone(layout.mesh)
-    lacks = [bool(problem)]
-    if group.process_group is not None:
-        device_type = getattr(layout.mesh, "device_type", "cpu")
-        lacks = gather_numbers(int(bool(problem)), group.size, group.process_group, device_type)
-    without = [str(rank) for rank, lack in zip(group.ranks, lacks, strict=True) if lack]
+    without = [str(rank) for rank, lacks in numbers_of_all(layout.mesh, int(bool(problem))).items() if lacks]
     if problem:
         raise DiskError(problem)
     if without:

@@ -27,7 +27,7 @@ from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.consistency import digest, gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, coordinate, data_axes, everyone
-from fsharding.mesh.failures import among, is_fake_world, order_here
+from fsharding.mesh.failures import is_fake_world, order_here
 from fsharding.mesh.unit_order import Comparison, UnitOrder, UnlikeRanks
 
 __all__ = ["SAME_ROWS", "StepAgreement", "compare_plans", "comparison_of", "numbers_of_all"]
@@ -178,8 +178,7 @@ def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
 def _numbers_of(group: Group, device: str, own: int) -> list[int]:
     """Gather a number of every rank of a group, in its order. Collective."""
     assert group.process_group is not None
-    with among(group.ranks):
-        return gather_numbers(own, group.size, group.process_group, device)
+    return gather_numbers(own, group.size, group.process_group, device)
 
 
 class _Coding(NamedTuple):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
+from fsharding.mesh.failures import among
 
 __all__ = ["agree", "checksum", "compare", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
@@ -76,7 +77,8 @@ def compare(
     if all(other == own for other in everyones):
         return {}
     answers: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(answers, dict(facts), group=group)
+    with among(ranks):
+        dist.all_gather_object(answers, dict(facts), group=group)
     return dict(zip(ranks, answers, strict=True))
 
 
@@ -93,7 +95,8 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
     where = "cpu" if backend_of(group, "cpu") else device
     term = torch.full((1,), own, dtype=torch.int64, device=where)
     result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
-    _compat.all_gather_single(result, term, group=group)
+    with among(dist.get_process_group_ranks(group)):
+        _compat.all_gather_single(result, term, group=group)
     return result.tolist()
 
 

@@ -56,7 +56,7 @@ from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import parse_axes
 from fsharding.mesh.consistency import agree
 from fsharding.mesh.device_mesh import data_rank_and_size, everyone, make_mesh, own_rank
-from fsharding.mesh.failures import naming_lost, write_stacks
+from fsharding.mesh.failures import among, naming_lost, world_size, write_stacks
 from fsharding.models.model import Model
 from fsharding.models.presets import Recipe, recipe
 from fsharding.pipeline.plots import has_matplotlib, metrics_rows, plot_loss
@@ -626,7 +626,8 @@ def _log(config: TrainConfig, checkpoint: Path | None, first: int, meter: Meter 
             files = (config.metrics, config.checkpoints, plot, traces(config.out), *tracker_files(config.out))
             _set_aside(config, [p for p in files if p.exists()])
     if dist.is_initialized():
-        dist.barrier()
+        with among(range(world_size())):
+            dist.barrier()
     log = _Log(config, first, meter) if meter is not None else _Silent()
     try:
         if meter is not None:

@@ -24,6 +24,7 @@ from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.interop.hf.naming import Piece
+from fsharding.mesh.failures import among, world_size
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
@@ -105,7 +106,8 @@ class Coding:
         for names in in_buckets(list(self.tensors), lambda name: self._amaxes[name].numel(), _BUCKET):
             flat = torch.cat([self._amaxes[name].reshape(-1) for name in names]).to(device)
             # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
-            dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX)
+            with among(range(world_size())):
+                dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX)
             sizes = [self._amaxes[name].numel() for name in names]
             for name, part in zip(names, flat.cpu().split(sizes), strict=True):
                 self._amaxes[name] = part.view(self._grid(name))

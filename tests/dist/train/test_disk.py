@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.base.errors import DiskError, RankError
-from fsharding.comm import disk
+from fsharding.base.errors import ConfigError, DiskError, LayoutError, RankError
+from fsharding.comm import disk, disk_room
 from fsharding.comm.disk_room import disk_bytes, leaves_of_state
 from fsharding.optim import windows
 from fsharding.sharding.memory_kinds import ROLES
 from fsharding.sharding.named_sharding import local_of
-from fsharding.testing import assert_bitwise_equal, device_mesh, run_ranks
+from fsharding.testing import assert_bitwise_equal, device_mesh, ranks, run_ranks
 from tests.decoders import DecoderCase
 from tests.helpers import full, small_disk
 
@@ -90,6 +90,52 @@ def without_room(folder):
 
 def test_too_little_room_of_one_rank_is_refused_on_all(tmp_path):
     run_ranks(without_room, 2, tmp_path)
+
+
+def with_other_memory(folder, others):
+    """Rank 1 has another strategy in each call that makes a state; both ranks are told so before they take room."""
+    mesh = fs.AbstractMesh(("dp",), (2,))
+    with file_in(folder / str(dist.get_rank())):
+        case, state, _ = started(fs.zero(3), mesh)
+        ck.save(folder / "ckpt", state)
+        layout = replace(BASE, strategy=others[dist.get_rank()], mesh=mesh).layout(state.layout.mesh)
+        params = fs.redistribute(state.params, state.layout.main)
+        calls = {
+            "fs.init_state": lambda: fs.init_state(case.model, case.optimizer, fs.random.key(0), layout),
+            "fs.state_from_params": lambda: fs.state_from_params(params, case.optimizer, fs.random.key(0), layout),
+            "fs.reshard": lambda: fs.reshard(state, layout),
+            "fs.checkpoint.load": lambda: ck.load(folder / "ckpt", layout),
+        }
+        for name, call in calls.items():
+            with pytest.raises((ConfigError, LayoutError)) as caught:
+                call()
+            text = str(caught.value)
+            assert text.startswith(name) and "layout.strategy.memory" in text, text
+            assert "rank 0 has" in text and "rank 1 has" in text, text
+
+
+@pytest.mark.parametrize(
+    "others",
+    [(fs.zero(3), SOME), (SOME, fs.zero(3).with_memory(grads="disk"))],
+    ids=["device and disk", "unlike disks"],
+)
+def test_ranks_with_other_memory_are_refused(tmp_path, others):
+    run_ranks(with_other_memory, 2, tmp_path, others)
+
+
+def killed_while_it_takes_room(folder):
+    with file_in(folder / str(dist.get_rank())):
+        if dist.get_rank() == 1:
+            patch.object(disk_room, "reserve", lambda size: os.kill(os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(RankError) as caught:
+            started(SOME, TWO)
+        (folder / "said").write_text(str(caught.value))
+
+
+def test_a_rank_that_is_killed_while_it_takes_room_is_named(tmp_path):
+    with patch.object(ranks, "_GRACE", 20.0), pytest.raises(RankError, match="died of SIGKILL"):
+        run_ranks(killed_while_it_takes_room, 2, tmp_path)
+    assert (tmp_path / "said").read_text().startswith("fs.init_state lost rank 1 (dp=1).")
 
 
 def test_a_full_disk_stops_no_step(tmp_path):
