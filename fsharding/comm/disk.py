@@ -29,7 +29,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharding.base import _compat
 from fsharding.base.errors import DiskError, message
 
-__all__ = ["OnDisk", "disk_folder", "file_size", "in_memory", "joined", "reserve", "rows_together", "store"]
+__all__ = ["OnDisk", "disk_folder", "extent_sizes", "in_memory", "joined", "reserve", "rows_together", "store"]
 
 _PIECE = 8 << 20
 """Most bytes of an extent; it is read and checked as a whole."""
@@ -67,16 +67,71 @@ class _Extent(NamedTuple):
     checksum: Future[int]
 
 
+class _Space:
+    """Where extents of a file begin: at a freed one of the same size, else in any free range, else at the end.
+
+    Attributes:
+        end: of the last extent in use.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._by_size: dict[int, list[int]] = {}
+        self._ranges: list[tuple[int, int]] = []
+
+    def take(self, size: int, limit: int) -> int:
+        """Return where an extent begins; freed ones of other sizes are joined rather than to go past a limit."""
+        if self._by_size.get(size):
+            return self._by_size[size].pop()
+        offset = self._cut(size)
+        if offset is None and self.end + size > limit:
+            self.join()
+            offset = self._cut(size)
+        if offset is None:
+            offset, self.end = self.end, self.end + size
+        return offset
+
+    def _cut(self, size: int) -> int | None:
+        for i, (start, stop) in enumerate(self._ranges):
+            if stop - start >= size:
+                self._ranges[i] = (start + size, stop)
+                return start
+        return None
+
+    def free(self, offset: int, size: int) -> None:
+        """Note that an extent may be used again."""
+        self._by_size.setdefault(size, []).append(offset)
+
+    def join(self) -> None:
+        """Join neighboring free extents to ranges; one that reaches the end moves the end."""
+        known = [(offset, offset + size) for size, offsets in self._by_size.items() for offset in offsets]
+        self._by_size, ranges = {}, list[tuple[int, int]]()
+        for start, stop in sorted([*known, *self._ranges]):
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            elif start < stop:
+                ranges.append((start, stop))
+        if ranges and ranges[-1][1] == self.end:
+            self.end = ranges.pop()[0]
+        self._ranges = ranges
+
+    def room(self, largest: int) -> int:
+        """Return how many bytes the ranges hold for certain, in extents of at most a size."""
+        return sum(max(0, stop - start - largest + _ALIGN) for start, stop in self._ranges)
+
+
 class _File:
-    """The file of this process, and the extents of it that are free, by size."""
+    """The file of this process, and what of it is free."""
 
     def __init__(self) -> None:
         # Leaves are on disk because memory is short, so freed memory must not be kept for later allocations.
         _compat.map_large_allocations()
         self.folder = disk_folder()
         self._fd = _unnamed(self.folder)
-        self._size = self._used = 0
-        self._free: dict[int, list[int]] = {}
+        self._size = 0
+        self._planned = False
+        self._space = _Space()
+        self._freed: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsharding-disk")
         self._written: deque[tuple[int, Future[int]]] = deque()
@@ -87,14 +142,24 @@ class _File:
         """Bytes of the file."""
         return self._size
 
-    def reserve(self, size: int) -> None:
-        """Take room for bytes that will be written, beside those that are.
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Take room for extents that will be written, beside those that are, and give back what is not needed.
 
         Raises:
             DiskError: there is not so much room.
         """
         with self._lock:
-            self._take(max(0, self._used + size - self._size))
+            self._take_back()
+            self._space.join()
+            end = self._space.end + max(0, sum(sizes) - self._space.room(max(sizes, default=_ALIGN)))
+            self._take(max(0, end - self._size))
+            self._shorten(end)
+            self._planned = bool(sizes)
+
+    def _shorten(self, size: int) -> None:
+        if size < self._size:
+            os.ftruncate(self._fd, size)
+            self._size = size
 
     def _take(self, size: int) -> None:
         """Make the file longer."""
@@ -110,11 +175,13 @@ class _File:
 
     def _extent(self, size: int) -> int:
         """Where an extent of a size begins: a free one, or one after all others."""
-        if self._free.get(size):
-            return self._free[size].pop()
-        self._take(max(0, self._used + size - self._size))
-        self._used += size
-        return self._used - size
+        offset = self._space.take(size, self._size)
+        try:
+            self._take(max(0, self._space.end - self._size))
+        except DiskError:
+            self._space.free(offset, size)
+            raise
+        return offset
 
     def write(self, x: Tensor, ready: Callable[[], object]) -> list[_Extent]:
         """Start to write a contiguous tensor of the CPU, which must not change any more.
@@ -125,6 +192,7 @@ class _File:
         flat = x.detach().reshape(-1).view(torch.uint8)
         sizes = _sizes(x)
         with self._lock:
+            self._take_back()
             offsets = [self._extent(_aligned(n)) for n in sizes]
         result: list[_Extent] = []
         for part, at, size in zip(flat.split([*sizes]), offsets, sizes, strict=True):
@@ -177,11 +245,22 @@ class _File:
         """Note that nothing refers to extents any more."""
         # A write that is under way still uses its extent.
         for extent in extents:
-            extent.checksum.add_done_callback(functools.partial(self._freed, extent.offset, _aligned(extent.size)))
+            extent.checksum.add_done_callback(functools.partial(self._let_go, extent.offset, _aligned(extent.size)))
 
-    def _freed(self, offset: int, size: int, _: object) -> None:
-        # Not under the lock: a collection of garbage may run while it is held. These two operations are atomic.
-        self._free.setdefault(size, []).append(offset)
+    def _let_go(self, offset: int, size: int, _: object) -> None:
+        # Never waits for the lock: a collection of garbage may run while it is held. Appending is atomic.
+        self._freed.append((offset, size))
+        if not self._planned and self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+                self._space.join()
+                self._shorten(self._space.end)
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._freed:
+            self._space.free(*self._freed.popleft())
 
 
 _LOAD = "Load the last checkpoint, and look at this disk."
@@ -378,19 +457,20 @@ def in_memory(x: Tensor) -> Tensor:
     return x.read() if isinstance(x, OnDisk) else x
 
 
-def file_size(leaves: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
-    """Return the bytes of the file that tensors of these shapes and dtypes take."""
+def extent_sizes(leaves: Iterable[tuple[Sequence[int], torch.dtype]]) -> list[int]:
+    """Return the bytes of each extent of the file that tensors of these shapes and dtypes take."""
     stand_ins = (torch.empty(tuple(shape), dtype=dtype, device="meta") for shape, dtype in leaves)
-    return sum(_aligned(size) for x in stand_ins for size in _sizes(x))
+    return [_aligned(size) for x in stand_ins for size in _sizes(x)]
 
 
-def reserve(size: int) -> None:
-    """Take room for bytes of the file that will be written.
+def reserve(sizes: Sequence[int]) -> None:
+    """Take room for extents of the file that will be written; without any, give back what is free.
 
     Raises:
         DiskError: there is not so much room.
     """
-    _file().reserve(size)
+    if sizes or _file.cache_info().currsize:
+        _file().reserve(sizes)
 
 
 # ---------------------------------------------------------------------------------------------------- views of the file

@@ -6,7 +6,7 @@ A step writes a new state beside the old one, so twice the bytes of a state are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from fsharding.base import _compat, tree
 from fsharding.base.calls import public_name
 from fsharding.base.errors import DiskError, message
-from fsharding.comm.disk import file_size, reserve
+from fsharding.comm.disk import extent_sizes, reserve
 from fsharding.comm.step_agreement import numbers_of_all
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import agree
@@ -25,7 +25,7 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["disk_bytes", "leaves_of_state", "take_room"]
+__all__ = ["leaves_of_state", "planned_extents", "take_room"]
 
 Planned: TypeAlias = tuple[NamedSharding, tuple[int, ...], torch.dtype]
 """The sharding of a leaf, its global shape, and its dtype."""
@@ -44,23 +44,22 @@ def leaves_of_state(layout: Layout, opt: Any) -> Iterator[Planned]:
             yield owner.moments, owner.shape, x.dtype
 
 
-def disk_bytes(layout: Layout, leaves: Iterable[Planned], coord: dict[str, int] | None = None) -> int:
-    """Return the bytes of the file of one rank, for a state and its gradients.
+def planned_extents(layout: Layout, leaves: Iterable[Planned]) -> list[int]:
+    """Return the bytes of each extent of this rank's file, for a state and its gradients, both twice.
 
     Args:
         leaves: of the state; others than those on disk do not count.
-        coord: the rank's coordinate by axis; by default this process's.
     """
     on_disk = (planned for planned in leaves if planned[0].memory == "disk")
-    total = file_size((sharding.local_shape(shape, coord), dtype) for sharding, shape, dtype in on_disk)
+    sizes = extent_sizes((sharding.local_shape(shape), dtype) for sharding, shape, dtype in on_disk)
     for leaf in layout.leaves:
         if leaf.trainable and leaf.grads.memory == "disk":
             dtype = layout.precision.grad_dtype(layout.precision.main_dtype(leaf.init))
-            shape = leaf.reduced.local_shape(leaf.shape, coord)
+            shape = leaf.reduced.local_shape(leaf.shape)
             # Units are reduced one by one, so that each row of a stack may have extents of its own.
             rows = [(shape[1:], dtype)] * shape[0] if shape else []
-            total += max(file_size([(shape, dtype)]), file_size(rows))
-    return 2 * total
+            sizes += max(extent_sizes([(shape, dtype)]), extent_sizes(rows), key=sum)
+    return 2 * sizes
 
 
 def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
@@ -79,13 +78,15 @@ def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
         ask = meet if group.size == world_size() else None
         agree(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type, ask=ask)
         if any(choice.kind == "disk" for choice in layout.strategy.memory):
-            _take_room(layout, leaves)
+            _take_room(layout, planned_extents(layout, leaves))
+        else:
+            reserve([])
 
 
-def _take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
+def _take_room(layout: Layout, sizes: Sequence[int]) -> None:
     problem = ""
     try:
-        reserve(disk_bytes(layout, leaves))
+        reserve(sizes)
     except DiskError as error:
         problem = str(error)
     without = [str(rank) for rank, lacks in numbers_of_all(layout.mesh, int(bool(problem))).items() if lacks]

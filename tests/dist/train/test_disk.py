@@ -22,7 +22,7 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.base.errors import ConfigError, DiskError, LayoutError, RankError
 from fsharding.comm import disk, disk_room
-from fsharding.comm.disk_room import disk_bytes, leaves_of_state
+from fsharding.comm.disk_room import leaves_of_state, planned_extents
 from fsharding.optim import windows
 from fsharding.sharding.memory_kinds import ROLES
 from fsharding.sharding.named_sharding import local_of
@@ -65,11 +65,33 @@ def train(case, state, step, steps):
 def test_the_file_is_as_large_as_planned(tmp_path, strategy):
     with file_in(tmp_path):
         case, state, step = started(strategy)
-        planned = disk_bytes(state.layout, leaves_of_state(state.layout, case.optimizer))
+        planned = sum(planned_extents(state.layout, leaves_of_state(state.layout, case.optimizer)))
         assert disk._file().size == planned
         assert 2 * state.layout.memory(case.optimizer).disk <= planned
         train(case, state, step, 4)
         assert disk._file().size == planned and not list(tmp_path.iterdir()), "it has no name"
+
+
+def test_the_file_grows_to_the_largest_plan_and_is_given_back(tmp_path):
+    """What a state leaves behind is used by the next one, whose extents have other sizes."""
+    places = [SOME, fs.zero(3).with_memory(main="disk", grads="disk"), ALL, SOME, ALL, SOME]
+    with file_in(tmp_path), patch.object(disk, "_PIECE", 1 << 14):
+        case, state, step = started(ALL)
+        kept = fs.unshard(state.params)
+        largest = disk._file().size
+        for strategy in places:
+            layout = replace(BASE, strategy=strategy).layout(state.layout.mesh)
+            live = 2 * state.layout.memory(case.optimizer).disk
+            state = fs.reshard(state, layout, donate=True)
+            planned = sum(planned_extents(layout, leaves_of_state(layout, case.optimizer)))
+            # The new state is made beside the old one; a range of freed extents may lack room for one more extent.
+            assert disk._file().size <= planned + live + 32 * (1 << 14) <= 2.5 * largest
+        assert_bitwise_equal(fs.unshard(state.params), kept)
+        state = train(case, fs.reshard(state, replace(BASE, strategy=SOME).layout(state.layout.mesh)), step, 2)
+        assert disk._file().size <= largest
+        state = fs.reshard(state, replace(BASE, strategy=fs.zero(3)).layout(state.layout.mesh), donate=True)
+        train(case, state, step, 1)
+        assert disk._file().size == 0
 
 
 def test_too_little_room_is_refused_before_the_first_step(tmp_path):
