@@ -16,7 +16,8 @@ import yaml
 from fsharding.apps.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "bench").glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path for folder in ("", "bench", "findings") for path in sorted((ROOT / folder).glob("*.md"))]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 LAUNCH = sorted((ROOT / "examples" / "launch").iterdir())
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
