@@ -8,11 +8,13 @@ Guarantee: ranks that disagree all raise the same text, and none of them has sta
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -155,7 +157,8 @@ def facts_of(name: str, value: Any) -> dict[str, str]:
 
     Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
     length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;
-    anything else by its type alone, since a device, a file or a generator may well differ between ranks.
+    anything else by its type alone, since a device, a file or a generator may well differ between ranks. A dataclass or
+    mapping that a function closes over is told by the entries that its code reads, if it reads nothing else of it.
     """
     result: dict[str, str] = {}
     _tell(result, name, value, ())
@@ -204,10 +207,52 @@ def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     fn = inspect.unwrap(fn)
     yield from (getattr(fn, "__kwdefaults__", None) or {}).items()
     yield from ((f"default {i}", x) for i, x in enumerate(getattr(fn, "__defaults__", None) or ()))
-    code: Any = getattr(fn, "__code__", None)
     cells: Sequence[Any] = getattr(fn, "__closure__", None) or ()
-    for name, cell in zip(code.co_freevars if code is not None and cells else (), cells, strict=True):
+    if not cells:
+        return
+    code: CodeType = fn.__code__
+    for name, cell in zip(code.co_freevars, cells, strict=True):
         try:
-            yield name, cell.cell_contents
+            yield from _as_read(name, cell.cell_contents, code)
         except ValueError:
             yield name, None
+
+
+def _as_read(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any]]:
+    """What a function reads of a value that it closes over: entries of a dataclass or a mapping, or all of it."""
+    entries: Mapping[Any, Any] = {}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+    read = _entries_read(name, code, by_key=isinstance(value, Mapping)) if entries else None
+    if read is None or not read <= entries.keys():
+        yield name, value
+    else:
+        yield from ((f"{name}.{key}", entries[key]) for key in sorted(read))
+
+
+def _entries_read(name: str, code: CodeType, *, by_key: bool) -> set[str] | None:
+    """Attributes, or constant text keys, that code reads of a free variable; None if it also uses the value itself."""
+    result: set[str] = set()
+    steps = [*dis.get_instructions(code)]
+    for i, step in enumerate(steps):
+        # Instructions that only hand the cell to an inner function aren't named DEREF; the inner code is asked below.
+        if step.argval != name or not step.opname.endswith("DEREF"):
+            continue
+        entry, use = steps[i + 1], steps[i + 2]
+        reads = (
+            entry.opname == "LOAD_CONST" and use.opname.startswith("BINARY_") and use.argrepr in ("", "[]")
+            if by_key
+            else entry.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        )
+        if step.opname != "LOAD_DEREF" or not reads or not isinstance(entry.argval, str):
+            return None
+        result.add(entry.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and name in inner.co_freevars:
+            inside = _entries_read(name, inner, by_key=by_key)
+            if inside is None:
+                return None
+            result |= inside
+    return result

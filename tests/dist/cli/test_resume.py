@@ -201,6 +201,31 @@ def test_ranks_that_see_other_checkpoints(six: Path, out: Path):
         assert "ConfigError" in text and "checkpoint to go on from: rank 1 has 4, rank 0 has 6" in text, text
 
 
+def test_machines_have_paths_and_times_of_their_own(tmp_path: Path):
+    """Equal bytes under other names, and options that no number follows from: the run of equal options, bitwise."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    sides: list[list[str]] = []
+    for out, data, log_every, timeout, grace, deadline, plot in (
+        ("run", "a", "0", "20", "30", "1h", "--no-plot"),
+        ("link", "b", "7.5", "30", "60", "70h", "--plot"),
+    ):
+        for name in (data, f"val-{data}"):
+            (tmp_path / name).write_bytes(bytes(range(32, 127)) * 40)
+        sides.append(
+            [
+                "--config", str(tmp_path / f"{data}.yaml"), "--out", str(tmp_path / out), "--data", str(tmp_path / data),
+                "--val-data", str(tmp_path / f"val-{data}"), "--val-batches", "1", "--log-every", log_every,
+                "--timeout", timeout, "--grace", grace, "--deadline", deadline, plot,
+                "--seq", "32", "--batch", "4", "--steps", "2", "--ranks", "2", "--optimizer", "muon",
+            ]
+        )  # fmt: skip
+    assert run_ranks(on_ranks, 2, *sides) == [None, None]
+    same = [*sides[0], "--out", str(tmp_path / "same"), "--timeout", "40"]
+    assert run_ranks(on_ranks, 2, same, same) == [None, None]
+    assert losses(tmp_path / "run") == losses(tmp_path / "same") and len(losses(tmp_path / "run")) == 2
+
+
 # ------------------------------------------------------------------------------------------------------------ under torchrun
 def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path):
     """The line of the README: the ranks of the second start go on from the newest checkpoint, bitwise."""

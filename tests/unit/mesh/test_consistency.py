@@ -34,7 +34,7 @@ def test_a_model_is_told_by_its_config():
     def told(**changes):
         return facts_of("model", fs.models.decoder(fs.models.DecoderConfig(**changes), attention="ring"))
 
-    assert told() == told() and told()["model.embed.config.dim"] == "128"
+    assert told() == told() and told()["model.head.config.dim"] == "128"
     assert {name.rpartition(".")[2] for name, text in told(dim=64).items() if told()[name] != text} == {
         "dim",
         "head_dim",
@@ -59,6 +59,66 @@ def test_what_may_differ_between_ranks_is_told_by_its_type():
     assert facts_of("f", functools.partial(max, 3, key=None)) == {
         "f": "partial", "f.func": "max", "f.0": "3", "f.key": "None",
     }  # fmt: skip
+
+
+@dataclasses.dataclass
+class Options:
+    rate: float = 0.1
+    out: str = "here"
+    at: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def total(self) -> float:
+        return self.rate
+
+
+def closures(options: Options, entries: dict[str, object], use=len):
+    """Functions, and the facts of what each computes with."""
+
+    def attribute(x):
+        return x * options.rate
+
+    def key(x):
+        return x * entries["rate"]
+
+    def inner(x):
+        return [(lambda y: y * options.rate)(x) for _ in range(2)] + [entries["rate"] for _ in range(2)]
+
+    def item_of_attribute(x):
+        return x * options.at["rate"]
+
+    def method(x):
+        return x * options.total()
+
+    def handed_on(x):
+        return use(entries) + x * options.rate
+
+    def written(x):
+        options.out = "there"
+        return x * options.rate
+
+    def sliced(x):
+        return entries.get("rate") if x else entries["rate" + str(x)]
+
+    rate, out = {"f.options.rate": "0.1"}, {"f.options.out": repr(options.out)}
+    whole = {"f.options": "Options", **rate, **out, "f.options.at": "dict of 1", "f.options.at.rate": "3"}
+    mapping = {"f.entries": "dict of 2", "f.entries.rate": "2", "f.entries.out": repr(entries["out"])}
+    return {
+        attribute: rate,
+        key: {"f.entries.rate": "2"},
+        inner: {**rate, "f.entries.rate": "2"},
+        item_of_attribute: {"f.options.at": "dict of 1", "f.options.at.rate": "3"},
+        method: whole,
+        handed_on: {**mapping, **rate, "f.use": "len"},
+        written: whole,
+        sliced: mapping,
+    }
+
+
+def test_closures_are_told_by_the_entries_that_they_read():
+    expected = closures(Options(at={"rate": 3}), {"rate": 2, "out": "here"})
+    assert {f.__name__: facts_of("f", f) for f in expected} == {
+        f.__name__: {"f": f"closures.{f.__name__}", **facts} for f, facts in expected.items()
+    }
 
 
 def test_differences_name_the_odd_ranks_first_and_a_value_once():
