@@ -48,15 +48,22 @@ if wanted tests; then
     [[ ${PIPESTATUS[0]} -eq 0 ]] || failed=1
 fi
 
-# Four models of bench-1b with their moments and gradients take 61 GB; all contenders would need more than one GPU has.
+# Calls fit a GPU of 80 GB. A contender of bench-1b keeps 11 GiB (weights and moments), ours 15 (gradient buffers too), DDP
+# and zero(0) up to 16; the one whose turn it is takes 15 more. A graph keeps its 17 GiB, and while it is captured there are
+# two states: with three contenders beside it that would be 87 GiB. So each call has three, and the graph has fsdp2 alone.
 few="compute-only fsdp2 fsharding-zero3"
-measure one-rank bash -c "step 1 --contenders $few ${graphs:+fsharding-zero3-captured}"
-if [[ -n "$graphs" ]]; then  # a step so short that it waits for its host
+measure one-rank bash -c "step 1 --contenders $few"
+if [[ -n "$graphs" ]]; then
+    measure one-rank-captured bash -c "step 1 --contenders fsdp2 fsharding-zero3-captured"
+    # a step so short that it waits for its host
     preset=bench-34m batch=1 length=128 measure captured-short bash -c "step 1 --contenders $few fsharding-zero3-captured"
 fi
 measure one-rank-compiled bash -c "step 1 --compiled --contenders $few"
 for ranks in 2 4 8; do
-    if (( ranks <= gpus )); then measure "ranks-$ranks" bash -c "step $ranks"; fi
+    if (( ranks <= gpus )); then
+        measure "ranks-$ranks" bash -c "step $ranks --contenders $few"
+        measure "ranks-$ranks-replicated" bash -c "step $ranks --contenders ddp fsharding-zero0 fsharding-zero1 fsharding-zero2"
+    fi
 done
 measure memory "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench memory --json \
     --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length"
