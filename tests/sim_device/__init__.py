@@ -1,23 +1,27 @@
 """A simulated asynchronous accelerator, `sim`: torch's PrivateUse1 device, whose kernels are the CPU's, run later.
 
 In: a C++ compiler. Out: `torch.device("sim")` with streams, events, graphs and a caching allocator, from `start()`; and
-from `log()` what its streams were given, and where the host read it. `device.cpp` says how it works. It is built once
-per environment, into torch's directory of extensions.
+from `log()` what its streams were given, and where the host read it. `device.cpp` says how it works. It is built once for
+each torch and each change of its sources, below `build/`.
 Guarantee: results are those of the CPU bit for bit, if and only if each stream waits for what it reads.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,7 +36,8 @@ from fsharding.comm.streams import DeviceStreams, streams_for
 
 NAME, BACKEND = "sim", "simccl"
 ROOT = Path(__file__).resolve().parents[2]
-BUILD_SECONDS = 400
+BUILDS = ROOT / "build" / "sim_device"
+BUILD_SECONDS = 1200
 
 
 def _path() -> str:
@@ -57,6 +62,21 @@ def build() -> None:
         raise RuntimeError(ended.stderr.strip().rpartition("\n")[2])
 
 
+def build_once(folder: Path, build: Callable[[Path], None]) -> None:
+    """Have `build` fill a directory, in one of all processes that ask for it; the others wait for that one.
+
+    The lock ends with its process, whatever ends that. Compilers may go on without the process that started them, so each
+    build has a directory of its own, which gets its name when it is complete.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            own = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+            build(own)
+            own.rename(folder)
+
+
 @functools.cache
 def start() -> ModuleType:
     """Build the device, and register it with torch, once in a process; returns the extension.
@@ -65,16 +85,26 @@ def start() -> ModuleType:
         RuntimeError: it does not compile; the compiler's first error.
     """
     os.environ["PATH"] = _path()
-    folder = Path(__file__).parent
-    texts = b"".join(file.read_bytes() for file in sorted(folder.glob("*.*")))
-    known = hashlib.sha256(torch.__version__.encode() + texts).hexdigest()[:12]
-    sources = [str(folder / name) for name in ("streams.cpp", "device.cpp", "backend.cpp")]
-    flags = ["-O1", "-w", "-DUSE_DISTRIBUTED"]
+    sources = sorted(Path(__file__).parent.glob("*.*"))
+    texts = b"".join(file.read_bytes() for file in sources)
+    name = "fsharding_sim_" + hashlib.sha256(torch.__version__.encode() + sys.version.encode() + texts).hexdigest()[:12]
+
+    def build(folder: Path) -> None:
+        cpp_extension.load(
+            name, [str(file) for file in sources if file.suffix == ".cpp"], ["-O1", "-w", "-DUSE_DISTRIBUTED"],
+            build_directory=str(folder), is_python_module=False,
+        )  # fmt: skip
+
     try:
-        extension = cpp_extension.load(f"fsharding_sim_{known}", sources, extra_cflags=flags)
+        build_once(BUILDS / name, build)
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if " error: " in line]
         raise RuntimeError(lines[0] if lines else str(error)) from error
+    loader = ExtensionFileLoader(name, str(BUILDS / name / f"{name}.so"))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    extension = module_from_spec(spec)
+    loader.exec_module(extension)
     torch.utils.rename_privateuse1_backend(NAME)
     extension.register_hooks()
     extension.register_graphs()

@@ -40,7 +40,7 @@ from fsharding.apps.cli.options import (
     ReshardConfig,
     TrainConfig,
 )
-from fsharding.apps.cli.starting import quit_on_signals
+from fsharding.apps.cli.starting import quit_on_signals, tell
 from fsharding.apps.cli.usage import check_options, check_values
 from fsharding.base.errors import ConfigError, FshardingError, did_you_mean, report
 from fsharding.base.version import own_version
@@ -109,6 +109,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         check_values(command, config)
         if isinstance(config, TrainConfig):
             quit_on_signals(config.preempt_status)
+            tell(config, "loading torch")
         from fsharding.apps.cli.verbs import run  # lazy: it imports torch, for which no help waits
 
         status = run(config)

@@ -1,4 +1,4 @@
-"""Signals that reach `fsharding train` before there is anything to save.
+"""Signals that reach `fsharding train` before there is anything to save, and what it says until the first step.
 
 In: SIGTERM, SIGUSR1 or SIGINT while the command reads its options, imports torch and checks its configuration. Out: the
 exit status that was asked for, at once. Until the options say which, signals are blocked; once a run or its launcher
@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
-__all__ = ["hold", "hold_again", "quit_on_signals"]
+if TYPE_CHECKING:
+    from fsharding.apps.cli.options import TrainConfig
+
+__all__ = ["hold", "hold_again", "quit_on_signals", "tell"]
 
 _NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _held = False
@@ -52,3 +57,9 @@ def hold_again() -> None:
     """Block signals again where `hold` did: a run begins, which handles them itself."""
     if _held:
         signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
+
+
+def tell(config: TrainConfig, text: str) -> None:
+    """Print a line of progress on rank 0, unless the options alone are printed."""
+    if os.environ.get("RANK", "0") == "0" and not config.print_config:
+        print(text, file=sys.stderr if config.json else sys.stdout, flush=True)

@@ -53,7 +53,7 @@ from fsharding.apps.cli.options import (
     TrainConfig,
 )
 from fsharding.apps.cli.plan import preview
-from fsharding.apps.cli.starting import hold_again
+from fsharding.apps.cli.starting import hold_again, tell
 from fsharding.apps.cli.train import train
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, RankError, message
@@ -86,6 +86,7 @@ def _train(config: TrainConfig) -> int:
         if config.deadline:
             # Counted from here, and the same on all ranks.
             config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
+        tell(config, f"starting {ranks} ranks")
         return max(launch_ranks(train, ranks, config, grace=config.grace))
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(_what_is_left(config)) from error

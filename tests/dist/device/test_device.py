@@ -17,7 +17,7 @@ from tests import sim_device
 from tests.on_device import SIM, device_ranks, needs_compiler
 from tests.stream_order import violations
 
-pytestmark = [pytest.mark.timeout(500), needs_compiler]
+pytestmark = [pytest.mark.timeout(1300), needs_compiler]
 graphs = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch before 2.13 has no graphs of accelerators")
 
 
@@ -158,13 +158,14 @@ def refused():
         leaves_work()
 
 
-def test_a_build_that_fails_says_the_first_error_of_the_compiler(monkeypatch):
+def test_a_build_that_fails_says_the_first_error_of_the_compiler(monkeypatch, tmp_path):
     printed = "ninja failed\ndevice.cpp:3:1: error: expected ';'\nFAILED: device.o\ndevice.cpp:9:1: error: another"
 
     def load(*args, **kwargs):
         raise RuntimeError(printed)
 
     monkeypatch.setattr(cpp_extension, "load", load)
+    monkeypatch.setattr(sim_device, "BUILDS", tmp_path)
     with pytest.raises(RuntimeError) as caught:
         sim_device.start.__wrapped__()
     assert str(caught.value) == "device.cpp:3:1: error: expected ';'"

@@ -11,7 +11,7 @@ from tests.features import FEATURES, PLACES, train
 from tests.helpers import full
 from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, on_device
 
-pytestmark = [pytest.mark.timeout(500), needs_compiler]
+pytestmark = [pytest.mark.timeout(1300), needs_compiler]
 
 CASES = [(place, feature) for place in PLACES for feature in FEATURES]
 ROUTED = {"moe.py", "router.py", "grouped_matmul.py"}

@@ -12,7 +12,7 @@ from tests.helpers import full
 from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, on_device, pipelines, train
 
 pytestmark = [
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(1300),
     needs_compiler,
     pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch before 2.13 has no graphs of accelerators"),
 ]

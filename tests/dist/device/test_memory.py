@@ -20,7 +20,7 @@ from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.on_device import SIM, device_ranks, needs_compiler, on_device, pipelines, small_windows
 
-pytestmark = [pytest.mark.timeout(500), needs_compiler]
+pytestmark = [pytest.mark.timeout(1300), needs_compiler]
 
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=3)
 BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=8, steps=2)

@@ -11,7 +11,7 @@ from tests.helpers import full
 from tests.models import PAIRS, case_of
 from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, train
 
-pytestmark = [pytest.mark.timeout(500), needs_compiler]
+pytestmark = [pytest.mark.timeout(1300), needs_compiler]
 
 
 @pytest.fixture(scope="module")

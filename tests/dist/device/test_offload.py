@@ -29,7 +29,7 @@ from tests.on_device import (
 )
 from tests.states_in_use import used_otherwise
 
-pytestmark = [pytest.mark.timeout(500), needs_compiler]
+pytestmark = [pytest.mark.timeout(1300), needs_compiler]
 
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=4)
 BASE = DecoderCase(CONFIG, fs.AbstractMesh(("dp",), (2,)), rows=8, length=16, steps=2)

@@ -31,7 +31,7 @@ from tests.on_device import (
 )
 from tests.stream_order import unjoined, violations
 
-pytestmark = [pytest.mark.timeout(500), needs_compiler]
+pytestmark = [pytest.mark.timeout(1300), needs_compiler]
 
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=3)
 BF16 = replace(fs.BF16, sums="ordered")

@@ -311,7 +311,7 @@ def on_fake_device():
         print(refusal(fs.testing.assert_capturable, step, state, {"x": torch.ones(2, 4, device=sim_device.NAME)}))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1300)
 def test_no_step_takes_tensors_of_the_host_to_the_device():
     sim_device.build()
     command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import on_fake_device; on_fake_device()"]

@@ -30,7 +30,7 @@ from tests.helpers import full
 from tests.models import EXPERTS, MESHES, MODELS
 from tests.training import optimizer
 
-pytestmark = pytest.mark.timeout(700)
+pytestmark = pytest.mark.timeout(1300)
 
 FP16 = Precision(params=torch.float32, compute=torch.float16, loss_scale=LossScale(2.0**8))
 STRATEGIES = {
