@@ -148,7 +148,9 @@ class DecoderCase:
         schedule = self.planned()
         stages = None if schedule is None else stages_of(self.model, schedule, counts=self.counts)
         where = self.mesh if mesh is None else mesh
-        return plan_layout(self.model, where, rules, self.strategy, precision=self.precision, stages=stages)
+        return plan_layout(
+            self.model, where, rules, self.strategy, precision=self.precision, stages=stages, tp="replicate"
+        )
 
     def batch(self, step: int, mesh: Mesh) -> dict[str, Tensor]:
         """The tokens and targets of this rank at a step; some targets do not count, other ones on each row."""

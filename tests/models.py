@@ -106,7 +106,7 @@ def train(
     if ranks > 1:
         schedule = fs.pipeline.plan_schedule(schedule, ranks, microbatches, gather=gather)
         stages = fs.pipeline.stages_of(model, schedule)
-    layout = fs.plan_layout(model, mesh, rules, strategy, stages=stages)
+    layout = fs.plan_layout(model, mesh, rules, strategy, stages=stages, tp="replicate")  # rules may leave dims whole
     opt = optimizer()
     state = fs.init_state(model, opt, fs.random.key(0), layout)
     step, rows = fs.make_train_step(model, opt, microbatches=microbatches, schedule=schedule, policy=policy), []

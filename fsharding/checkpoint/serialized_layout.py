@@ -180,6 +180,7 @@ def layout_in(
             frozen=[path for path in plain["frozen"] if shapes[flat.index(path)].dtype.is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
             align=plain.get("align") is True and same_mesh,
+            tp="replicate",  # what was saved is read, on any mesh
         )
     except FshardingError:
         raise

@@ -8,10 +8,11 @@ Guarantee: the bytes that `memory()` says are the bytes that a state has.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -417,6 +418,7 @@ def plan_layout(
     frozen: str | Sequence[str] = (),
     stages: Mapping[str, Any] | None = None,
     align: bool = False,
+    tp: Literal["shard", "replicate"] = "shard",
 ) -> Layout:
     """Plans where every leaf lives. Pure: allocates nothing, and runs on an `AbstractMesh` of any size.
 
@@ -438,7 +440,8 @@ def plan_layout(
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
-        ConfigError: the mesh cannot cut a `Model` as the rules ask, or there is no strategy of that name.
+        ConfigError: the mesh cannot cut a `Model` as the rules ask, its `tp` axis shards no leaf, or there is no
+            strategy of that name.
         LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path or a pattern of the
             precision that no leaf has; leaves whose paths collide or are no names, such as `__metadata__`; or with
             `align`, a cut that goes through blocks.
@@ -486,7 +489,39 @@ def plan_layout(
     layout = replace(layout, leaves=leaves)
     _check_patterns(precision, leaves)
     layout.check_blocks()
+    _check_tp(layout, tp)
     return layout
+
+
+@named("fs.plan_layout")
+def _check_tp(layout: Layout, tp: str) -> None:
+    """Refuse a `tp` axis that shards no leaf; warn if it shards less than half of the bytes."""
+    if tp not in ("shard", "replicate"):
+        raise ArgumentError(message(f"got tp={tp!r}.", mend='Give tp="shard", the default, or tp="replicate".'))
+    # Only tp: data axes (ep and cp among them) shard tokens, and a step on pp takes nothing but a Model with stages.
+    ranks = abstract(layout.mesh).axis_size("tp")
+    if ranks == 1 or tp == "replicate" or not layout.leaves:
+        return
+    sizes = [math.prod(leaf.shape) * leaf.init.itemsize for leaf in layout.leaves]
+    sharded = ["tp" in (*x.params.spec.all_axes, *(part.axis for part in x.params.assigned)) for x in layout.leaves]
+    total = sum(sizes)
+    done = sum(size for size, is_sharded in zip(sizes, sharded, strict=True) if is_sharded)
+    if any(sharded) and 2 * done >= total:
+        return
+    idle = [x for x, is_sharded in zip(layout.leaves, sharded, strict=True) if not is_sharded]
+    idle.sort(key=lambda x: -math.prod(x.shape) * x.init.itemsize)
+    rows = [f"{x.path} is {type_text(x.shape, x.init)} {x.names or '(no names)'}" for x in idle]
+    dp = abstract(layout.mesh).axis_size("dp")
+    mend = (
+        f"Use tp=1, and dp={dp * ranks} for these ranks; or name the dims that tp shards: names= here for a tree, "
+        'names= and roles= of fs.functionalize for a module. If replicas are meant: tp="replicate".'
+    )
+    if any(sharded):
+        rule = f"shards {done:,} of {total:,} bytes over tp={ranks}: its ranks hold and compute the rest alike."
+        warnings.warn(message(rule, rows, mend), stacklevel=4)
+        return
+    rule = f"shards none of {len(rows)} leaves ({total:,} bytes) over tp={ranks}: its ranks would compute the same."
+    raise ConfigError(message(rule, rows, mend))
 
 
 def _check_patterns(precision: Precision, leaves: Sequence[LeafLayout]) -> None:

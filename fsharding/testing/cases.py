@@ -216,6 +216,7 @@ class Home(_Short):
             names=tree.map(lambda leaf: leaf.names, leaves),
             frozen=[path for path, leaf in named.items() if leaf.frozen],
             stages=self.stages,
+            tp="replicate",  # homes are drawn, and some shard nothing over tp
         )
 
 

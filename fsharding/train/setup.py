@@ -7,7 +7,7 @@ It makes the same calls as a reader would: `make_mesh`, `plan_layout`, `init_sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ def setup(
     frozen: str | Sequence[str] = (),
     stages: Mapping[str, Any] | None = None,
     buffers: Buffers | None = None,
+    tp: Literal["shard", "replicate"] = "shard",
     **options: Unpack[StepOptions],
 ) -> tuple[TrainState, TrainStep]:
     """Makes the first state of a run and its train step.
@@ -68,6 +69,7 @@ def setup(
         frozen: dotted paths, or beginnings of them, of leaves that are not trained.
         stages: who owns what along `pp`; by default, for a `Model`, as the schedule says.
         buffers: as in `init_state`.
+        tp: as in `plan_layout`.
         **options: how the step computes: see `StepOptions`.
 
     Returns:
@@ -108,7 +110,9 @@ def setup(
         if isinstance(schedule, str):
             schedule = plan_schedule(schedule, ranks, settings.microbatches)
         stages = stages_of(init_or_model, schedule)
-    layout = plan_layout(shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages)
+    layout = plan_layout(
+        shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages, tp=tp
+    )
     step = make_train_step(init_or_model if loss_fn is None else loss_fn, opt, **options)
     return init_state(model, opt, key, layout, buffers=buffers), step
 

@@ -25,7 +25,7 @@ def loss_fn(params, batch):
 
 def started(mesh, draw=init):
     opt = fs.sgd(0.1)
-    return fs.init_state(draw, opt, fs.random.key(0), fs.plan_layout(init(fs.random.key(0)), mesh)), opt
+    return fs.init_state(draw, opt, fs.random.key(0), fs.plan_layout(init(fs.random.key(0)), mesh, tp="replicate")), opt
 
 
 def other_meshes(mesh):

@@ -195,6 +195,9 @@ MISTAKES = {
     "`names` of the wrong length": lambda at: fs.plan_layout({"w": torch.zeros(8, 4)}, at.mesh, names={"w": ("mlp",)}),
     '`frozen=["heads"]`, and the leaf is `head`': lambda at: fs.plan_layout(init(at.key), at.mesh, frozen=["heads"]),
     "heads that `tp` does not divide": lambda at: fs.plan_layout(DECODER, fs.AbstractMesh(("tp",), (3,))),
+    "`tp=2` for a model whose dims have no names, such as a module of an unknown family, or one of PEFT": lambda at: (
+        fs.plan_layout({"w": torch.zeros(8, 4)}, fs.AbstractMesh(("tp",), (2,)))
+    ),
     "a state on an `AbstractMesh`": lambda at: fs.init_state(
         init, at.opt, at.key, fs.plan_layout(init(at.key), fs.AbstractMesh(("dp",), (2,)))
     ),

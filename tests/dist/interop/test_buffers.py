@@ -200,7 +200,7 @@ def batch_of(x, mesh):
 
 def run_steps(net, mesh, strategy="zero3", state=None, rows=ROWS, **options):
     """The losses of a run, and the state at its end."""
-    layout = fs.plan_layout(net, mesh, strategy=fs.Strategy.parse(strategy))
+    layout = fs.plan_layout(net, mesh, strategy=fs.Strategy.parse(strategy), tp="replicate")
     opt, losses = fs.sgd(0.05), []
     state = fs.init_state(net, opt, fs.random.key(0), layout) if state is None else state
     step = fs.make_train_step(trained_loss(net), opt, **options)

@@ -290,7 +290,8 @@ def ignoring(axis, named, sums):
         return y.square().sum(), y.numel()
 
     def run_one():
-        state, step = fs.setup(init, loss_fn, fs.sgd(0.1), fs.random.key(0), mesh=mesh, names=names)
+        tp = "shard" if named else "replicate"
+        state, step = fs.setup(init, loss_fn, fs.sgd(0.1), fs.random.key(0), mesh=mesh, names=names, tp=tp)
         return float(step(state, {"x": INPUT})[1].loss)
 
     try:

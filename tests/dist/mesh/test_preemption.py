@@ -152,7 +152,7 @@ def alike(params: Any, batch: Any) -> Any:
 
 def own_loss(who: int) -> list[bool]:
     mesh = fs.make_mesh(tp=2, device="cpu", timeout=timedelta(seconds=20))
-    layout = fs.plan_layout({"w": fs.random.normal(fs.random.key(0), (4,))}, mesh)
+    layout = fs.plan_layout({"w": fs.random.normal(fs.random.key(0), (4,))}, mesh, tp="replicate")
     opt = fs.sgd(1e-3)
     state = fs.state_from_params(fs.shard({"w": torch.ones(4)}, layout), opt, fs.random.key(0), layout)
     step, told = fs.make_train_step(alike, opt), []

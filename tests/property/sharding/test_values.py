@@ -397,7 +397,7 @@ def test_routes_end_in_the_target(data, mesh, shape):
 
 @given(meshes(), STRATEGIES, st.lists(st.integers(0, 6), max_size=2).map(tuple))
 def test_routes_of_gradients_under_every_strategy(mesh, strategy, shape):
-    layout = fs.plan_layout({"w": random.zeros(shape)}, mesh, strategy=strategy)
+    layout = fs.plan_layout({"w": random.zeros(shape)}, mesh, strategy=strategy, tp="replicate")
     leaf = layout.leaves[0]
     raw = unreduced(leaf.params)
     check_route(mesh, shape, raw, leaf.grads)
@@ -530,7 +530,8 @@ def test_planning_a_huge_model_is_quick_and_allocates_nothing(strategy):
 
 @given(meshes(most=16), STRATEGIES, st.lists(SHAPES, min_size=1, max_size=3), st.sampled_from([fs.FP32, fs.BF16]))
 def test_all_ranks_together_hold_a_cut_leaf_once(mesh, strategy, shapes, precision):
-    layout = fs.plan_layout([random.zeros(shape) for shape in shapes], mesh, strategy=strategy, precision=precision)
+    leaves = [random.zeros(shape) for shape in shapes]
+    layout = fs.plan_layout(leaves, mesh, strategy=strategy, precision=precision, tp="replicate")
     count = dict.fromkeys(("params", "grads", "main"), 0)
     for coord in mesh.coordinates():
         for leaf in layout.leaves:
@@ -551,9 +552,9 @@ def test_all_ranks_together_hold_a_cut_leaf_once(mesh, strategy, shapes, precisi
 @given(meshes(most=16), STRATEGIES, STRATEGIES, st.lists(SHAPES, min_size=1, max_size=3))
 def test_a_layout_is_a_value(mesh, one, other, shapes):
     values = [random.zeros(shape) for shape in shapes]
-    layout = fs.plan_layout(values, mesh, strategy=one)
+    layout = fs.plan_layout(values, mesh, strategy=one, tp="replicate")
     assert layout.with_strategy(other).with_strategy(one) == layout
-    assert layout.with_strategy(other) == fs.plan_layout(values, mesh, strategy=other)
+    assert layout.with_strategy(other) == fs.plan_layout(values, mesh, strategy=other, tp="replicate")
     assert hash(layout.with_strategy(one)) == hash(layout)
     for leaf in layout.leaves:
         for kind in ("params", "grads", "main"):

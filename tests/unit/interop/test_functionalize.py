@@ -460,7 +460,7 @@ def test_roles_that_a_forward_cannot_have_are_refused_when_a_layout_is_planned(w
     net = fs.functionalize(Fused(way), "layers.*", names=FUSED, roles=FUSED_ROLES)
     fs.plan_layout(net, fs.AbstractMesh(("dp",), (2,)))
     mesh = fs.AbstractMesh(("tp",), (2,))
-    fs.plan_layout(net, mesh, fs.AxisRules(layers=None, heads=None, mlp=None))
+    fs.plan_layout(net, mesh, fs.AxisRules(layers=None, heads=None, mlp=None), tp="replicate")
     if UNFIT[way] is None:
         assert any("tp" in leaf.params.spec.all_axes for leaf in fs.plan_layout(net, mesh).leaves)
         return

@@ -1,5 +1,7 @@
 """`plan_layout` by example: where data axes go, what is frozen, bytes, and the texts for what cannot be planned."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -17,8 +19,8 @@ def leaf(*shape, dtype=torch.float32):
     return fs.random.zeros(shape, dtype=dtype)
 
 
-def plan(model, mesh=MESH, **how):
-    return fs.plan_layout(model, mesh, **how)
+def plan(model, mesh=MESH, *, tp="replicate", **how):
+    return fs.plan_layout(model, mesh, tp=tp, **how)
 
 
 def specs(layout, kind="params"):
@@ -297,3 +299,40 @@ def test_a_strategy_goes_by_its_name():
     for odd in ("zero4", 3):
         text = refusal(lambda odd=odd: plan(shapes, strategy=odd), kind=ConfigError)
         assert text.startswith(f"fs.Strategy.parse knows no strategy {odd!r}.\nStrategies are zero0, ")
+
+
+# ------------------------------------------------------------------------------------------------- a tp that does nothing
+def test_a_tp_axis_that_shards_no_leaf_is_refused_unless_replicas_are_meant():
+    tree = {"up": leaf(64, 8), "out": leaf(8)}
+    assert refusal(fs.plan_layout, tree, MESH, kind=ConfigError) == (
+        "fs.plan_layout shards none of 2 leaves (2,080 bytes) over tp=2: its ranks would compute the same.\n"
+        "  up is float32[64, 8] (no names)\n"
+        "  out is float32[8] (no names)\n"
+        "Use tp=1, and dp=8 for these ranks; or name the dims that tp shards: names= here for a tree, names= and roles= of "
+        'fs.functionalize for a module. If replicas are meant: tp="replicate".'
+    )
+    with warnings.catch_warnings(action="error"):
+        assert specs(fs.plan_layout(tree, MESH, tp="replicate")) == {"up": P("dp"), "out": P("dp")}
+        assert specs(plan(tree, tp="shard", names={"up": ("mlp", "embed"), "out": None}))["up"] == P("tp", "dp")
+        fs.plan_layout(tree, AbstractMesh(("ep", "cp"), (2, 2)))  # data axes: they shard tokens
+    assert 'got tp=2.\nGive tp="shard"' in refusal(plan, tree, tp=2)
+
+
+def test_a_tp_axis_that_shards_less_than_half_of_the_bytes_warns_with_both_numbers():
+    names = {"small": ("mlp", "embed"), "large": (None, "embed")}
+    sizes = {"small": leaf(4, 8), "large": leaf(9, 8, dtype=torch.bfloat16)}
+    with pytest.warns(UserWarning, match="over tp=2") as caught:
+        plan(sizes, names=names, tp="shard", frozen="large")
+    assert str(caught[0].message).splitlines()[:2] == [
+        "fs.plan_layout shards 128 of 272 bytes over tp=2: its ranks hold and compute the rest alike.",
+        "  large is bfloat16[9, 8] (None, 'embed')",
+    ]
+    with warnings.catch_warnings(action="error"):
+        plan(sizes | {"large": leaf(8, 8, dtype=torch.bfloat16)}, names=names, tp="shard")  # just half
+        plan(sizes, names=names, tp="replicate")
+
+
+def test_a_leaf_of_parts_is_one_that_tp_shards():
+    with warnings.catch_warnings(action="error"):
+        layout = fs.plan_layout({"qkv": leaf(8, 4)}, MESH, names={"qkv": (fs.Fused("heads", (4, 2, 2)), "embed")})
+    assert layout.params["qkv"].local_shape((8, 4)) == (4, 1)

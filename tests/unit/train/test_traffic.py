@@ -149,7 +149,7 @@ SIZES = {"w": fs.random.zeros((8, 4)), "b": fs.random.zeros((4,))}
 
 def of_loss(strategy, coord=None, precision=fs.FP32, **axes):
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
-    layout = fs.plan_layout(SIZES, mesh, strategy=strategy, precision=precision)
+    layout = fs.plan_layout(SIZES, mesh, strategy=strategy, precision=precision, tp="replicate")
     batch = {"x": torch.ones(3, 8)}
     return fs.debug.expected_traffic(loss_fn, fs.adamw(1e-3), layout, batch, coord=coord).by_axes
 
