@@ -16,10 +16,12 @@ from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["INDEX", "TensorFile", "index_text", "tensor_files"]
+__all__ = ["INDEX", "SINGLE", "TensorFile", "index_text", "tensor_files"]
 
 INDEX = "model.safetensors.index.json"
 """The file that says which tensor is in which file, where there are several."""
+SINGLE = "model.safetensors"
+"""The file of all tensors, where there is one."""
 
 
 class TensorFile(NamedTuple):
@@ -49,7 +51,7 @@ def tensor_files(tensors: Mapping[str, LeafType], max_file_bytes: int) -> list[T
     count = len(groups)
     files: list[TensorFile] = []
     for number, names in enumerate(groups, start=1):
-        name = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        name = SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
         files.append(_file(name, {tensor: tensors[tensor] for tensor in names}))
     return files
 

@@ -127,6 +127,29 @@ def command(line):
     return run
 
 
+def hf_saved(at, name, config, **options):
+    """A directory of Hugging Face, and the layout that it is read in."""
+    model = fs.models.decoder(config)
+    layout = fs.plan_layout(model, at.mesh)
+    params = fs.init_state(model, at.opt, at.key, layout).params
+    return fs.hf.save(at.folder / name, params, config, layout, **options).path, layout
+
+
+def saved_twice(at):
+    folder, layout = hf_saved(at, "twice", CONFIG, max_file_bytes=1000)
+    other, _ = hf_saved(at, "once", CONFIG)
+    (other / "model.safetensors").rename(folder / "model.safetensors")
+    fs.hf.load(folder, layout)
+
+
+def untied(at):
+    config = dataclasses.replace(CONFIG, tied=True)
+    folder, layout = hf_saved(at, "tied", config)
+    other, _ = hf_saved(at, "untied", CONFIG)
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+    fs.hf.load(folder, layout)
+
+
 def word_level(folder, names):
     """The path of a tokenizer with these tokens, of which the last one is special."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -313,6 +336,11 @@ MISTAKES = {
     "a `config.json` that is not the layout's model, in `fs.hf.load` or `fs.hf.save`": lambda at: fs.hf.save(
         at.folder / "hf", DECODER.init(fs.random.key(0)), dataclasses.replace(CONFIG, eps=0.1), fs.plan_layout(DECODER, at.mesh)
     ),
+    "a `config.json` with an entry that the library does not know": lambda at: fs.hf.config_of(
+        {**fs.hf.config_json(CONFIG), "no_such_field": 3}
+    ),
+    "a directory with the files of two saves": saved_twice,
+    "a tied model whose file has another `lm_head.weight`": untied,
     "a Megatron run with other arguments than the config": megatron_run,
     "`fs.reshard(state, mesh)`": lambda at: fs.reshard(at.state, at.mesh),
     # ------------------------------------------------------------------------------------------------------ pipelines

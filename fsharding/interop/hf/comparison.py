@@ -2,8 +2,9 @@
 
 In: the entries of a `config.json`, and what the layout's model was made of: a `DecoderConfig`, or a module's config.
 Out: one row for each field that differs.
-A field of a module's config counts unless it is known to change nothing: `from_dict` of the config's own class fills in
-defaults and reads the entries of older versions. Choices of training (dropout, balance losses) don't count.
+A field of a module's config counts unless it is known to change nothing, even one that only the file has. `from_dict`
+of the config's own class fills in defaults and reads the entries of older versions. Choices of training (dropout,
+balance losses) don't count.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from fsharding.base.errors import ConfigError
+from fsharding.interop.hf.config_fields import IGNORED, ONLY
 from fsharding.interop.hf.config_tables import FAMILIES, config_of
 from fsharding.models.decoder import DecoderConfig
 
@@ -36,7 +38,7 @@ _TRAINING_OF_EXPERTS = ("balance", "z", "bias_rate")
 _HARMLESS = re.compile(
     r"_.*|architectures|auto_map|.*dropout.*|.*_pdrop|.*drop_rate|.*jitter.*|dtype|torch_dtype|id2label|label2id|num_labels"
     r"|problem_type|initializer_.*|router_aux_loss_coef|output_.*|return_dict|use_cache|bos_token_id|eos_token_id"
-    r"|transformers_version|quantization_config|summary_.*"
+    r"|transformers_version|quantization_config|summary_.*|n_ctx"
 )
 """Fields of a module's config that are names, or that only training, first values or the form of outputs depend on."""
 
@@ -119,11 +121,20 @@ def _of_modules(entries: Mapping[str, Any], config: ModuleConfig) -> list[str]:
     if entries["model_type"] != ours.get("model_type"):
         return _rows({"model_type": entries["model_type"]}, {"model_type": ours.get("model_type")})
     try:
-        theirs = _plain(config.kind.from_dict(copy.deepcopy(dict(entries))).to_dict())  # it writes into them
+        read = config.kind.from_dict(copy.deepcopy(dict(entries)))  # it writes into them
+        # A model calls it once more when it is made: an entry beside the rotary ones wins then.
+        getattr(read, "standardize_rope_params", dict)()
+        theirs = _plain(read.to_dict())
     except Exception as error:  # whatever a class of another library raises for entries that it cannot have
         return [f"{config.kind.__name__} cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
-    kept = [key for key in ours if not _HARMLESS.fullmatch(key)]
+    kept = [key for key in {**ours, **theirs} if not _HARMLESS.fullmatch(key)]
+    kept = [key for key in kept if key in ours or not _is_unread(key, theirs[key])]
     return _rows(*(dict(_flat({key: of[key] for key in kept if key in of})) for of in (theirs, ours)))
+
+
+def _is_unread(name: str, value: Any) -> bool:
+    """Whether an entry that the config of a module lacks changes nothing."""
+    return name in IGNORED or (value in ONLY[name].accepted if name in ONLY else value is None)
 
 
 def _flat(entries: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, listed, message, report
 from fsharding.base.untrusted import beside, read_json
 from fsharding.foreign.coded_weights import CONFIG_LIMIT, blocks_of
+from fsharding.interop.hf.config_fields import FIELDS, IGNORED, ONLY, READ, Only
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
@@ -42,33 +43,25 @@ class Family:
         bias: queries, keys and values have biases.
         qk_norm: query and key heads have norms.
         experts: the key of the number of experts; None for a dense family.
-        head_dim: where `config.json` has none; None for the width over the heads.
-        kv_heads: where it has none; None for as many as heads.
-        window: of the attention, in tokens, where it has none; None for all tokens.
-        rope_base: where it has none.
-        eps: where it has none.
+        rope_base: where `config.json` has none.
     """
 
     architecture: str
     bias: bool = False
     qk_norm: bool = False
     experts: str | None = None
-    head_dim: int | None = None
-    kv_heads: int | None = None
-    window: int | None = None
     rope_base: float = 10_000.0
-    eps: float = 1e-6
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", kv_heads=8, window=4096),
+    "mistral": Family("MistralForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
-    "mixtral": Family("MixtralForCausalLM", experts="num_local_experts", rope_base=1_000_000.0, eps=1e-5),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "mixtral": Family("MixtralForCausalLM", experts="num_local_experts", rope_base=1_000_000.0),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, experts="num_experts"),
 }
-"""Families by `model_type`."""
+"""Families by `model_type`; `FIELDS` has the fields of their configs."""
 
 _LACKS = "models.decoder has no such thing"
 _LACKED = {
@@ -108,11 +101,18 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
         rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in [*_LACKED] else "")]
         mend = f"Families are {', '.join(FAMILIES)}. {_MEND}"
         raise ConfigError(message("knows no such family.", rows, mend))
+    assert isinstance(kind, str)
+    unknown = _unknown(entries, kind)
+    # Fields that a file leaves out have the defaults of the config class.
+    entries = {**FIELDS[kind].read, **entries}
+    if "use_sliding_window" in FIELDS[kind].read and not entries["use_sliding_window"]:
+        entries["sliding_window"] = None
     rows = _wrong_numbers(entries, family)
-    rows += _foreign(entries, family)
+    rows += [*_foreign(entries, kind), *unknown]
     scaling = _scaling(entries, rows)
     if rows:
-        raise ConfigError(message(f"cannot make a decoder of this {kind}.", rows, _MEND))
+        mend = f"{_MEND} {_TAKE_OUT}" if unknown else _MEND
+        raise ConfigError(message(f"cannot make a decoder of this {kind}.", rows, mend))
     return replace(_decoder(entries, family, scaling), published=published)
 
 
@@ -159,6 +159,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 _MOST: dict[str, int] = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
+_COUNTS = ("num_experts", "num_local_experts")
 _MOST_ELSE = 1 << 24
 """Above every model, and below what makes plans of it slow, or its bytes more than a number holds."""
 
@@ -169,7 +170,9 @@ def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
     keys += ["num_experts_per_tok"] if family.experts is not None else []
     result = {key: entries.get(key) for key in keys}
     if family.experts is not None:
-        result[family.experts] = entries.get(family.experts, entries.get("num_local_experts"))
+        # Two names of one field: transformers lets the one that the class does not have win.
+        counts = [entries[key] for key in (*{*_COUNTS} - {family.experts}, family.experts) if entries[key] is not None]
+        result[family.experts] = counts[0] if counts else None
         result |= {"moe_intermediate_size": entries.get("moe_intermediate_size")} if family.qk_norm else {}
     return result | {key: entries[key] for key in ("num_key_value_heads", "head_dim") if entries.get(key) is not None}
 
@@ -180,12 +183,15 @@ def _wrong_numbers(entries: Mapping[str, Any], family: Family) -> list[str]:
     rows = [f"{key} is {x!r}: a whole number above 0" for key, x in sizes if not _is_size(x)]
     most = ((key, x, _MOST.get(key, _MOST_ELSE)) for key, x in sizes if _is_size(x))
     rows += [f"{key} is {x:,}: at most {limit:,}" for key, x, limit in most if x > limit]
-    eps = entries.get("rms_norm_eps", family.eps)
+    eps = entries["rms_norm_eps"]
     theta = _rope(entries).get("rope_theta", family.rope_base)
     rows += [] if _is_number(eps, 0, 1) else [f"rms_norm_eps is {eps!r}: a number from 0 to 1"]
     rows += [] if _is_number(theta, 1, _LARGEST) else [f"rope_theta is {theta!r}: a number from 1 to {_LARGEST:g}"]
+    flags = ("tie_word_embeddings", "norm_topk_prob", "output_router_logits", "use_sliding_window")
+    said = ((key, entries.get(key)) for key in flags)
+    rows += [f"{key} is {x!r}: true or false" for key, x in said if not isinstance(x, bool | None)]
     if entries.get("output_router_logits"):
-        share = entries.get("router_aux_loss_coef", 0.0)
+        share = entries["router_aux_loss_coef"]
         wrong = not _is_number(share, 0, _LARGEST)
         rows += [f"router_aux_loss_coef is {share!r}: a number from 0 on"] if wrong else []
     if not rows and (count := _largest(dict(sizes))) > _MOST_ELEMENTS:
@@ -211,35 +217,37 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _foreign(entries: Mapping[str, Any], family: Family) -> list[str]:
-    """Entries that mean something which the decoder lacks, one row each."""
-
-    def on(key: str) -> bool:
-        return bool(entries.get(key))
-
-    kinds = entries.get("layer_types") or []
-    windows = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    window = entries.get("sliding_window", family.window)
-    sliding = bool(window) and (on("use_sliding_window") or "use_sliding_window" not in entries)
-    lacked = {
-        "hidden_act": entries.get("hidden_act", "silu") not in ("silu", "swish"),
-        "attention_bias": on("attention_bias") and family.architecture != "Qwen2ForCausalLM",
-        "mlp_bias": on("mlp_bias"),
-        "attention_dropout": on("attention_dropout"),
-        "sliding_window": sliding and family.architecture not in ("LlamaForCausalLM",),
-        "layer_types": windows,
-        "router_jitter_noise": on("router_jitter_noise"),
-        "mlp_only_layers": on("mlp_only_layers"),
-        "decoder_sparse_step": entries.get("decoder_sparse_step", 1) != 1,
-        "partial_rotary_factor": entries.get("partial_rotary_factor") not in (None, 1),
-    }
-    said = {**entries, "sliding_window": window}
-    rows = [f"{key} is {said.get(key)!r}: {_LACKS}" for key, is_so in lacked.items() if is_so]
+def _foreign(entries: Mapping[str, Any], kind: str) -> list[str]:
+    """Fields whose value the decoder does not compute, one row each."""
+    fields = FIELDS[kind]
+    only = fields.only | {name: field for name, field in ONLY.items() if name not in {*fields.neutral, *fields.only}}
+    said = {name: entries.get(name, field.default) for name, field in only.items()}
+    rows = [f"{name} is {x!r}: {_LACKS}" for name, x in said.items() if not _is_accepted(x, only[name])]
     try:
         blocks_of(entries)
     except ValueError as error:
         rows.append(str(error))
     return rows
+
+
+def _is_accepted(value: Any, field: Only) -> bool:
+    """Whether the decoder computes a value of a field, or each entry of a list."""
+    return all(x in field.accepted for x in (value if isinstance(value, list) else [value]))
+
+
+def _unknown(entries: Mapping[str, Any], kind: str) -> list[str]:
+    """Entries that the tables do not have, one row each: they may change what the model computes."""
+    read, only, neutral = FIELDS[kind]
+    known = {*read, *only, *neutral, *READ, *ONLY, *IGNORED}
+    named = f"{FAMILIES[kind].architecture.removesuffix('ForCausalLM')}Config"
+    return [
+        f"{name} is {value!r}: no field of {named} that this library knows"
+        for name, value in entries.items()
+        if name not in known and value is not None
+    ]
+
+
+_TAKE_OUT = "An entry that changes no logits can be taken out of config.json."
 
 
 def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,6 +257,10 @@ def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.pop("type", "default"))
     if "rope_theta" not in rope and entries.get("rope_theta") is not None:
         rope["rope_theta"] = entries["rope_theta"]
+    if rope["rope_type"] in ("llama3", "yarn"):
+        # As in transformers, the entry beside the nested ones wins.
+        context = "original_max_position_embeddings"
+        rope |= {context: entries[context]} if context in entries else {}
     return rope
 
 
@@ -300,12 +312,12 @@ def _is_number(value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> 
 def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None) -> DecoderConfig:
     dim = entries["hidden_size"]
     heads = entries["num_attention_heads"]
-    size = entries.get("head_dim") or family.head_dim or dim // heads
+    size = entries.get("head_dim") or dim // heads
     experts = None
     if family.experts is not None:
         hidden = entries["moe_intermediate_size" if family.qk_norm else "intermediate_size"]
-        balance = entries.get("router_aux_loss_coef", 0.001) if entries.get("output_router_logits") else 0.0
-        normalize = bool(entries.get("norm_topk_prob", False)) if family.qk_norm else True
+        balance = entries["router_aux_loss_coef"] if entries["output_router_logits"] else 0.0
+        normalize = bool(entries["norm_topk_prob"]) if family.qk_norm else True
         count = _sizes(entries, family)[family.experts]
         active = entries["num_experts_per_tok"]
         experts = Experts(count, active, hidden, normalize=normalize, balance=balance)
@@ -314,11 +326,11 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
         dim=dim,
         layers=entries["num_hidden_layers"],
         heads=heads,
-        kv_heads=entries.get("num_key_value_heads", family.kv_heads) or heads,
+        kv_heads=entries["num_key_value_heads"] or heads,
         intermediate_size=entries["intermediate_size"],
-        tied=bool(entries.get("tie_word_embeddings", False)),
+        tied=bool(entries["tie_word_embeddings"]),
         rope_base=float(_rope(entries).get("rope_theta", family.rope_base)),
-        eps=float(entries.get("rms_norm_eps", family.eps)),
+        eps=float(entries["rms_norm_eps"]),
         head_size=None if size * heads == dim else size,
         bias=family.bias,
         rope_scaling=scaling,
@@ -378,7 +390,7 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         **_rope_json(config),
     }
-    result |= {"sliding_window": None} if family.window is not None else {}
+    result |= {"sliding_window": None} if kind == "mistral" else {}  # its class has a window by default
     if experts is not None:
         result |= {
             str(family.experts): experts.count,

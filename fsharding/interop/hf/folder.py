@@ -23,7 +23,7 @@ from fsharding.checkpoint.manifest import is_plain_name
 from fsharding.foreign import coded_weights
 from fsharding.foreign.coded_weights import Reader
 from fsharding.foreign.foreign_weights import Weights, open_file, table_of
-from fsharding.foreign.safetensors_layout import INDEX
+from fsharding.foreign.safetensors_layout import INDEX, SINGLE
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
 
@@ -71,7 +71,7 @@ def open_folder(path: StrPath) -> Folder:
 
     Raises:
         CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
-            index says; all of them are listed. Weights in a format that is not read.
+            index says, two saves in one directory; all of them are listed. Weights in a format that is not read.
     """
     folder = real_path(path)
     rows: list[str] = []
@@ -125,6 +125,10 @@ def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
         table = table_of(folder / INDEX)
         if not all(isinstance(name, str) for name in table.values()):
             raise ValueError("a tensor of it is in no file")
+        if os.path.lexists(folder / SINGLE) and (other := sorted({*table.values()} - {SINGLE})):
+            # transformers reads the single file and never looks at the index, whichever of the two is newer.
+            what = f"lists {other[0]}, and {SINGLE} is there too: two saves in one directory"
+            rows.append(f"{INDEX} {what}; remove {SINGLE}, or {INDEX} and its files")
     except (OSError, ValueError) as error:
         rows.append(f"{INDEX}: {getattr(error, 'strerror', None) or error}")
         return {}
@@ -133,7 +137,7 @@ def _table(folder: Path, rows: list[str]) -> dict[str, str] | None:
 
 def _files(folder: Path, rows: list[str]) -> list[str]:
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    result = [name for name in names if name.endswith(".safetensors")]
+    result = [SINGLE] if SINGLE in names else [name for name in names if name.endswith(".safetensors")]
     if len(result) != 1:
         what = "there is no such directory" if not folder.is_dir() else f"it has {len(result)} .safetensors files"
         rows.append(what if not folder.is_dir() else f"{what} and no {INDEX}")

@@ -11,12 +11,15 @@ import os
 from itertools import islice
 from typing import Any, Literal
 
+import torch
+
 from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.base.public import check_path
 from fsharding.base.tree import Tree
+from fsharding.checkpoint.byte_ranges import pieces as windows
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.state_leaves import StateLeaf, Want, main_wants
@@ -26,8 +29,10 @@ from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.folder import Folder, open_folder
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
+from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.models.decoder import DecoderConfig
+from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import LeafType
 
@@ -36,6 +41,7 @@ __all__ = ["load"]
 _FUNCTION = "fs.hf.load"
 _STACKED = "model.layers.0.mlp.experts.gate_up_proj"
 _HEAD = "lm_head.weight"
+_TABLE = "model.embed_tokens.weight"
 
 
 @called_by_all
@@ -63,7 +69,7 @@ def load(
     Raises:
         CheckpointError: on every rank, and before anything is read: a directory or files that cannot be read, a model
             that the decoder cannot be, or that is not the layout's, tensors that are missing, extra, or of another
-            shape or kind; all of them.
+            shape or kind; all of them. A tied model whose file has a head that differs from its embedding.
         LayoutError: the layout is on an abstract mesh.
 
     Example:
@@ -82,7 +88,10 @@ def load(
         folder, config = _opened(path, with_config=names is None)
         result = (names or {}, ()) if config is None else _default_names(config, folder)
         _check_config(folder, layout)
-        return (folder, _compare(folder, layout, wants, *result, strict=extra == "refuse")), folder.digest()
+        compared = _compare(folder, layout, wants, *result, strict=extra == "refuse")
+        if config is not None and config.tied:
+            _check_tied(folder)
+        return (folder, compared), folder.digest()
 
     folder, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
@@ -129,6 +138,26 @@ def _check_config(folder: Folder, layout: Layout) -> None:
 def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
     """The names that a config means, and tensors that may be there besides."""
     return names_of(config, stacked_experts=_STACKED in folder.leaves), (_HEAD,) if config.tied else ()
+
+
+def _check_tied(folder: Folder) -> None:
+    """Refuse a tied model whose file has another head than its embedding. Each rank compares some of the rows."""
+    if _HEAD not in folder.leaves:
+        return
+    head, table = folder.leaves[_HEAD], folder.leaves[_TABLE]
+    same = head.shape == table.shape
+    if same:
+        rows = boxes.chunk(head.shape[0], world_size(), own_rank())
+        for box in windows((rows, (0, head.shape[1])), torch.float32.itemsize):
+            both = [torch.empty(boxes.shape_of(box)) for _ in range(2)]
+            for name, out in zip((_HEAD, _TABLE), both, strict=True):
+                folder.read(name, box, out)
+            same = same and torch.equal(*both)
+    if not same:
+        row = f"{_HEAD} and {_TABLE} differ, and tie_word_embeddings is true"
+        mend = "transformers does not tie them then: for that model write tie_word_embeddings false in config.json, and"
+        mend += f" plan the layout with models.decoder(fs.hf.config_of(path)); for a tied one take {_HEAD} out."
+        raise CheckpointError(message(f"cannot use {folder.path}: it says two things about the head.", [row], mend))
 
 
 def _compare(

@@ -354,7 +354,7 @@ def test_what_computes_nothing_is_written_as_it_was_read(tmp_path):
     config = CONFIGS["qwen2"]
     folder, layout = tmp_path / "model", layout_of(config)
     kept = {"max_position_embeddings": 777, "bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
-    hf.save(folder, params_of(layout), hf.config_json(config, **kept, note="ours"))
+    hf.save(folder, params_of(layout), hf.config_json(config, **kept, unsloth_version="ours"))
     generation = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [4, 5]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     read = hf.config_of(folder)
