@@ -294,7 +294,11 @@ class GatherContext:
             stored = leaf.value.dtype
             compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
             target = (self._targets if row is None else self._row_targets)[number]
-            misaligned = row is not None and not is_aligned(leaf.sharding, tuple(leaf.shape), stored.itemsize)
+            slices = [leaf.shape] if target is None else target.slices(leaf.shape)
+            # A frozen leaf has no target that tells the slices of other ranks; stages slice stacks by rows alone.
+            known = target is not None or {*leaf.slices} <= {"pp"}
+            aligned = known and all(is_aligned(leaf.sharding, shape, stored.itemsize) for shape in slices)
+            misaligned = row is not None and not aligned
             away = memory_of(leaf.value, self._device.type) != "device"
             place = LeafIndex(number, row)
             wire = self._wires.gather(place, len(leaf.shape), compute)

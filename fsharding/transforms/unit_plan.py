@@ -24,6 +24,8 @@ from fsharding.comm.steps import begins_with_sum, kinds_of, plan_steps
 from fsharding.comm.wires import Payload, Plain, SentLeaf, Wire
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.sharding import boxes
+from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
@@ -60,6 +62,7 @@ class GradTarget:
         first_wire: how the terms of the first sum are sent, if different; that sum is then not native.
         accumulated: sharding of the gradients of earlier microbatches; None without any.
         native: use the backend's own reductions.
+        assigned: assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size.
     """
 
     sharding: NamedSharding
@@ -68,11 +71,22 @@ class GradTarget:
     first_wire: Wire | None = None
     accumulated: NamedSharding | None = None
     native: bool = False
+    assigned: tuple[Assigned, ...] = ()
 
     def row(self) -> GradTarget:
         """The target of one row of a stacked leaf."""
         accumulated = self.accumulated.drop(0) if self.accumulated else None
-        return replace(self, sharding=self.sharding.drop(0), accumulated=accumulated)
+        assigned = tuple(replace(a, dim=a.dim - 1) for a in self.assigned if a.dim)
+        return replace(self, sharding=self.sharding.drop(0), accumulated=accumulated, assigned=assigned)
+
+    def slices(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The shapes of the slices of a leaf on all ranks, given this rank's: what follows is equal on all of them."""
+        shapes = [shape]
+        for a in self.assigned:
+            if a.dim is not None:
+                lengths = {boxes.length(runs) for runs in a.ranges}
+                shapes = [(*s[: a.dim], n, *s[a.dim + 1 :]) for s in shapes for n in sorted(lengths)]
+        return shapes
 
 
 class UnitLeaf(NamedTuple):
@@ -269,8 +283,10 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
 
 
 def _elements(leaf: UnitLeaf) -> int:
-    """Elements of a leaf's gradient before it is reduced, on the first rank: others may have fewer."""
-    return math.prod(unreduced(leaf.sharding).first_shape(leaf.shape))
+    """The most elements that a leaf's gradient has on a rank before it is reduced."""
+    assert leaf.target is not None
+    sharding = unreduced(leaf.sharding)
+    return max(math.prod(sharding.first_shape(shape)) for shape in leaf.target.slices(leaf.shape))
 
 
 @cache_on_its_mesh()
@@ -281,7 +297,7 @@ def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -
         sharding: of a row.
         shape: global shape of a row.
     """
-    axes = [*itertools.chain(*map(sharding.axes, range(len(shape)))), *(a.axis for a in sharding.assigned)]
+    axes = [*itertools.chain(*map(sharding.axes, range(len(shape))))]
     ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
     shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))
     return all(math.prod(local) * itemsize % _ALIGN == 0 for local in shapes)

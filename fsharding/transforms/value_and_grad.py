@@ -519,7 +519,8 @@ def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) ->
     dtype = precision.grad_dtype(leaf.dtype)
     wire = None if precision.reduce_dtype is None else Plain(precision.reduce_dtype)
     native = precision.sums_natively(leaf.device_mesh.device_type)
-    return GradTarget(wanted.slice_of_mesh().simplified(), dtype, wire, accumulated=before, native=native)
+    there = wanted.slice_of_mesh().simplified()
+    return GradTarget(there, dtype, wire, accumulated=before, native=native, assigned=wanted.assigned)
 
 
 def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any) -> DTensor:

@@ -70,6 +70,11 @@ def test_rows_of_one_rank_are_not_aligned(strategy, tp, dim, intermediate_size):
     )  # fmt: skip
 
 
+def test_slices_of_fused_leaves_differ_in_size():
+    """On tp, queries, keys and values are one leaf, of which each rank has a share of each part."""
+    trains_as_one_process({"dp": 1, "cp": 1, "tp": 2}, fs.zero(0), dim=1, head_size=2, intermediate_size=15, fused=True)
+
+
 @st.composite
 def cases(draw):
     axes = draw(st.sampled_from(MESHES))
