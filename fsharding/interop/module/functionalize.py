@@ -19,7 +19,7 @@ from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import Immutable, public, refuse
 from fsharding.base.tree import Tree
-from fsharding.foreign.name_map import ModuleNames, Rows, written_constants
+from fsharding.foreign.name_map import ModuleNames, Rows, aliases_of, written_constants
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
 from fsharding.interop.module.experts import check_experts
@@ -218,15 +218,19 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             buffers: `state.buffers`, for a module whose forward writes some.
 
         Returns:
-            Every name of every parameter, blocks as views of their stacks; and the buffers that a state dict
-            of the module has.
+            Every name of every parameter, also those of a module that stands in several places; blocks as views of
+            their stacks; and the buffers that a state dict of the module has.
 
         Raises:
             ConfigError: the forward writes buffers that are not given; all are listed.
         """
         leaves = self._leaves(params)
         weights = (weight for unit in self.anatomy.units for weight in unit.weights)
-        named = {w.name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row] for w in weights}
+        named = {
+            name: leaves[w.leaf] if w.row is None else leaves[w.leaf][w.row]
+            for w in weights
+            for name in aliases_of(self.sources, w.name)
+        }
         constants, missing = written_constants(self.sources, buffers or {})
         if missing:
             mend = "Give the state's: net.state_dict(params, state.buffers)."

@@ -244,6 +244,33 @@ def test_a_module_can_be_let_go_after_init():
     assert_bitwise_equal(net(params, TOKENS)["logits"], want, "logits")
 
 
+class Aliased(nn.Module):
+    """Modules that stand in several places: outside of units, in a unit, in a block, and a whole block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.also_first = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(2))
+        for block in self.blocks:
+            block.also = block[0]
+        self.last, self.norm = self.blocks[1], nn.BatchNorm1d(3)
+        self.also_norm = self.norm
+
+    def forward(self, x):
+        return self.also_norm(self.last(self.blocks[0](self.also_first(x))))
+
+
+@pytest.mark.parametrize("units", [(), ("first", "blocks.*")], ids=str)
+def test_a_state_dict_has_every_name_of_modules_in_several_places(units):
+    module = Aliased()
+    net = fs.functionalize(module, units)
+    mesh = fs.make_mesh(device="cpu")
+    state = fs.init_state(net, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(net, mesh))
+    found = net.state_dict(fs.unshard(state.params), state.buffers)
+    assert_bitwise_equal(found, dict(module.state_dict()))
+    Aliased().load_state_dict(found)
+
+
 def sliding():
     module = Net()
     kinds = ["full_attention", "sliding_attention"]
