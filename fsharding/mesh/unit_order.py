@@ -18,9 +18,11 @@ from fsharding.base.errors import message
 from fsharding.mesh import call_stacks
 
 __all__ = [
+    "COUNTED",
     "DIGEST_BITS",
     "SAME_BUFFERS",
     "SAME_CONSTANTS",
+    "SAME_KEYS",
     "SAME_RATES",
     "Comparison",
     "Difference",
@@ -37,8 +39,12 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 _KEPT = 1024
 """Notes that are kept for the text of an error; the hash is of all of them."""
 _END = "ends"
+COUNTED = "state.step"
+"""The name of the fact about a number of updates that a device counts."""
 SAME_CONSTANTS = "computes with"
 """The kind of a note about buffers and tensor attributes of a module."""
+SAME_KEYS = "uses the key"
+"""The kind of a note about the key of a run and the number of the step, from which keys of a step follow."""
 SAME_RATES = "was last updated with"
 """The kind of a note about the learning rates of the update before."""
 
@@ -191,6 +197,7 @@ _RATES = (
     "Compute rates from the count alone, or from numbers that all ranks share, such as metrics.loss. Continue from a"
     " checkpoint of before that update."
 )
+_STEPS = "Give every rank the same state.key and state.step: the keys that a step draws with follow from both."
 _ROWS = (
     "Ranks along tp and pp read the same rows: take them with fs.local_batch(batch, mesh), or by"
     " fs.data_rank_and_size(mesh)."
@@ -215,7 +222,7 @@ def differences(
             odd = rows[0][0]
             others = [rank for ranks, _ in rows[1:] for rank in ranks]
             rule = f"does different things on {who(odd)} than on {who(sorted(others))}."
-            mends = {SAME_CONSTANTS: SAME_BUFFERS, SAME_RATES: _RATES}
+            mends = {SAME_CONSTANTS: SAME_BUFFERS, SAME_RATES: _RATES, SAME_KEYS: _STEPS}
             kinds = (kind for kind in mends if all(text.startswith(kind) for _, text in rows))
             mend = mends.get(next(kinds, ""), _ORDER)
             text = message(rule, [f"{who(ranks)}: {text}" for ranks, text in rows], mend)
@@ -231,6 +238,9 @@ def differences(
         ]
         if rows:
             rule = f"gets different rows on {who(sorted(ranks))}, which have to read the same."
+            if rows[0].startswith(f"{COUNTED}: "):
+                rule = f"gets states of different steps on {who(sorted(ranks))}."
+                return Difference(message(rule, rows, _STEPS), tuple(ranks))
             return Difference(message(rule, rows, _ROWS), tuple(ranks))
     return None
 

@@ -49,7 +49,7 @@ from fsharding.formats.precision import Precision, check_precision
 from fsharding.mesh.consistency import digest, facts_of
 from fsharding.mesh.device_mesh import Mesh, abstract, everyone
 from fsharding.mesh.failures import naming_lost, unlike_ranks
-from fsharding.mesh.unit_order import SAME_RATES, UnitOrder
+from fsharding.mesh.unit_order import COUNTED, SAME_KEYS, SAME_RATES, UnitOrder
 from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
@@ -460,16 +460,22 @@ class TrainStep:
     def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
         """What the ranks of a step agree on: stopping, units, key, the last rates, and rows along `SAME_ROWS`."""
         mesh = state.layout.mesh
-        key = state.key
+        key, number = state.key, state.step
         shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
-        hashes = hash_rows(batch) if shared and not _compat.makes_fakes() else {}
+        # A count on a device is not read: it is hashed there, beside the rows.
+        counted = {} if number.is_cpu else {COUNTED: number}
+        hashes = hash_rows(batch) | hash_rows(counted) if shared and not _compat.makes_fakes() else {}
         result = StepAgreement(mesh, bit, rows=hash_of_all(hashes))
         if result.order is not None:
             result.order.restart()
             result.order.facts = words_of_rows(batch, hashes)
+            if counted and shared:
+                result.order.facts |= {COUNTED: lambda: str(int(number))}
             if not (_compat.is_fake(key) or _compat.makes_fakes()):
-                seed = key.numpy().tobytes()
-                result.order.note("uses the key", seed, lambda: str(key.tolist()), None)
+                # The loss function's key follows from both.
+                step = 0 if counted else int(number.numpy())
+                unit = key.numpy().tobytes(), step
+                result.order.note(SAME_KEYS, unit, lambda: f"{key.tolist()} of step {step}", None)
             if rates := tuple(plan.rates):
                 result.order.note(SAME_RATES, rates, lambda: f"rates {', '.join(map(str, rates))}", None)
         return result

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fsharding as fs
+from fsharding.base.errors import RankError
 from fsharding.testing import device_mesh
 from tests.decoders import DecoderCase
-from tests.helpers import full
+from tests.helpers import full, refusal
 from tests.on_device import SIM, assert_as_on_cpu, device_ranks, needs_compiler, on_device, pipelines, train
 
 pytestmark = [
@@ -92,3 +93,25 @@ def test_a_step_with_a_key_is_captured(pool):
     assert_as_on_cpu(steps, replays)
     for run in steps:
         assert run.reads == () and len({float(loss) for loss in run.numbers}) == 4, "each step has a mask of its own"
+
+
+def other_step():
+    """What a step says if the device of one tp rank has counted other updates."""
+    with on_device(SIM, None):
+        mesh, opt = device_mesh(fs.AbstractMesh(("tp",), (2,)), SIM), fs.sgd(0.1)
+        state, step = fs.setup({"w": torch.ones(8, 4)}, dropped, opt, fs.random.key(0), mesh=mesh)
+        batch = {"x": torch.ones(4, 8, device=SIM)}
+        state, _ = step(state, batch)
+        assert state.step.device.type == SIM
+        state, metrics = step(state.replace(step=state.step + torch.distributed.get_rank()), batch)
+        return refusal(float, metrics.loss, kind=RankError)
+
+
+def test_a_step_that_a_device_counts_is_compared_over_tp(pool):
+    for text in pool.run(other_step):
+        assert text.split("\n") == [
+            "train step gets states of different steps on ranks 0 (tp=0), 1 (tp=1).",
+            "  state.step: rank 1 (tp=1) has 2",
+            "  state.step: rank 0 (tp=0) has 1",
+            "Give every rank the same state.key and state.step: the keys that a step draws with follow from both.",
+        ]

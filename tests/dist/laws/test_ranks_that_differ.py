@@ -23,8 +23,8 @@ class Case(NamedTuple):
     """A run of two ranks in which rank 1 differs from a step on.
 
     Attributes:
-        what: that differs: "nothing", the "order" of units, a unit that is "dropped", "rows", the "key", a "rate" or
-            what a "schedule" returns.
+        what: that differs: "nothing", the "order" of units, a unit that is "dropped", "rows", the "key", the number of
+            the "step", a "rate" or what a "schedule" returns.
         axis: of the mesh, along which the ranks are.
         strategy: its name.
         when: the step.
@@ -85,6 +85,8 @@ def run(case):
             step_now[0] = number
             if odd and case.what == "key" and number == case.when:
                 state = state.replace(key=fs.random.key(7))
+            if odd and case.what == "step" and number == case.when:
+                state = state.replace(step=state.step + 4)
             x = fs.local_batch({"x": INPUT}, mesh)["x"]
             if odd and case.what == "rows" and number >= case.when:
                 x = x.flip(0)
@@ -163,6 +165,19 @@ def test_other_rates_are_told_by_the_step_after(strategy):
     )
 
 
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_number_of_the_step_that_differs_is_refused_since_keys_follow_from_it(axis):
+    kind, step, text = refused(Case("step", axis=axis, when=1))
+    key = fs.random.split(fs.random.key(0))[1].tolist()
+    assert (kind, step) == ("RankError", 1)
+    assert text == (
+        f"train step does different things on rank 1 ({axis}=1) than on rank 0 ({axis}=0).\n"
+        f"  rank 1 ({axis}=1): uses the key {key} of step 5, entry 1 of the call\n"
+        f"  rank 0 ({axis}=0): uses the key {key} of step 1, entry 1 of the call\n"
+        "Give every rank the same state.key and state.step: the keys that a step draws with follow from both."
+    )
+
+
 class Hang(NamedTuple):
     """What each rank says of a later step in which rank 1 gathers one unit less."""
 
@@ -202,7 +217,7 @@ def test_a_later_step_that_hangs_names_the_units():
 
 CASES = st.builds(
     Case,
-    what=st.sampled_from(["order", "rows", "nothing", "key", "rate", "schedule"]),
+    what=st.sampled_from(["order", "rows", "nothing", "key", "step", "rate", "schedule"]),
     axis=st.sampled_from(["dp", "tp", "replica"]),
     strategy=st.sampled_from(["zero0", "zero1", "zero2", "zero3"]),
     when=st.integers(0, STEPS - 1),
@@ -219,6 +234,7 @@ def test_ranks_that_differ_compute_what_one_process_does_or_all_raise(case):
         "order": case.swap[0] != case.swap[1],
         "rows": case.axis == "tp",  # other ranks may have their rows in any order
         "key": True,
+        "step": True,
         "rate": True,
         "schedule": case.when < STEPS - 1,  # an update is compared by the step after it
     }.get(case.what, False)
