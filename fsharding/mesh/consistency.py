@@ -25,7 +25,7 @@ from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.failures import among
 
-__all__ = ["agree", "checksum", "compare", "digest", "facts_of", "gather_numbers", "refuse_differences"]
+__all__ = ["agree", "checksum", "compare", "differences", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _LONG = 1000
@@ -102,23 +102,18 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
     return result.tolist()
 
 
-def refuse_differences(
-    facts: Mapping[int, Mapping[str, str]],
-    rule: str = "is set up differently on different ranks.",
-    mend: str = "Start every rank with the same program and arguments.",
-) -> None:
+def refuse_differences(facts: Mapping[int, Mapping[str, str]]) -> None:
     """Refuses ranks whose facts differ.
 
     Args:
         facts: by rank, as `compare` gives them.
-        rule: what is wrong with ranks that differ, as the rest of a sentence that begins with the function.
-        mend: the edit that makes them equal.
 
     Raises:
         ConfigError: some of the facts differ; each is listed with the ranks that have it.
     """
-    if rows := _differences(facts):
-        raise ConfigError(message(rule, rows, mend))
+    if rows := differences(facts):
+        rule = "is set up differently on different ranks."
+        raise ConfigError(message(rule, rows, "Start every rank with the same program and arguments."))
 
 
 def digest(value: Any) -> int:
@@ -127,14 +122,20 @@ def digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def checksum(x: torch.Tensor) -> int:
-    """63 bits of the sha256 of a tensor's bytes: the same on every machine."""
-    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(hashlib.sha256(flat.numpy().data).digest()[:8], "big") >> 1
+def checksum(*rows: torch.Tensor) -> int:
+    """63 bits of the sha256 of the bytes of a tensor, or of the rows of one: the same on every machine."""
+    result = hashlib.sha256()
+    for x in rows:
+        result.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return int.from_bytes(result.digest()[:8], "big") >> 1
 
 
-def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """One row for each fact that differs, the rarest value first; a fact that comes by several ways is told once."""
+def differences(facts: Mapping[int, Mapping[str, str]], *, each: bool = False) -> list[str]:
+    """One row for each fact that differs, the rarest value first.
+
+    Args:
+        each: also facts that end in the same name and text; else they count as one fact that comes by several ways.
+    """
     result: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(name for own in facts.values() for name in own):
         having: dict[str, list[int]] = {}
@@ -143,7 +144,7 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
         if len(having) > 1:
             rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
             text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)
-            result.setdefault((name.rpartition(".")[2], text), name)
+            result.setdefault((name if each else name.rpartition(".")[2], text), name)
     return [f"{name}: {text}" for (_, text), name in result.items()]
 
 

@@ -8,6 +8,8 @@ Guarantee: buffers of any dtype are copied bit for bit, into memory of their own
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from fsharding.base.public import public
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.device_mesh import Mesh, everyone
 from fsharding.mesh.failures import naming_lost
-from fsharding.train.state import Buffers
 
-__all__ = ["sync_buffers"]
+__all__ = ["Buffers", "sync_buffers"]
+
+Buffers: TypeAlias = Mapping[str, Tensor]
+"""Tensors by name."""
 
 _NAME = "fs.sync_buffers"
 _WORD = torch.int64.itemsize

@@ -28,7 +28,7 @@ from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import hides_owners
 from fsharding.train.microbatches import uncut, uneven
 from fsharding.train.row_hashes import hash_of_all, hash_rows
-from fsharding.train.state import TrainState
+from fsharding.train.state import TrainState, refuse_unlike_replicas
 
 __all__ = ["FirstStep", "agree_on_setup", "words_of_rows"]
 
@@ -40,6 +40,8 @@ _CLOSE_NORM = 1e-4
 def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
     """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
 
+    Values are compared only where a state was made by `replace`.
+
     Layouts are compared by the inputs of `plan_layout`, which determine everything else.
 
     Args:
@@ -48,7 +50,7 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
         microbatches: how many it is cut into.
 
     Raises:
-        ConfigError: settings or states differ.
+        ConfigError: settings, states, or replaced leaves that several ranks hold, differ.
         BatchError: a rank cannot cut its batch.
     """
     layout = state.layout
@@ -73,6 +75,7 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
     if any(uncuttable.values()):
         rows = [f"rank {rank}: {row}" for rank, text in uncuttable.items() for row in filter(None, text.split("\n"))]
         raise uncut(rows, "the batches of all ranks", f"{microbatches} microbatches")
+    refuse_unlike_replicas(state)
 
 
 def _kind_of(x: Any) -> str:

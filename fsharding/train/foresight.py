@@ -30,7 +30,8 @@ from fsharding.mesh.groups import groups_of_another_world
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, on_mesh
-from fsharding.train.state import Buffers, TrainState, init_state
+from fsharding.train.buffers import Buffers
+from fsharding.train.state import TrainState, init_state
 from fsharding.train.step import make_train_step
 
 __all__ = ["expected_memory", "expected_traffic", "fake_step"]

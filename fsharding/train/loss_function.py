@@ -24,7 +24,8 @@ from fsharding.base.tree import Tree
 from fsharding.formats.precision import scaled_loss
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.random import fold_in
-from fsharding.train.state import Buffers, TrainState
+from fsharding.train.buffers import Buffers
+from fsharding.train.state import TrainState
 from fsharding.transforms.value_and_grad import Loss, results_text
 
 __all__ = ["Beside", "LossFunction", "scaled"]

@@ -8,7 +8,7 @@ bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,9 @@ from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
 from fsharding.train import reshard_leaves
+from fsharding.train.first_values import Sync, same_values
 from fsharding.train.reshard_leaves import Moving
-from fsharding.train.state import TrainState
+from fsharding.train.state import TrainState, sealed
 from fsharding.train.state_check import check_state
 
 __all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
@@ -85,7 +86,8 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
     else:
         sizes = _sizes(tree_or_state) if source is None else None
         moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, sizes=sizes)
-    return _run(moved, rebuild, given=tree_or_state if donate else None, budget=budget)
+    result = _run(moved, rebuild, given=tree_or_state if donate else None, budget=budget)
+    return sealed(result) if isinstance(result, TrainState) else result
 
 
 def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = None, budget: int = BUDGET) -> Any:
@@ -159,17 +161,23 @@ def _agree(plan: Plan, group: Group, device: torch.device) -> None:
 
 
 @public("fs.shard")
-def shard(values: Tree, layout: Any) -> Tree:
-    """Cuts whole tensors, the same on every rank, into DTensors; nothing is sent.
+def shard(values: Tree, layout: Any, *, sync: Sync | None = None) -> Tree:
+    """Shard full tensors, the same on every rank, as DTensors. Collective over the ranks of the mesh.
+
+    Ranks compare a hash of all values, and send none of them unless `sync` is given.
 
     Args:
         values: a tree of plain tensors, the same on every rank.
         layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all leaves.
+        sync: None refuses values that differ between ranks. "rank0" sends the values of the first rank of the mesh to
+            all, leaf by leaf; other ranks need only the shapes and dtypes, such as tensors on the meta device.
 
     Returns:
         DTensors in new memory, in the dtype of the values.
 
     Raises:
+        ArgumentError: another `sync`.
+        ConfigError: on every rank: ranks have different values; all such leaves are listed.
         LayoutError: shapes that differ from the layout's, or leaves that are sharded already; all of them are listed.
         TreeError: the trees do not match.
 
@@ -191,9 +199,17 @@ def shard(values: Tree, layout: Any) -> Tree:
         raise LayoutError(message("cuts whole tensors.", rows, "Move these with fs.reshard."))
     if isinstance(layout, Layout):
         check_fit(layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
+    whole = _agreed(dict(zip(tree.paths(values), zip(flat, targets, strict=True), strict=True)), sync)
     return tree.unflatten(
-        spec, [x if s is None else _cut(x, s.simplified()) for x, s in zip(flat, targets, strict=True)]
+        spec, [x if s is None else _cut(whole[s.mesh](x), s.simplified()) for x, s in zip(flat, targets, strict=True)]
     )
+
+
+def _agreed(named: dict[str, tuple[Any, NamedSharding | None]], sync: Sync | None) -> dict[Mesh, Callable[[Any], Any]]:
+    """By mesh, what `same_values` returns for the tensors that go there. Terms of a sum may differ between ranks."""
+    meshes = dict.fromkeys(s.mesh for _, s in named.values() if s is not None)
+    compared = [(path, x, s.mesh) for path, (x, s) in named.items() if s is not None and not s.partial]
+    return {mesh: same_values({path: x for path, x, where in compared if where == mesh}, mesh, sync) for mesh in meshes}
 
 
 def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:

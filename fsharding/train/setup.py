@@ -25,7 +25,9 @@ from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules
 from fsharding.sharding.strategy import Strategy
 from fsharding.sharding.strategy_names import StrategyName
-from fsharding.train.state import Buffers, TrainState, init_state
+from fsharding.train.buffers import Buffers
+from fsharding.train.first_values import Sync
+from fsharding.train.state import TrainState, init_state
 from fsharding.train.step import TrainStep, make_train_step
 from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
 
@@ -51,6 +53,7 @@ def setup(
     stages: Mapping[str, Any] | None = None,
     buffers: Buffers | None = None,
     tp: Literal["shard", "replicate"] = "shard",
+    sync: Sync | None = None,
     **options: Unpack[StepOptions],
 ) -> tuple[TrainState, TrainStep]:
     """Makes the first state of a run and its train step.
@@ -70,6 +73,7 @@ def setup(
         stages: who owns what along `pp`; by default, for a `Model`, as the schedule says.
         buffers: as in `init_state`.
         tp: as in `plan_layout`.
+        sync: as in `init_state`: "rank0" starts all ranks from the values that rank 0 holds.
         **options: how the step computes: see `StepOptions`.
 
     Returns:
@@ -114,7 +118,7 @@ def setup(
         shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages, tp=tp
     )
     step = make_train_step(init_or_model if loss_fn is None else loss_fn, opt, **options)
-    return init_state(model, opt, key, layout, buffers=buffers), step
+    return init_state(model, opt, key, layout, buffers=buffers, sync=sync), step
 
 
 def _model(given: Any) -> tuple[Any, Any]:

@@ -8,10 +8,10 @@ Guarantee: the first state is bitwise the same in every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named, public_name
+from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, message
 from fsharding.base.public import (
     Immutable,
@@ -40,22 +40,20 @@ from fsharding.comm.rounded_moves import start_rounded
 from fsharding.comm.rounded_params import roundings_of_copies
 from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.consistency import checksum, compare, refuse_differences
-from fsharding.mesh.device_mesh import abstract, everyone, is_member, world_size
-from fsharding.mesh.failures import meet, naming_lost
-from fsharding.mesh.unit_order import SAME_BUFFERS
+from fsharding.mesh.device_mesh import abstract
 from fsharding.optim.base import GradientTransformation
 from fsharding.optim.windows import start_in_windows
 from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.leaf_plan import owner_of, type_text
+from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
 from fsharding.sharding.random import LazyTensor
+from fsharding.train.buffers import Buffers
+from fsharding.train.first_values import Sync, same_replicas, same_values
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
-    "Buffers",
     "TrainState",
     "constants_of",
     "donated_if_written",
@@ -64,6 +62,7 @@ __all__ = [
     "main_of",
     "main_params",
     "refuse_changed",
+    "refuse_unlike_replicas",
     "rounding_key",
     "sealed",
     "spread",
@@ -71,10 +70,6 @@ __all__ = [
     "state_bytes",
     "state_from_params",
 ]
-
-
-Buffers: TypeAlias = Mapping[str, Tensor]
-"""Tensors by name."""
 
 
 @dataclass(init=False, repr=False)
@@ -267,6 +262,18 @@ def refuse_changed(state: TrainState) -> None:
     raise ArgumentError(message(rule, rows, mend))
 
 
+def refuse_unlike_replicas(state: TrainState) -> None:
+    """Compare what several ranks hold of a state that was made by `replace` on some rank. Collective.
+
+    Raises:
+        ConfigError: leaves differ; all of them are listed.
+    """
+    seal: _Seal | None = vars(state).get(_SEAL)
+    named = tree.named_leaves({name: getattr(state, name) for name in STATE_FIELDS}).items()
+    held = {path: x for path, x in named if isinstance(x, DTensor) or path.startswith("buffers.")}
+    same_replicas(held, state.layout.mesh, asked=seal is None or seal.params is not state.params)
+
+
 @contextmanager
 def donated_if_written(state: TrainState) -> Generator[None]:
     """If the block raises after it has written into a state, the state is donated; else it stays as it is."""
@@ -295,12 +302,13 @@ def _check_start(opt: Any, key: Any, layout: Any) -> None:
 
 
 @named("fs.init_state")
-def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
+def init_params(draws: Tree, layout: Layout, kind: str = "params", whole: Callable[[Any], Any] | None = None) -> Tree:
     """Evaluates each rank's slice of lazy draws.
 
     Args:
         draws: tree of `LazyTensor`s, or of whole tensors.
         kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
+        whole: what `same_values` returned for the draws.
 
     Raises:
         LayoutError: shapes or dtypes that differ from the layout's; all such leaves are listed.
@@ -316,6 +324,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params") -> Tree:
             device = sharding.device_mesh().device_type
             fake = torch.empty(sharding.local_shape(leaf.shape), dtype=dtype, device=device)
             return sharding.to_dtensor(to_memory(fake, sharding), leaf.shape)
+        draw = draw if whole is None else whole(draw)
         grid = sharding.grid(leaf.shape)
         parts = [] if grid is None else [(_slice(draw, box), place) for box, place in boxes.grid_boxes(grid)]
         local = parts[0][0] if len(parts) == 1 else torch.empty(sharding.local_shape(leaf.shape), dtype=leaf.init)
@@ -340,7 +349,13 @@ def _slice(draw: Any, box: Box) -> Tensor:
 
 @public("fs.init_state")
 def init_state(
-    model: Any, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
+    model: Any,
+    opt: GradientTransformation,
+    key: Tensor,
+    layout: Layout,
+    *,
+    buffers: Buffers | None = None,
+    sync: Sync | None = None,
 ) -> TrainState:
     """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
 
@@ -351,9 +366,13 @@ def init_state(
         layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
         buffers: first values of `state.buffers`, the same on every rank: tensors by name. By default those that the
             forward of a functionalized module writes, as the module has them.
+        sync: None compares the values that ranks hold, such as those of a module, and refuses different ones. "rank0"
+            sends the values of the first rank of the mesh to all, leaf by leaf, also its buffers and constants; other
+            ranks may have the module on the meta device. Draws follow from `key`, which has to be the same.
 
     Raises:
-        ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped.
+        ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped;
+            or another `sync`.
         LayoutError: the layout was planned for other shapes or dtypes; all such leaves are listed.
         TreeError: the layout was planned for another tree.
         ConfigError: on every rank: ranks have different keys, different first values, or different buffers of a module;
@@ -383,12 +402,15 @@ def init_state(
         _refuse_shared_draws(draws)
         first = _first_buffers(getattr(model, "init_buffers", dict)() if buffers is None else buffers)
         named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
-        named |= {f"buffers.{name}": x for name, x in {**constants_of(model), **first}.items()}
-        _refuse_other_draws(named, run_key, layout)
+        constants = constants_of(model)
+        named |= {f"buffers.{name}": x for name, x in {**constants, **first}.items()}
+        whole = same_values(named, layout.mesh, sync, {"key": str(run_key.tolist())})
+        first = {name: whole(x) for name, x in first.items()}
+        _put(constants, whole)
         run_key = run_key.clone()
     take_room(layout, leaves_of_state(layout, opt))
-    params = init_params(draws, layout)
-    main = init_params(draws, layout, "main") if layout.has_main else None
+    params = init_params(draws, layout, whole=whole)
+    main = init_params(draws, layout, "main", whole) if layout.has_main else None
     step = torch.zeros((), dtype=torch.int64)
     if main is not None and any(layout.rounds(leaf) is not None for leaf in layout.leaves):
         params = spread(main, params, layout, donate=True, key=rounding_key(run_key, step, layout))
@@ -456,39 +478,18 @@ def _refuse_shared_draws(draws: Tree) -> None:
         raise ConfigError(message("got one lazy draw at several leaves.", rows, mend))
 
 
+@torch.no_grad()
+def _put(constants: Mapping[str, Tensor], whole: Callable[[Any], Any]) -> None:
+    """Write received constants where the model keeps them."""
+    for x in constants.values():
+        if (received := whole(x)) is not x:
+            x.copy_(received)
+
+
 def constants_of(model: Any) -> Mapping[str, Tensor]:
     """The tensors that a model computes with beside its parameters."""
     constants = getattr(model, "constants", None)
     return {} if constants is None else constants()
-
-
-_SAME_DRAWS = (
-    "Draw from the key alone: fs.random.normal(key, shape) is the same on every rank, whatever torch.manual_seed says"
-    " there; or give every rank the same key and tensors."
-)
-
-
-def _refuse_other_draws(named: Mapping[str, Any], key: Tensor, layout: Layout) -> None:
-    """Refuse ranks that would start from other values, or compute with other buffers."""
-    if not isinstance(layout.mesh, DeviceMesh) or not is_member(layout.mesh):
-        return
-    known = {path: x for path, x in named.items() if not isinstance(x, Tensor) or not (x.is_meta or _compat.is_fake(x))}
-    facts = {"key": str(key.tolist())} | {path: _told(x) for path, x in known.items()}
-    ranks = everyone(layout.mesh)
-    device = layout.mesh.device_type
-    ask = meet if ranks.size == world_size() else None
-    with naming_lost(public_name(), layout.mesh):
-        answers = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
-    different = {name for own in answers.values() for name in own if len({it.get(name) for it in answers.values()}) > 1}
-    mend = SAME_BUFFERS if all(name.startswith("buffers.") for name in different) else _SAME_DRAWS
-    refuse_differences(answers, "got other first values on different ranks.", mend)
-
-
-def _told(x: Any) -> str:
-    """A text that ranks with the same first value have in common; a lazy draw is told by its key and distribution."""
-    if isinstance(x, Tensor):
-        return f"{type_text(tuple(x.shape), x.dtype)} of checksum {checksum(x):016x}"
-    return repr(x) if isinstance(x, LazyTensor) else type(x).__name__
 
 
 @public("fs.state_from_params")
@@ -507,7 +508,8 @@ def state_from_params(
 
     Raises:
         ArgumentError: an argument of another kind, or a key and a layout that are swapped.
-        ConfigError: on every rank: ranks have different buffers; all are listed.
+        ConfigError: on every rank: ranks have different keys or buffers, or hold one part of a leaf with different
+            values; all are listed.
         LayoutError: parameters of other shapes or dtypes; all of them are listed.
         TreeError: another tree.
 
@@ -529,9 +531,9 @@ def state_from_params(
     step = torch.zeros((), dtype=torch.int64)
     run_key = random.split(key)[1].clone()
     first = _first_buffers({} if buffers is None else buffers)
-    if buffers is not None:
-        named = {f"buffers.{name}": x for name, x in first.items()}
-        _refuse_other_draws(named, run_key, layout)
+    named = {f"buffers.{name}": x for name, x in first.items()}
+    same_values(named, layout.mesh, facts={"key": str(run_key.tolist())}, mend="")
+    same_replicas({f"params.{path}": x for path, x in tree.named_leaves(params).items()}, layout.mesh)
     take_room(layout, leaves_of_state(layout, opt))
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None

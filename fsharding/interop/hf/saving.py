@@ -54,7 +54,8 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import RESERVED
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import LeafType, NamedSharding, hides_owners, local_of, sharding_of
-from fsharding.train.state import Buffers, TrainState, main_of
+from fsharding.train.buffers import Buffers
+from fsharding.train.state import TrainState, main_of
 from fsharding.train.state_check import check_state
 
 __all__ = ["Saved", "save", "shards_at_home", "stored_params"]

@@ -21,6 +21,7 @@ from fsharding.base import _compat, _functorch, devices
 from fsharding.base.errors import ConfigError, report
 from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
+from fsharding.mesh.consistency import checksum
 from fsharding.sharding import random
 from fsharding.sharding.leaf_plan import type_text
 
@@ -93,17 +94,28 @@ class LazyLeaf:
         dtype: element type.
         parts: make the value of each row of a stack, else of the whole.
         stacked: whether the first dim are rows.
+        drawn: for each part the text of what it is drawn from; None for a value that the module has.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Callable[[], Tensor], ...]
     stacked: bool
+    drawn: tuple[str | None, ...]
 
     def rows(self, chosen: slice) -> LazyLeaf:
         """Some rows of a stack, as a stack."""
         parts = self.parts[chosen]
-        return LazyLeaf((len(parts), *self.shape[1:]), self.dtype, parts, stacked=True)
+        return LazyLeaf((len(parts), *self.shape[1:]), self.dtype, parts, stacked=True, drawn=self.drawn[chosen])
+
+    def described(self) -> str:
+        """Return a text that ranks with the same values share: a checksum, or what the values are drawn from."""
+        held = [part() for part, drawn in zip(self.parts, self.drawn, strict=True) if drawn is None]
+        texts = list(dict.fromkeys(filter(None, self.drawn)))
+        if any(_compat.is_fake(x) for x in held):
+            held = []
+        texts += [f"of checksum {checksum(*held):016x}"] if held else []
+        return " ".join([type_text(self.shape, self.dtype), *texts])
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         if not self.stacked:
@@ -135,21 +147,23 @@ def lazy_leaves(
         mend = "Make the module with real tensors, or pass reset=, a function that fills the parameters of a submodule."
         raise ConfigError(report(f"{FUNCTION} cannot draw parameters on the meta device.", wrong, mend))
 
-    def part(name: str) -> Callable[[], Tensor]:
+    def part(name: str) -> tuple[Callable[[], Tensor], str | None]:
         path, _, last = name.rpartition(".")
         owner = owners[path]
         if not getattr(owner, last).is_meta:
-            return lambda: getattr(owner, last).detach()
+            return lambda: getattr(owner, last).detach(), None
         if (method := _reset_of(owner, reset)) is None:
             text = type_text(tuple(getattr(owner, last).shape), getattr(owner, last).dtype)
             wrong.append(f"{name} is {text} of {type(owner).__name__}, which has no reset_parameters")
-            return refuse
-        return lambda: _drawn(owner, path, last, method, random.fold_in(key, order[path]))
+            return refuse, "without values"
+        draw = lambda: _drawn(owner, path, last, method, random.fold_in(key, order[path]))  # noqa: E731
+        return draw, f"drawn by {type(owner).__name__} from seed {seed_of(key)}"
 
-    return {
-        leaf.path: LazyLeaf(leaf.shape, leaf.dtype, tuple(part(name) for name in leaf.sources), leaf.stacked)
-        for leaf in leaves
-    }
+    def lazy(leaf: ModuleLeaf) -> LazyLeaf:
+        parts, drawn = zip(*map(part, leaf.sources), strict=True)
+        return LazyLeaf(leaf.shape, leaf.dtype, parts, leaf.stacked, drawn)
+
+    return {leaf.path: lazy(leaf) for leaf in leaves}
 
 
 def _reset_of(owner: nn.Module, reset: Reset | None) -> Reset | None:

@@ -133,10 +133,10 @@ def asked(compared):
 
 
 def test_each_layout_is_compared_once():
-    """The first step compares the setup, rows, each gather and reduction, the end of each forward and what the loss
-    depends on, the end of all, loss and norm."""
+    """The first step compares the setup, whether leaves were replaced, rows, each gather and reduction, the end of each
+    forward and what the loss depends on, the end of all, loss and norm."""
     units, microbatches = CONFIG.layers + 2, DEFAULT["microbatches"]
-    once = 4 + microbatches * (2 * units + 2)
+    once = 5 + microbatches * (2 * units + 2)
     again = microbatches * (units - 2)  # backward gathers, but for the last unit and the embedding
     assert run_ranks(asked, 4, [fs.zero(3), fs.zero(1), fs.zero(3)]) == [[once + again, once, 0]] * 4
 

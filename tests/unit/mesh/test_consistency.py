@@ -8,7 +8,7 @@ import torch
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError
-from fsharding.mesh.consistency import _differences, digest, facts_of, refuse_differences
+from fsharding.mesh.consistency import differences, digest, facts_of, refuse_differences
 
 
 def settings(**changes):
@@ -124,7 +124,7 @@ def test_closures_are_told_by_the_entries_that_they_read():
 def test_differences_name_the_odd_ranks_first_and_a_value_once():
     same = {"a": "1", "model.embed.config.dim": "2", "model.config.dim": "2"}
     other = {**same, "model.embed.config.dim": "3", "model.config.dim": "3"}
-    assert _differences({0: same, 1: same, 2: other, 3: {**same, "b": "x"}}) == [
+    assert differences({0: same, 1: same, 2: other, 3: {**same, "b": "x"}}) == [
         "model.embed.config.dim: rank 2 has 3, ranks 0, 1, 3 have 2",
         "b: rank 3 has x, ranks 0, 1, 2 have nothing",
     ]
