@@ -6,6 +6,7 @@ Guarantee: names in `__all__` are public, as `docs/reference/stability.md` says;
 
 from fsharding import checkpoint, debug, foreign, formats, models, ops, optim, pipeline
 from fsharding.base import errors, tree
+from fsharding.base.shared import Shared
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.precision import BF16, FP8, FP8_BLOCK, FP16, FP32, MXFP8, NVFP4, Precision
 from fsharding.interop import hf
@@ -60,6 +61,7 @@ __all__ = [
     "NamedSharding",
     "P",
     "Precision",
+    "Shared",
     "StepOptions",
     "Strategy",
     "TrainState",

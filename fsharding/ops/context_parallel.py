@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.errors import BatchError, SpecError, message
+from fsharding.base.shared import map_rows, rows_of
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import all_gather
@@ -113,7 +114,7 @@ def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None =
     """Takes this rank's tokens out of whole tensors: tokens, targets and documents of a batch, in one call.
 
     Args:
-        x: a tensor, or a tree of them, the same on all ranks of the axis.
+        x: a tensor, or a tree of them, the same on all ranks of the axis; entries that are `fs.Shared` stay whole.
         dim: the dim of tokens, in every leaf.
         axis: the mesh axis that cuts it.
         mesh: by default the mesh of `fs.set_mesh`; where there is none, or it lacks the axis, `x` comes back as it is.
@@ -139,11 +140,11 @@ def cut_leaves(x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
     size, index = _place(axis, mesh)
     wrong: list[str] = []
     ways: set[str] = set()
-    for path, leaf in tree.named_leaves(x).items():
+    for path, leaf in tree.named_leaves(rows_of(x)).items():
         what = f"{path or 'the tensor'} is {kind_text(leaf)}"
         if not isinstance(leaf, Tensor) or not -leaf.ndim <= dim < leaf.ndim:
             wrong.append(f"{what}: no dim {dim} to cut")
-            ways.add("Leave out what has no tokens, or say where they are with dim=.")
+            ways.add("Say where tokens are with dim=, and mark an entry without tokens: fs.Shared(x).")
         elif not torch.compiler.is_compiling() and _parts.get(leaf) == axis:
             wrong.append(f"{what}: it has only this rank's tokens already")
             ways.add("Cut a batch once: with fs.local_batch alone, or rows of your own with fs.ops.cut_sequence.")
@@ -163,7 +164,7 @@ def cut_leaves(x: Tree, dim: int, axis: str, mesh: Mesh | None) -> Tree:
             _parts[own] = axis
         return own
 
-    return tree.map(part, x)
+    return map_rows(part, x)
 
 
 def _place(axis: str, mesh: Mesh | None) -> tuple[int, int]:

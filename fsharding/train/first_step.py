@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.errors import BatchError, RankError, message
+from fsharding.base.shared import rows_of
 from fsharding.base.tree import Tree
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, comparison_of, numbers_of_all
 from fsharding.mesh.consistency import compare, facts_of, refuse_differences
@@ -115,8 +116,7 @@ class FirstStep:
         shape = abstract(self._mesh)
         if all(shape.axis_size(axis) == 1 for axis in (*SAME_ROWS, "cp")):
             return
-        hashed = hash_of_all(hash_rows(batch))
-        own = 0 if hashed is None else int(hashed)
+        own = _number_of(batch)
         if any(shape.axis_size(axis) > 1 for axis in SAME_ROWS):
             numbers = self._numbers(own)
             if any(len({numbers[i] for i in places}) > 1 for places in self._places(SAME_ROWS)):
@@ -124,10 +124,11 @@ class FirstStep:
         if shape.axis_size("cp") > 1:
             # A batch that is constant along the sequence proves nothing: each rank sends its own index instead of a
             # hash.
-            varied = any(_varies(x) for x in tree.leaves(batch))
-            numbers = self._numbers(own if varied else self._all.index)
+            rows = rows_of(batch)
+            varied = any(_varies(x) for x in tree.leaves(rows))
+            numbers = self._numbers(_number_of(rows) if varied else self._all.index)
             if any(len({numbers[i] for i in places}) == 1 for places in self._places(("cp",))):
-                raise _whole_sequences(batch, shape.axis_size("cp"))
+                raise _whole_sequences(rows, shape.axis_size("cp"))
 
     def _places(self, axes: Sequence[str]) -> list[list[int]]:
         """The ranks, by their places in the group of all, that differ in their coordinates along some axes only."""
@@ -189,6 +190,12 @@ _MENDS = {
     ' fs.ops.psum(x, "tp"); or give the leaves no names that rules cut over tp, and keep tp at 1.',
     "pp": "On pp, give the step a Model, whose stages it cuts; or keep pp at 1.",
 }
+
+
+def _number_of(batch: Tree) -> int:
+    """Hash a batch; read by the host."""
+    hashed = hash_of_all(hash_rows(batch))
+    return 0 if hashed is None else int(hashed)
 
 
 def _varies(x: object) -> bool:

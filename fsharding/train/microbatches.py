@@ -1,15 +1,15 @@
 """Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank.
 
-In: a tree of tensors `[B, ...]`. Out: trees of tensors with fewer rows.
+In: a tree of tensors `[B, ...]`, and entries marked `Shared`. Out: trees of tensors with fewer rows.
 Guarantee: the parts of all data ranks, concatenated, are the global batch; the microbatches of a rank, concatenated,
-    are
-its part.
+are its part. Entries that are `Shared` are the same in every part, and no other entry has another number of rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from fsharding.base import tree
 from fsharding.base.errors import BatchError, message
 from fsharding.base.public import YIELDS, public, yields_batches
+from fsharding.base.shared import map_rows, rows_of, unmarked
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract, current_mesh, data_rank_and_size
 from fsharding.ops.context_parallel import cut_leaves
@@ -36,7 +37,7 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
 
     Args:
         batch: tree of tensors `[B, ...]`, with `cp` `[B, T, ...]`, the same on every rank; dataclasses and mappings,
-            such as a `BatchEncoding`, are trees here too.
+            such as a `BatchEncoding`, are trees here too. `fs.Shared(x)` marks an entry that holds no rows.
         mesh: by default the current one.
 
     Returns:
@@ -59,7 +60,7 @@ def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
         mend = f"Give a number of rows that is a multiple of {count}: drop the last ones, or pad."
         raise uncut(rows, "a global batch", f"{count} parts, one for each data rank", mend)
     device = getattr(mesh, "device_type", None)
-    own = tree.map(lambda x: x.chunk(count)[index].to(device, non_blocking=True), batch)
+    own = tree.map(lambda x: x.to(device, non_blocking=True), map_rows(lambda x: x.chunk(count)[index], batch))
     return own if abstract(mesh).axis_size("cp") == 1 else cut_leaves(own, 1, "cp", mesh)
 
 
@@ -72,15 +73,33 @@ _UNUSABLE = {
 }
 """What makes a leaf unusable whatever its shape, as the end of its row, and the edit. Other ranks may read the row."""
 
+_NO_ROWS = ", so it holds no rows"
+
 
 def uneven(batch: Tree, parts: int) -> list[str]:
     """Describe the leaves of a batch that cannot be split into equal parts, one row each."""
     _register_containers(batch)
+    named = tree.named_leaves(batch)
+    why = {path: _unusable(x) for path, x in named.items()}
+    rows = {path: x for path, x in tree.named_leaves(rows_of(batch)).items() if not why[path]}
+    like = _usual_leaf(rows)
+    for path, x in rows.items():
+        if not x.ndim:
+            why[path] = _NO_ROWS
+        elif x.shape[0] != rows[like].shape[0]:
+            why[path] = f": dim 0 of {like} is {rows[like].shape[0]}{_NO_ROWS}"
     return [
-        f"{path or 'the batch'} is {kind_text(x)}{why}"
-        for path, x in tree.named_leaves(batch).items()
-        if (why := _unusable(x)) or x.ndim == 0 or x.shape[0] % parts
+        f"{path or 'the batch'} is {kind_text(x)}{why[path]}"
+        for path, x in named.items()
+        if why[path] or (path in rows and x.shape[0] % parts)
     ]
+
+
+def _usual_leaf(rows: Mapping[str, Tensor]) -> str:
+    """Name a leaf with as many rows as most leaves; of equally many, the one with more dims, then more rows."""
+    counts = Counter(x.shape[0] for x in rows.values() if x.ndim)
+    ranks = {path: (counts[x.shape[0]], x.ndim, x.shape[0]) for path, x in rows.items() if x.ndim}
+    return max(ranks, key=ranks.__getitem__, default="")
 
 
 def _unusable(x: Any) -> str:
@@ -139,20 +158,23 @@ def uncut(
     for kind, edit in _UNUSABLE.items():
         if odd := [row for row in rows if row.endswith(kind)]:
             return BatchError(message(f"takes {whose} as trees of tensors.", odd, edit))
+    if odd := [row for row in rows if row.endswith(_NO_ROWS)]:
+        rows, mend = odd, "Mark an entry that every rank and microbatch gets as it is: fs.Shared(x)."
     return BatchError(message(f"cannot cut {whose} into {parts}.", rows, mend))
 
 
 def split_batch(batch: Tree, microbatches: int) -> list[Tree]:
-    """The microbatches of this rank's batch, along dim 0.
+    """The microbatches of this rank's batch, along dim 0, as a loss function gets them: without marks.
 
     Args:
         batch: tree of tensors `[B, ...]`.
 
     Raises:
-        BatchError: a leaf is no tensor, or its dim 0 no multiple of `microbatches`.
+        BatchError: a leaf is no tensor, has another dim 0 than the other leaves, or one that is no multiple of
+            `microbatches`.
     """
     if rows := uneven(batch, microbatches):
         raise uncut(rows, "this rank's batch", f"{microbatches} microbatches")
     if microbatches == 1:
-        return [batch]
-    return [tree.map(lambda x: x.chunk(microbatches)[i], batch) for i in range(microbatches)]  # noqa: B023
+        return [unmarked(batch)]
+    return [unmarked(map_rows(lambda x: x.chunk(microbatches)[i], batch)) for i in range(microbatches)]  # noqa: B023

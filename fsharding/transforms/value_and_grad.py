@@ -22,6 +22,7 @@ from fsharding.base import _compat, _functorch, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import NonFiniteError, TransformError, message, report
 from fsharding.base.public import check_function, public, refuse, refuse_compiled
+from fsharding.base.shared import unmarked
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.leaf_memory import copied, scaled
@@ -233,6 +234,7 @@ def value_and_grad(
         first = first_call(fn)
         watched = fn if first is None else first.watched(fn, has_aux=has_aux)
         options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
+        args = tuple(map(unmarked, args))
         sums = loss_and_grads(watched, params, args, GradsTo(grads, accumulate), options, has_aux=has_aux, first=first)
         loss = sums.loss
         summed = sums.grads

@@ -295,6 +295,9 @@ MISTAKES = {
     "arrays of NumPy in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
     "a data loader for a batch: `step(state, loader)`": lambda at: at.step(at.state, DataLoader([at.batch])),
     "`float64` inputs, or `int32` classes": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"].double()}),
+    "an entry of a batch that isn't rows, such as class weights": lambda at: fs.make_train_step(
+        loss_fn, at.opt, microbatches=2
+    )(at.state, {**at.batch, "classes": torch.ones(4)}),
     "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
         at.state, at.batch
     ),

@@ -150,7 +150,7 @@ def test_lengths_that_cannot_be_cut():
         "  tokens is float32[2, 6]: dim 1 has 6 tokens\n"
         "  weight is float32[2]: no dim 1 to cut\n"
         "Each rank takes an early and a late chunk: make the length a multiple of 4, such as 4 or 8. "
-        "Leave out what has no tokens, or say where they are with dim=."
+        "Say where tokens are with dim=, and mark an entry without tokens: fs.Shared(x)."
     )
     assert refusal(ops.positions, 8, axis="cpp", kind=MeshError) == (
         "ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"

@@ -1,0 +1,68 @@
+"""`Shared`: the mark of a batch entry that holds no rows, such as the borders of packed documents or class weights.
+
+In: a batch, a tree of tensors. Out: the batch with its rows mapped, its rows alone, or without marks.
+Every function that slices rows maps them with `map_rows`, so none of them looks for marks itself.
+Guarantee: a loss function sees the marked value itself, never the mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsharding.base import tree
+from fsharding.base.tree import Tree
+
+__all__ = ["Shared", "map_rows", "rows_of", "unmarked"]
+
+
+class Shared:
+    """Mark a batch entry that holds no rows: every rank and every microbatch gets it as it is.
+
+    `fs.local_batch`, microbatches, `fs.ops.cut_sequence` and `fs.evaluate` split the other entries along dim 0, which
+    must be the same in all of them. The loss function gets the value, without the mark.
+
+    Args:
+        value: a tensor of any shape and dtype, or a tree of them. `fs.local_batch` moves it to the device of the mesh.
+
+    Example:
+        >>> mesh = fs.make_mesh(dp=-1, device="cpu")
+        >>> borders = torch.tensor([0, 3, 5, 8])  # of three documents in eight tokens
+        >>> batch = fs.local_batch({"tokens": torch.arange(8), "borders": fs.Shared(borders)}, mesh)
+        >>> batch["borders"]
+        Shared(tensor([0, 3, 5, 8]))
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tree) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Shared({self.value!r})"
+
+
+tree.register_node(
+    Shared, lambda node: ((node.value,), None, ("value",)), lambda _, children: Shared(*children), fields=True
+)
+
+
+def map_rows(fn: Callable[[Any], Any], batch: Tree) -> Tree:
+    """Apply a function to the entries of a batch that hold rows, and keep the others as they are."""
+    return tree.map(lambda x: x if isinstance(x, Shared) else fn(x), batch, is_leaf=_is_shared)
+
+
+def rows_of(batch: Tree) -> Tree:
+    """Take the entries that hold rows, with None for the others."""
+    return tree.map(lambda x: None if isinstance(x, Shared) else x, batch, is_leaf=_is_shared)
+
+
+def unmarked(batch: Tree) -> Tree:
+    """Replace marks by their values. A batch without marks is returned itself, not a copy."""
+    if not any(map(_is_shared, tree.leaves(batch, is_leaf=_is_shared))):
+        return batch
+    return tree.map(lambda x: x.value if isinstance(x, Shared) else x, batch, is_leaf=_is_shared)
+
+
+def _is_shared(x: Any) -> bool:
+    return isinstance(x, Shared)
