@@ -226,6 +226,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         axes=("cp", "tp"),
         check=functools.partial(_check, config, sequence, attention),
         balanced=_balanced(config),
+        drops=any(isinstance(feed, Mixture) and feed.experts.drop for _, feed in kinds),
         decode=_decode(config, attention),
         config=config,
     )
@@ -257,7 +258,7 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
     def block(parts: tuple[AttentionPart, FeedPart]) -> Callable[[Tree, Stream, Tree], Stream]:
         attention, feed = parts
         if isinstance(feed, Mixture):
-            feed = Mixture(replace(feed.experts, balance=0.0, z=0.0))
+            feed = Mixture(replace(feed.experts, balance=0.0, z=0.0, capacity=None, drop=False))
         run = _block(attention, feed, settings)
         return lambda params, x, cache: run(params, x._replace(cache=cache))
 

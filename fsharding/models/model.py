@@ -59,6 +59,7 @@ class Model(NamedTuple):
         config: what it was made of, such as a `DecoderConfig`; `fs.hf` compares it with a `config.json`.
         constants: `constants() -> tensors by name` that its functions compute with and that are no parameters, such as
             the buffers of a module; `init_state` compares them between ranks.
+        drops: whether its experts drop tokens that do not fit; a step then counts them in its metrics.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -79,6 +80,7 @@ class Model(NamedTuple):
     decode: Decode | None = None
     config: Any = None
     constants: Callable[[], Mapping[str, Tensor]] | None = None
+    drops: bool = False
 
     def __getattr__(self, name: str) -> Any:
         raise missing_name("Model", name, self._fields, _ELSEWHERE)

@@ -51,8 +51,10 @@ class Experts:
         bias_rate: by how much a step moves the bias of each expert's score against its load (Wang et al. 2024); None
             for a router without biases, 0.0 for biases that stay.
         capacity: how many tokens of a rank an expert takes, as a multiple of an equal share; see `ops.dispatch`. A step
-            then reads nothing of the device and can be captured, and is refused as not finite if an expert has more.
-            None takes all tokens, whose numbers the host reads.
+            then reads nothing of the device and can be captured, and is refused if an expert has more, unless it may
+            drop them. None takes all tokens, whose numbers the host reads. Generation takes all tokens anyway.
+        drop: with a capacity, each expert leaves out the tokens of each rank for which its score is lowest, and
+            `metrics.dropped` counts them. With it, and only with it, results depend on the number of data ranks.
 
     Example:
         >>> experts = fs.models.Experts(count=8, active=2, intermediate_size=32, shared=1, balance=1e-2)
@@ -75,12 +77,16 @@ class Experts:
     z: float = 0.0
     bias_rate: float | None = None
     capacity: float | None = None
+    drop: bool = False
 
     @named("Experts")
     def __post_init__(self) -> None:
-        least = {"count": 1, "intermediate_size": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0, "capacity": 1}
+        least = {"count": 1, "intermediate_size": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
+        least["capacity"] = 0 if self.drop else 1
         given = {name: getattr(self, name) for name in least}
         wrong = [f"{k}={v}: at least {least[k]}" for k, v in given.items() if v is not None and not v >= least[k]]
+        if self.drop and not self.capacity:
+            wrong.append(f"drop=True with capacity={self.capacity}: give a capacity above 0, such as 1.25")
         wrong += misfits(self.count, self.active, self.score, self.groups, self.kept_groups)
         if wrong:
             raise ConfigError(message("has numbers that do not fit.", wrong))
@@ -169,6 +175,7 @@ def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None
     y_ND = ops.experts_swiglu(
         x_ND, params["gate"], params["up"], params["down"], routing,
         axis="ep" if params["gate"].shape[0] != c.count else (), tp=None, capacity=c.capacity,
+        drop=c.drop,
     )  # fmt: skip
     if c.shared:
         shared = params["shared"]

@@ -3,7 +3,7 @@
 In: this rank's tokens and their `Routing`. Out: rows sorted by the experts of this rank, then the weighted results.
 Nothing is dropped: counts are exchanged first, then as many rows as there are, be it none or all for one expert. With
 a capacity each expert has room for a fixed number of rows of each rank instead, so no shape depends on values and the
-host reads nothing; if one expert has too many, all results are NaN.
+host reads nothing; if one expert has too many, all results are NaN, or those of least probability are dropped.
 Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden, C rows
 of a rank for an expert.
 Guarantee: what comes out is what one rank with all experts would give; `dispatch` and an unweighted `combine` are
@@ -31,6 +31,7 @@ from fsharding.comm.turns import wait_in_turn
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
+from fsharding.ops.capacity import note_capacity
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, pvary
 from fsharding.ops.grouped_matmul import even_shares, grouped_matmul
 from fsharding.ops.router import Routing, count_choices
@@ -150,8 +151,9 @@ def dispatch(
     axis: str | Sequence[str] = "ep",
     mesh: Mesh | None = None,
     capacity: float | None = None,
+    drop: bool = False,
 ) -> Dispatched:
-    """Sends each token to the ranks that own its experts. Collective along the axis; dropless without a capacity.
+    """Sends each token to the ranks that own its experts. Collective along the axis; dropless without `drop`.
 
     Args:
         x_ND: this rank's tokens; N may be 0, and another one on every rank unless there is a capacity.
@@ -162,10 +164,13 @@ def dispatch(
         capacity: how many of this rank's tokens an expert takes, as a multiple of an equal share; see `capacity_of`.
             The host then reads nothing. If more tokens choose one, the weights of the plan are NaN, and so is what
             `combine` returns.
+        drop: with a capacity, let an expert leave out the tokens for which its score is lowest, of equal scores the
+            later ones; they add nothing to what `combine` returns. What is dropped depends on which tokens a rank has.
 
     Raises:
         MeshError: an axis that does not exist.
-        SpecError: a routing of other tokens, or to an expert that does not exist; a capacity below 1.
+        SpecError: a routing of other tokens, or to an expert that does not exist; a capacity below 1, with `drop` one
+            that is not above 0; or `drop` without a capacity.
         TransformError: the routing differs within a `vmap`: ranks would not know how much to expect.
 
     Example:
@@ -176,6 +181,8 @@ def dispatch(
         (tensor([2., 1., 3.]), tensor([1, 2]))
         >>> fs.ops.dispatch(x, routing, experts=2, capacity=1.5).rows.flatten()
         tensor([2., 0., 0., 1., 3., 0.])
+        >>> fs.ops.dispatch(x, routing, experts=2, capacity=0.5, drop=True).rows.flatten()  # one token for each expert
+        tensor([2., 1.])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
@@ -191,11 +198,18 @@ def dispatch(
     if chosen_NK.ndim != 2 or x_ND.ndim != 2 or chosen_NK.shape[0] != x_ND.shape[0]:
         rows = [f"x is {list(x_ND.shape)}, experts are {list(chosen_NK.shape)}"]
         raise SpecError(message("needs x [N, D] and experts [N, k] of the same tokens.", rows))
-    if capacity is not None and not capacity >= 1:
-        mend = "Give at least 1, an equal share of the tokens for each expert."
-        raise SpecError(message(f"got capacity={capacity}: some tokens would fit nowhere.", mend=mend))
+    if drop and capacity is None:
+        mend = "Give capacity= as well, as a multiple of an equal share of the tokens."
+        raise SpecError(message("got drop=True without a capacity.", mend=mend))
+    if capacity is not None and not (capacity > 0 if drop else capacity >= 1):
+        least = "a number above 0" if drop else "at least 1, an equal share of the tokens for each expert"
+        raise SpecError(message(f"got capacity={capacity}: some tokens would fit nowhere.", mend=f"Give {least}."))
     owned = owned_experts(experts, tuple(axis_size(a, where) for a in axes))
-    route = _as_they_come if capacity is None else functools.partial(_in_slots, capacity=capacity)
+    scores_NX = _functorch.unwrapped(routing.scores.detach())
+    route = _as_they_come
+    if capacity is not None:
+        assert scores_NX is not None
+        route = functools.partial(_in_slots, capacity=capacity, scores_NX=scores_NX, drop=drop)
     with _functorch.outside_transforms():
         counts_E, travel = route(chosen_NK, experts, owned, group)
     weights = routing.weights
@@ -250,7 +264,14 @@ def _as_they_come(
 
 
 def _in_slots(
-    chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group, *, capacity: float
+    chosen_NK: Tensor,
+    experts: int,
+    owned: Sequence[tuple[int, int]],
+    group: Group,
+    *,
+    capacity: float,
+    scores_NX: Tensor,
+    drop: bool,
 ) -> tuple[Tensor, _Travel]:
     """C rows for each expert, of every rank: nothing that the host does depends on values."""
     tokens, choices = chosen_NK.shape
@@ -258,12 +279,24 @@ def _in_slots(
     keys = chosen_NK.reshape(-1).clamp(0, experts - 1)
     counts_X = count_choices(chosen_NK, experts)
     starts_X = counts_X.cumsum(0) - counts_X
-    places = _order(keys).inverse - starts_X[keys]  # of a choice among all choices of its expert
+    order = _order(keys)
+    if drop:
+        # Stable: of equal scores the earlier token stays.
+        best = scores_NX.gather(1, chosen_NK.clamp(0, experts - 1)).reshape(-1).argsort(descending=True, stable=True)
+        order = _inverted(best[keys[best].argsort(stable=True)])
+    places = order.inverse - starts_X[keys]  # of a choice among all choices of its expert
     slots = keys * size + places.clamp(max=size - 1)
-    taken = slots.new_zeros(experts * size).scatter_(0, slots, torch.arange(keys.numel(), device=keys.device))
-    filled = torch.zeros_like(taken, dtype=torch.bool).scatter_(0, slots, True)
+    kept = places < size
+    # A choice without room is written behind the last slot.
+    written = slots.where(kept, experts * size)
+    taken = slots.new_zeros(experts * size + 1).scatter_(0, written, torch.arange(keys.numel(), device=keys.device))
+    filled = torch.zeros_like(taken, dtype=torch.bool).scatter_(0, written, True)
+    full = (counts_X > size).any()
     # What an expert that does not exist is chosen by is not counted.
-    overflow = (counts_X > size).any() | (counts_X.sum() != keys.numel())
+    unknown = counts_X.sum() != keys.numel()
+    overflow = unknown if drop else full | unknown
+    # Scores that are not finite choose alike: that is no lack of room.
+    note_capacity(full & scores_NX.isfinite().all() & (not drop), kept.logical_not().sum() * drop)
     start, stop = owned[group.index]
     send = tuple((last - first) * size for first, last in owned)
     receive = ((stop - start) * size,) * group.size
@@ -274,13 +307,16 @@ def _in_slots(
             rows.transpose(0, 1).reshape(-1), rows.view(stop - start, group.size, size).transpose(0, 1).reshape(-1)
         )
     counts_E = torch.full((stop - start,), group.size * size, device=keys.device)
-    by_expert = _Reorder(taken, slots, filled)
+    by_expert = _Reorder(taken[:-1], slots, filled[:-1], kept if drop else None)
     return counts_E, _Travel(send, receive, by_expert, arrived, size, overflow)
 
 
 def _order(keys: Tensor) -> _Reorder:
     """The stable order of keys, and its inverse."""
-    order = keys.argsort(stable=True)
+    return _inverted(keys.argsort(stable=True))
+
+
+def _inverted(order: Tensor) -> _Reorder:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     return _Reorder(order, inverse)
@@ -360,6 +396,7 @@ def experts_swiglu(
     tp: str | None = "tp",
     mesh: Mesh | None = None,
     capacity: float | None = None,
+    drop: bool = False,
 ) -> Tensor:
     """SwiGLU experts (Shazeer 2020): `sum_j weight_j * down(silu(gate(x)) * up(x))` over the k experts of each token.
 
@@ -377,9 +414,10 @@ def experts_swiglu(
         tp: the axis that cuts F, where the mesh has it; None when F is whole.
         mesh: by default the mesh of `fs.set_mesh`.
         capacity: as in `dispatch`.
+        drop: as in `dispatch`.
 
     Returns:
-        `[N, D]`; NaN where an expert has more tokens than its capacity.
+        `[N, D]`; NaN if an expert has more tokens than its capacity and drops none.
 
     Raises:
         SpecError: the weights do not belong to this rank's experts.
@@ -397,7 +435,7 @@ def experts_swiglu(
         assert tp is not None
         x_ND = pvary(x_ND, tp, mesh=mesh)
         routing = routing._replace(weights=pvary(routing.weights, tp, mesh=mesh))
-    x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh, capacity=capacity)
+    x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh, capacity=capacity, drop=drop)
     held = {name: list(w.shape) for name, w in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EFD))}
     if any(shape[0] != counts_E.numel() for shape in held.values()):
         rows = [f"{name} is {shape}" for name, shape in held.items()]

@@ -37,6 +37,7 @@ from fsharding.mesh.backends import has_fake_backend
 from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_mesh
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, first_units, scan_stacks
+from fsharding.ops.capacity import refused_if_full, watching_capacity
 from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
@@ -242,6 +243,7 @@ class _Run:
     begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
     closing: _Closing | None = None
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
+    notes: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
         mesh = self.layout.mesh
@@ -373,7 +375,9 @@ class _Run:
         tape = self.begun.pop((stage, m), None) or self._tape(stage, m)
         flight = self.flights[stage, m] = _Flight(tape, x_leaves)
         x = None if spec is None else tree.unflatten(spec, x_leaves)
-        out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
+        with watching_capacity() as notes:
+            out = tape.forward(lambda params, *args: self._forward(stage, params, *args), x, self.pieces[m])
+        self.notes += notes
         tape.context.end_forward()
         if last:
             total, weight = out if isinstance(out, tuple) else (out, 1.0)
@@ -531,6 +535,7 @@ class _Run:
         terms = torch.zeros(2, dtype=torch.float64, device=self.device)
         for total, weight in self.losses:
             terms += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
+        terms[1] = refused_if_full(terms[1], self.notes)
         axes = tuple(a for a in AXES if a == "pp" or a in data_axes(self.layout.mesh))
         if agreement is not None:
             terms = torch.cat((terms, agreement.as_term(terms.device).reshape(1)))

@@ -99,7 +99,7 @@ class _Recorded(NamedTuple):
     """The results of a recorded step, in memory of its graph.
 
     Attributes:
-        numbers: loss, norm, weight, and 1 where the step does not count (float32[4]).
+        numbers: loss, norm, weight, 1 where the step does not count, and, if experts drop, how many (float32).
         code: the verdict (int64, 0-d).
         stops: how many ranks want to stop (float64, 0-d).
         refusal: makes an error by the code of the verdict.
@@ -211,8 +211,9 @@ class CapturedStep:
         assert self._recorded is not None
         numbers, code, stops, refusal, aux = self._recorded
         preemption.agree(stops)
-        loss, norm, weight, skipped = numbers.clone().unbind()
+        loss, norm, weight, skipped, *dropped = numbers.clone().unbind()
         metrics = UncheckedMetrics(refuse_backward(loss), norm, weight, skipped=skipped.bool(), aux=aux)
+        metrics.dropped = dropped[0] if dropped else None
         if not _compat.is_fake(code):
             metrics.verdict = self._unchecked = PendingVerdict(code, refusal)
         after = sealed(self._state.replace(key=key))
@@ -235,8 +236,8 @@ def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: 
 
 
 def _recorded(verdict: Verdict, stops: Tensor, number: Tensor, mesh: Mesh) -> _Recorded:
-    parts = (verdict.loss, verdict.norm, verdict.sums.weight, verdict.finite.logical_not())
-    numbers = torch.stack([x.float() for x in parts])
+    parts = (verdict.loss, verdict.norm, verdict.sums.weight, verdict.finite.logical_not(), verdict.dropped)
+    numbers = torch.stack([x.float() for x in parts if x is not None])
     return _Recorded(numbers, verdict.code, stops, verdict.refusal(number, mesh), verdict.sums.aux)
 
 

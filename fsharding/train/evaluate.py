@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.calls import named
-from fsharding.base.errors import ArgumentError, ConfigError, ScheduleError, message
+from fsharding.base.errors import ArgumentError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.ops.capacity import FULL, is_full
 from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
 from fsharding.sharding.layout import Layout
@@ -75,6 +76,8 @@ def evaluate(
             axis that it does not compute over.
         ScheduleError: from the function: a loss function that is no `Model` on a mesh with `pp`.
         BatchError: from the function: a leaf of the batch is no tensor, or cannot be cut into microbatches.
+        NonFiniteError: from the function: an expert got more tokens than its capacity has room for. A count on a device
+            is not read: then the mean is NaN.
         TransformError: from the function: the loss is not a 0-d floating point tensor.
         RankError: from the function: another rank is gone.
 
@@ -120,7 +123,7 @@ def evaluate(
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
-            return pipeline.loss(state.layout, values, pieces, dtypes, key)
+            return _refuse_full(pipeline.loss(state.layout, values, pieces, dtypes, key))
         if is_model and state is not None:
             refuse_model(model, state.layout)
         if loss_fn.takes_buffers and state is None:
@@ -136,9 +139,19 @@ def evaluate(
             auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
         counts = [torch.as_tensor(x.count) for x in losses]
         total = Loss(torch.stack([x.sum for x in losses]).sum(), torch.stack(counts).sum())
+        _refuse_full(total)
         return (total, tuple(auxes)) if has_aux else total
 
     return run
+
+
+def _refuse_full(loss: Loss) -> Loss:
+    """Refuses a loss without all tokens; a count on a device is not read, and its mean is NaN."""
+    count = torch.as_tensor(loss.count)
+    if count.is_cpu and not _compat.is_fake(count) and is_full(float(count)):
+        mend = "Raise capacity=, or drop what has no room: Experts(capacity=..., drop=True)."
+        raise NonFiniteError(message(f"has no loss: {FULL}.", mend=mend))
+    return loss
 
 
 class _Pipeline:

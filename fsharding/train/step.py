@@ -46,11 +46,13 @@ from fsharding.comm.leaf_memory import copied, on_device
 from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.formats.precision import Precision, check_precision
+from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.consistency import digest, facts_of
-from fsharding.mesh.device_mesh import Mesh, abstract, everyone
+from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, data_axes, everyone
 from fsharding.mesh.failures import naming_lost, unlike_ranks
 from fsharding.mesh.unit_order import COUNTED, SAME_KEYS, SAME_RATES, UnitOrder
 from fsharding.models.stacks import first_units, scan_stacks
+from fsharding.ops.capacity import FULL, counting_drops, is_full
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
 from fsharding.optim.coded_moment import is_coded
@@ -94,7 +96,15 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Metrics(NamedTuple):
+class _Metrics(NamedTuple):
+    loss: Tensor
+    grad_norm: Tensor
+    weight: Tensor
+    skipped: bool | Tensor
+    aux: tuple[Any, ...] = ()
+
+
+class Metrics(_Metrics):
     """The report of a step; the same on every rank.
 
     Attributes:
@@ -105,6 +115,8 @@ class Metrics(NamedTuple):
             `check="async"` a bool tensor, 0-d, for which `if metrics.skipped` waits.
         aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
             microbatch, in order.
+        dropped: no item of the tuple: of a model whose experts may drop tokens, how many choices of an expert they
+            dropped in all layers, microbatches and data ranks (float32, 0-d); None for any other.
 
     Example:
         >>> def init(key):
@@ -122,11 +134,7 @@ class Metrics(NamedTuple):
         (False, torch.Size([]))
     """
 
-    loss: Tensor
-    grad_norm: Tensor
-    weight: Tensor
-    skipped: bool | Tensor
-    aux: tuple[Any, ...] = ()
+    dropped: Tensor | None = None
 
     @named("Metrics")
     def __getitem__(self, index: Any) -> Any:
@@ -161,7 +169,7 @@ class UncheckedMetrics(Metrics):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as one for another process, has the numbers alone."""
-        return Metrics, tuple(self)
+        return Metrics, tuple(self), {"dropped": self.dropped}
 
 
 @public("fs.model_loss")
@@ -341,6 +349,7 @@ class Verdict(NamedTuple):
         finite: whether loss and norm are finite, the weight is above 0, and ranks did the same (bool, 0-d).
         code: of `train.verdict` (int64, 0-d).
         agreement: of the step.
+        dropped: choices that full experts dropped (float32, 0-d); None for a model whose experts drop none.
     """
 
     sums: Sums
@@ -353,6 +362,7 @@ class Verdict(NamedTuple):
     finite: Tensor
     code: Tensor
     agreement: StepAgreement
+    dropped: Tensor | None
 
     def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
         """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients.
@@ -393,6 +403,7 @@ class TrainStep:
         loss_fn = model_loss(model, policy=settings.policy) if self._is_model else model
         self._loss_fn = LossFunction.of(loss_fn, has_aux=settings.has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
+        self._drops: bool = self._is_model and model.drops
         self._facts = _facts(model, opt, precision, settings)
         self._plans: list[StepPlan] = []
 
@@ -449,10 +460,12 @@ class TrainStep:
         report = verdict.loss, verdict.norm, verdict.sums.weight
         if result is not None:
             metrics = Metrics(*report, skipped=result == SKIPPED, aux=verdict.sums.aux)
+            metrics.dropped = verdict.dropped
             if metrics.skipped:
                 return self._skipped(plan, state), metrics
             return sealed(self.update(plan, state, verdict, None)), metrics
         metrics = UncheckedMetrics(*report, skipped=verdict.finite.logical_not(), aux=verdict.sums.aux)
+        metrics.dropped = verdict.dropped
         if not _compat.is_fake(verdict.code):
             metrics.verdict = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
         return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
@@ -485,7 +498,9 @@ class TrainStep:
         """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing."""
         layout = state.layout
         scale = _loss_scale(state, plan.precision)
-        sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
+        with counting_drops() as drops:
+            sums = self._loss_and_grads(plan, state, split_batch(batch, self._settings.microbatches), scale, agreement)
+        dropped = _dropped(drops, layout.mesh, sums.loss.device) if self._drops else None
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # In float64, as a Python float would be: a float32 factor would round twice.
         weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
@@ -499,7 +514,7 @@ class TrainStep:
         alike = agreement.alike(loss.device)
         code = verdict_of(finite, weighted, alike, scale, plan.precision.loss_scale)
         counts = finite & weighted & alike
-        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, counts, code, agreement)
+        return Verdict(sums, grads, loads, to_mean, squares, norm, loss, counts, code, agreement, dropped)
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
         """The second half of a step: the state after it. The host reads nothing.
@@ -749,6 +764,13 @@ def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
     return state.loss_scale.scale.to(_device_of(state.layout), non_blocking=True)
 
 
+def _dropped(drops: Sequence[Tensor], mesh: Mesh, device: torch.device) -> Tensor:
+    """Sum numbers of dropped choices over stages and data ranks: float32, 0-d. Collective."""
+    own = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *drops]).sum()
+    axes = tuple(axis for axis in AXES if axis == "pp" or axis in data_axes(mesh))
+    return start_sum(own.reshape(1), axis_group(mesh, axes), torch.float64).wait()[0].float()
+
+
 def _bad_parameters(state: TrainState) -> list[str]:
     """The paths of parameters that are not finite on some rank. Collective."""
     named = tree.named_leaves(state.params)
@@ -785,6 +807,9 @@ def _not_finite(
 
 def _refusal_of_weight(number: int, weight: float) -> str:
     """Explain a step whose mean has no divisor."""
+    if is_full(weight):
+        mend = "The state is as before. Raise capacity=, or drop what has no room: Experts(capacity=..., drop=True)."
+        return report(f"train step refused: {FULL}.", [f"step {number}"], mend)
     row = f"step {number}: the weights of all microbatches and data ranks sum to {weight:g}"
     if weight == 0:
         rule = "refused: no token of this batch counts, so its loss has no mean."

@@ -34,6 +34,7 @@ from fsharding.formats.precision import FP32, Precision, check_precision
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, axis_group, data_axes, set_mesh
 from fsharding.mesh.failures import naming_lost, order_here
+from fsharding.ops.capacity import FULL, is_full, refused_if_full, watching_capacity
 from fsharding.ops.scaled_mm import refuse_missing_kernel
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import (
@@ -99,7 +100,7 @@ class Loss(NamedTuple):
         ):
             count = float(count)
             if not 0 < count < float("inf"):
-                what = "no token counts" if count == 0 else f"its count is {count:g}"
+                what = "no token counts" if count == 0 else FULL if is_full(count) else f"its count is {count:g}"
                 mend = "Count the tokens that the sum is over, and add up batches before you ask for their mean."
                 raise NonFiniteError(message(f"has no mean: {what}.", mend=mend))
             return self.sum / self.count
@@ -274,14 +275,15 @@ def loss_and_grads(
     tape = Tape(params, to, options)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
-            loss = _take_apart(tape.forward(fn, *args), has_aux)
+            with watching_capacity() as notes:
+                loss = _take_apart(tape.forward(fn, *args), has_aux)
             if (order := order_here()) is not None:
                 order.end("forward")
             if first is not None:
                 first.look(loss.total, tape.context, tape.differentiated())
             if loss.total.requires_grad:
                 tape.backward([loss.total])
-            totals = _global_sums(loss, tape.mesh, agreement(tape.mesh))
+            totals = _global_sums(loss, notes, tape.mesh, agreement(tape.mesh))
             local = tape.finish()
     except BaseException:
         tape.close()
@@ -314,8 +316,9 @@ def global_loss(
     tape = Tape(params, GradsTo(frozen), RunOptions(precision, key, evaluates=True))
     try:
         with naming_lost("fs.evaluate", tape.mesh):
-            loss = _take_apart(tape.forward(fn, *args), has_aux)
-            totals = _global_sums(loss, tape.mesh, agreement_of_call(tape.mesh))
+            with watching_capacity() as notes:
+                loss = _take_apart(tape.forward(fn, *args), has_aux)
+            totals = _global_sums(loss, notes, tape.mesh, agreement_of_call(tape.mesh))
             tape.finish()
     except BaseException:
         tape.close()
@@ -581,12 +584,12 @@ def results_text(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _global_sums(loss: _Loss, mesh: Mesh | None, agreement: StepAgreement | None) -> Tensor:
+def _global_sums(loss: _Loss, notes: Sequence[Tensor], mesh: Mesh | None, agreement: StepAgreement | None) -> Tensor:
     """(sum, weight) over all data ranks: float64[2], or one more that is of the agreement."""
     device = loss.total.device
-    one = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
+    weight = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
     also = () if agreement is None else (agreement.as_term(device),)
-    terms = torch.stack((loss.total.detach().double(), one, *also))
+    terms = torch.stack((loss.total.detach().double(), refused_if_full(weight, notes), *also))
     if mesh is None:
         return terms
     axes = tuple(sorted(data_axes(mesh), key=AXES.index))

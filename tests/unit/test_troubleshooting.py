@@ -114,6 +114,16 @@ def decode(at, tokens, **axes):
     fs.make_train_step(DECODER, at.opt)(state, tokens)
 
 
+def fill_an_expert(at):
+    experts = fs.models.Experts(count=4, active=1, intermediate_size=8, capacity=1.0)
+    model = fs.models.decoder(
+        fs.models.DecoderConfig(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=1, experts=experts)
+    )
+    state = fs.init_state(model, at.opt, at.key, fs.plan_layout(model, at.mesh))
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    fs.make_train_step(model, at.opt)(state, {"tokens": tokens, "targets": tokens})
+
+
 def command(line):
     """The error that a command prints, raised as an exception of its text."""
 
@@ -298,6 +308,7 @@ MISTAKES = {
     "an entry of a batch that isn't rows, such as class weights": lambda at: fs.make_train_step(
         loss_fn, at.opt, microbatches=2
     )(at.state, {**at.batch, "classes": torch.ones(4)}),
+    "an `Experts(capacity=)` that an expert fills": fill_an_expert,
     "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
         at.state, at.batch
     ),

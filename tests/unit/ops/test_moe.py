@@ -1,5 +1,7 @@
 """Experts on one rank, against each token through each of its experts: values, every derivative, and what is refused."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,3 +226,42 @@ def test_without_values_each_expert_has_as_many_tokens(dtype):
         y = ops.experts_swiglu(x, w, w, w, routing)
         grads = torch.autograd.grad(y.sum() + (total / number).to(dtype), [x, w])
         assert [g.shape for g in (y, *grads)] == [(7, 16), (7, 16), (4, 8, 16)]
+
+
+def kept_by_hand(x, router, gate, up, down, room):
+    """Experts that keep the `room` tokens with the highest probability each, one expert after the other."""
+    probabilities = torch.softmax(x @ router.T, -1)
+    chosen = probabilities.topk(2, -1).indices
+    y = torch.zeros_like(x)
+    for e in range(router.shape[0]):
+        mine = (chosen == e).any(-1).nonzero().flatten()
+        mine = mine[probabilities[mine, e].argsort(descending=True, stable=True)[:room]]
+        weight = probabilities[mine, e] / probabilities[mine].topk(2, -1).values.sum(-1)
+        hidden = torch.nn.functional.silu(x[mine] @ gate[e].T) * (x[mine] @ up[e].T)
+        y = y.index_add(0, mine, weight[:, None] * (hidden @ down[e]))
+    return y
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.5, 2.0])
+def test_a_full_expert_drops_its_least_probable_tokens(capacity):
+    args, ahead = [x.requires_grad_() for x in inputs()], values(5, 3, seed=9)
+    room = math.ceil(capacity * 5 * 2 / args[1].shape[0])
+
+    def dropping(x, router, gate, up, down):
+        routing = ops.route(x @ router.T, top_k=2)
+        return ops.experts_swiglu(x, gate, up, down, routing, capacity=capacity, drop=True)
+
+    found, want = dropping(*args), kept_by_hand(*args, room)
+    grads = [torch.autograd.grad(out, args, ahead) for out in (found, want)]
+    assert_trees_close([found, *grads[0]], [want, *grads[1]], rtol=1e-12, atol=1e-13)
+    assert torch.autograd.gradcheck(dropping, args, check_forward_ad=True, fast_mode=True)
+
+
+def test_of_equal_probabilities_the_later_tokens_are_dropped():
+    routing = ops.Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), torch.full((4, 2), 0.5))
+    x = torch.arange(1.0, 5.0)[:, None]
+    rows, _, plan = ops.dispatch(x, routing, 2, capacity=1.0, drop=True)
+    assert rows.flatten().tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert ops.combine(rows, plan).flatten().tolist() == [1.0, 2.0, 0.0, 0.0]
+    text = refusal(lambda: ops.dispatch(x, routing, 2, drop=True), kind=SpecError)
+    assert text.startswith("ops.dispatch got drop=True without a capacity.")

@@ -1,0 +1,63 @@
+"""The notes of experts with a capacity during a forward: was an expert full, and how many choices were dropped?
+
+In: notes of `ops.dispatch`, on the device. Out: a weight of minus infinity for a loss that lacks tokens, and counts.
+The loss function returns only losses and weights, and only its first run counts, not a recomputation in backward. So a
+forward opens `watching_capacity`, and a step that reports drops opens `counting_drops` around its forwards.
+Guarantee: without such a block nothing is noted; the host reads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from fsharding.base import _compat
+from fsharding.base.scoped import scoped
+
+__all__ = ["FULL", "counting_drops", "is_full", "note_capacity", "refused_if_full", "watching_capacity"]
+
+FULL = "an expert got more tokens of a rank than its capacity has room for"
+
+_notes: ContextVar[list[Tensor] | None] = ContextVar("fsharding_capacity", default=None)
+_drops: ContextVar[list[Tensor] | None] = ContextVar("fsharding_drops", default=None)
+
+
+@_compat.outside_of_graphs
+def note_capacity(full: Tensor, dropped: Tensor) -> None:
+    """Note whether an expert was full (bool, 0-d), and how many choices were dropped (int64, 0-d)."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.append(torch.stack((full.double(), dropped.double())))
+
+
+@contextmanager
+def watching_capacity() -> Generator[list[Tensor]]:
+    """Collect the notes of a forward: float64[2] each."""
+    notes: list[Tensor] = []
+    with scoped(_notes, notes):
+        yield notes
+    if (drops := _drops.get()) is not None:
+        drops += [note[1] for note in notes]
+
+
+@contextmanager
+def counting_drops() -> Generator[list[Tensor]]:
+    """Collect the numbers of dropped choices of all forwards in this block: float64, 0-d each."""
+    drops: list[Tensor] = []
+    with scoped(_drops, drops):
+        yield drops
+
+
+def refused_if_full(weight: Tensor, notes: Sequence[Tensor]) -> Tensor:
+    """Replace the weight of a loss by minus infinity if an expert was full: no sum over ranks loses that."""
+    return weight.masked_fill(torch.stack([*notes])[:, 0].sum() > 0, -math.inf) if notes else weight
+
+
+def is_full(weight: float) -> bool:
+    """Whether a summed weight says that an expert was full."""
+    return weight == -math.inf
