@@ -43,6 +43,7 @@ _ELSEWHERE = {
     "Mesh": "Make one: fs.make_mesh(dp=-1).",
     **dict.fromkeys(("DeviceMesh", "init_device_mesh", "init_process_group"), "Call fs.make_mesh(dp=-1)."),
     "PartitionSpec": "Write fs.P.",
+    "Parts": "Write fs.hf.families.Parts(embed, block, head).",
     **dict.fromkeys(("fully_shard", "fsdp", "FSDP", "FullyShardedDataParallel"), _SHARD.format("fs.zero(3)")),
     **dict.fromkeys(("DDP", "DistributedDataParallel"), _SHARD.format("fs.zero(0)")),
     **{f"zero{level}": f"Write fs.zero({level})." for level in range(4)},

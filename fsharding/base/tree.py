@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
@@ -297,15 +297,31 @@ def at(tree: Tree, path: str) -> Any:
     node = tree
     for part in path.split(".") if path else ():
         try:
-            if isinstance(node, dict):
-                known = cast(dict[Any, Any], node)
+            if isinstance(node, Mapping):
+                known = cast(Mapping[Any, Any], node)
                 node = known[part] if part in known or not part.isdigit() else known[int(part)]
             else:
                 node = node[int(part)] if part.isdigit() else getattr(node, part)
         except (KeyError, IndexError, AttributeError, TypeError) as error:
+            if found := _children_at(tree, path):
+                return found[0]
             mend = f"The paths are {listed(paths(tree))}."
             raise TreeError(message(f"finds no {path!r}.", mend=mend)) from error
     return node
+
+
+def _children_at(node: Tree, path: str) -> list[Any]:
+    """The subtree whose keys, in the words of `paths`, are a path; [] if there is none. A key may hold dots."""
+    try:
+        children, _, entries, _ = optree.tree_flatten_one_level(node, namespace=NAMESPACE)
+    except ValueError:  # a leaf
+        return []
+    for entry, child in zip(entries, children, strict=True):
+        if path == str(entry):
+            return [child]
+        if path.startswith(f"{entry}.") and (found := _children_at(child, path[len(f"{entry}.") :])):
+            return found
+    return []
 
 
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
+from typing import Any
 
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, MeshError, message
@@ -48,6 +49,17 @@ class AbstractMesh:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     ranks: tuple[int, ...] = ()
+
+    @named("fs.AbstractMesh")
+    def __new__(cls, *args: Any, **given: Any) -> AbstractMesh:
+        """Refuses the arguments of `make_mesh`; a copy is made without any."""
+        odd = [f"{name}={size!r}" for name, size in given.items() if name not in {x.name for x in fields(cls)}]
+        if odd or len(args) + len(given) == 1:
+            axes = {name: size for name, size in given.items() if name in AXES} or {"dp": 8}
+            text = ", ".join(odd) or ", ".join(map(repr, (*args, *given.values())))
+            mend = f"Write fs.AbstractMesh({tuple(axes)!r}, {tuple(axes.values())!r})."
+            raise MeshError(message(f"takes names of axes, then sizes, got {text}.", mend=mend))
+        return super().__new__(cls)
 
     @named("fs.AbstractMesh")
     def __post_init__(self) -> None:
@@ -104,8 +116,20 @@ def _faults(names: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ..
     return wrong
 
 
+_OPTIONS = {
+    "backend": 'Give device=: fs.make_mesh(dp=-1, device="cpu") takes gloo, and "cuda" NCCL.',
+    **dict.fromkeys(("device_type", "devices"), 'Give device=, such as fs.make_mesh(dp=-1, device="cpu").'),
+    **dict.fromkeys(
+        ("mesh_shape", "mesh_dim_names", "axis_names"), "Give a size for each axis: fs.make_mesh(dp=2, tp=4)."
+    ),
+}
+"""What `torch` and JAX call the options of a mesh, and what to give `make_mesh` instead."""
+
+
 def unknown_axis(name: str) -> str:
     """Words the complaint about an axis that does not exist."""
+    if name in _OPTIONS:
+        return f"takes no {name}=. {_OPTIONS[name]}"
     close = sorted(difflib.get_close_matches(name, AXES, 3), key=lambda axis: not name.startswith(axis[:1]))
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"knows no axis {name!r}. Axes are {', '.join(AXES)}.{hint}"

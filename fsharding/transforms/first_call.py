@@ -140,7 +140,7 @@ class FirstCall:
             " with the layout and when a run is resumed."
         )
         mend = (
-            "LazyTensor by key: give the loss function a parameter key, then call fs.random.dropout(x, p, key), or"
+            "Draw by key: give the loss function a parameter key, then call fs.random.dropout(x, p, key), or"
             " fs.random.normal(key, x.shape).tensor(device=x.device)."
         )
         self._warn("generator", rule, (), mend)

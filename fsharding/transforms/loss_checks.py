@@ -27,6 +27,7 @@ from fsharding.base.calls import LIBRARY, named
 from fsharding.base.errors import (
     ArgumentError,
     BatchError,
+    DataError,
     DtypeError,
     FshardingError,
     MissingKeyError,
@@ -48,6 +49,8 @@ __all__ = ["explained", "line_of_user"]
 _NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
+_OUTSIDE = re.compile(r"index out of range in self|index -?\d+ is out of bounds for dimension 0")
+_FLOAT_IDS = re.compile(r"'indices'|used as indices must be")
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 """The error of an operation that a compiler has tried on tensors without values."""
 _FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
@@ -80,6 +83,7 @@ def explained(
         or _of_nodes(error)
         or _of_missing(error, names, params, args)
         or _of_arrays(error, names[1:], args)
+        or _of_ids(error, names[1:], args, context)
         or _of_kinds(error, names[1:], params, args)
         or _of_shapes(error, names[1:], args, context)
     )
@@ -211,6 +215,31 @@ def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> F
         return None
     mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
     return BatchError(message(f"has a loss function that failed: {text}.", rows, mend))
+
+
+def _of_ids(
+    error: Exception, names: Sequence[str], args: Sequence[Any], context: GatherContext
+) -> FshardingError | None:
+    """Explain ids that are no whole numbers, or outside of a table, by the leaves of the batch that may be ids."""
+    text = str(error).strip().partition("\n")[0]
+    is_float = _FLOAT_IDS.search(text) is not None
+    if not isinstance(error, IndexError | RuntimeError) or not (is_float or _OUTSIDE.search(text)):
+        return None
+    rows: list[str] = []
+    for name, batch in zip(names, args, strict=False):
+        for path, x in tree.named_leaves(batch).items():
+            if not isinstance(x, Tensor) or x.is_floating_point() != is_float or x.is_meta or not x.numel():
+                continue
+            values = "write .long() for ids" if is_float else f"values from {int(x.min())} to {int(x.max())}"
+            rows.append(f"{_joined(name, path)} is {kind_text(x)}: {values}")
+    if not rows:
+        return None
+    if is_float:
+        rule = "has a loss function that takes ids which are no whole numbers."
+        return DtypeError(message(rule, [*_line_of(error), *rows], "Give ids as int64, such as batch.long()."))
+    rule = "has a loss function that asks for a row outside of its table."
+    mend = "Ids of V rows are 0 to V - 1: take a table of more rows, or the tokenizer of this model."
+    return DataError(message(rule, [*_line_of(error), *rows, *context.gathered_leaves()], mend))
 
 
 def _of_kinds(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:

@@ -53,9 +53,9 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
         owners = known[path]
         owned_alike = owners is None or replace(owners, assigned=()).simplified() == sharding
         if sharding != theirs or value.shape != other.shape or (sharding and sharding.partial) or not owned_alike:
-            wrong.append(
-                f"{path} is {typeof(x)} and {typeof(right[path])}" + ("" if owned_alike else f", not {owners}")
-            )
+            why = ", unreduced" * (sharding is not None and sharding.partial != ())
+            why += "" if owned_alike else f", where shardings= has {owners}"
+            wrong.append(f"{path} is {_unlike(x, right[path])}{why}")
             continue
         product = (value.double() * other.double()).sum()
         if owners is not None:
@@ -74,6 +74,21 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     # A rank's loss is its own term of a sum over the data axes: from here on, each rank uses the shared value its way.
     apart = data_axes(mesh) if mesh is not None and current_context() is not None else ()
     return collectives.pvary(total, apart, mesh=mesh) if apart else total
+
+
+def _unlike(x: object, y: object) -> str:
+    """Two leaves in words, with what they differ in."""
+    nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in (x, y)]
+    kinds = ["" if isinstance(node, Local) else "a plain " for node in nodes]
+    whole = [f"{kind}{typeof(leaf)}" for kind, leaf in zip(kinds, (x, y), strict=True)]
+    if whole[0] != whole[1]:
+        return " and ".join(whole)
+    parts = [
+        f"{text} on {node.sharding.mesh}, of which this rank holds {list(node.value.shape)}"
+        for text, node in zip(whole, nodes, strict=True)
+        if isinstance(node, Local)
+    ]
+    return " and ".join(parts) if len({*parts}) > 1 else f"{whole[0]} in both"
 
 
 def norm_in_flight(values: Tree) -> Tensor:

@@ -106,6 +106,9 @@ def scan_units(
     """
     check_function("a function (params, carry)", block, 2)
     check_policy(policy)
+    if not _has_nodes(units) and _has_nodes(carry):
+        mend = "Swap the two: fs.scan_units(block, params, x), with a block (params, x) that returns x."
+        raise ArgumentError(message("takes a block, units, then a carry; got the units as the carry.", mend=mend))
     rows = list(units) if isinstance(units, list | tuple) else _unstacked(units)
     inputs = [(x,) for x in _rows(xs, len(rows))] if xs is not None else [()] * len(rows)
     step = _step(block, policy)
@@ -118,6 +121,10 @@ def scan_units(
         carry, aux = _pair("with has_aux, block", out) if has_aux else (out, None)
         auxes.append(aux)
     return (carry, _stack(auxes)) if has_aux else carry
+
+
+def _has_nodes(values: Tree) -> bool:
+    return any(isinstance(x, Local) for x in tree.leaves(values))
 
 
 def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

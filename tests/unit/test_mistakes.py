@@ -19,7 +19,9 @@ from fsharding.base.errors import (
     BatchError,
     CheckpointError,
     ConfigError,
+    DataError,
     DonatedError,
+    DtypeError,
     FshardingError,
     LayoutError,
     MeshError,
@@ -311,6 +313,35 @@ MISTAKES = {
         "fs.gather_unit(unit)",
         in_loss(lambda p, b: fs.scan_units(lambda unit, x: x @ unit["weight"], p["head"], b["x"]).sum()),
     ),
+    "ids that are no whole numbers": (
+        DtypeError,
+        "Give ids as int64, such as batch.long().",
+        in_loss(lambda p, b: F.embedding(b["x"], fs.gather_unit(p["head"])["weight"]).sum()),
+    ),
+    "an id that is the size of a table": (
+        DataError,
+        "Ids of V rows are 0 to V - 1",
+        lambda at: fs.value_and_grad(
+            lambda p, b: F.embedding(b["ids"], fs.gather_unit(p["head"])["weight"]).sum()
+        )(at.state.params, {"ids": torch.tensor([0, 3])}),
+    ),
+    "units and carry in the order of lax.scan": (
+        ArgumentError,
+        "fs.scan_units(block, params, x)",
+        in_loss(lambda p, b: fs.scan_units(lambda x, unit: (x, None), b["x"], p["body"])[0].sum()),
+    ),
+    "axes of an AbstractMesh as keywords": (
+        MeshError,
+        "Write fs.AbstractMesh(('dp', 'tp'), (4, 2)).",
+        lambda at: fs.AbstractMesh(dp=4, tp=2),
+    ),
+    "a backend of a mesh": (MeshError, "Give device=", lambda at: fs.make_mesh(dp=-1, backend="gloo")),
+    "vdot of a sharded tree and a plain one": (
+        LayoutError,
+        "Bring both to one sharding",
+        lambda at: fs.tree.vdot(at.state.params["head"], {"weight": torch.ones(3, 8)}),
+    ),
+    "fs.Parts": (MissingNameError, "Write fs.hf.families.Parts(embed, block, head).", lambda at: fs.Parts),
     "microbatches that do not divide": (
         BatchError,
         "Choose microbatches that divide dim 0 of every leaf, or another global batch.",

@@ -154,3 +154,20 @@ def test_trees_that_match():
     tree.match({"a": 1, "b": [2]}, {"b": [5], "a": 4})
     assert tree.flatten_up_to(tree.flatten({"a": 1})[1], {"a": {"more": 2}}) == [{"more": 2}]
     assert optree.tree_structure(None, namespace=tree.NAMESPACE).num_leaves == 0
+
+
+@given(
+    st.recursive(
+        st.integers(),
+        lambda inner: st.one_of(
+            st.dictionaries(st.sampled_from(["a", "a.b", "b.c", "0", "-1", "x y", ""]), inner, min_size=1, max_size=3),
+            st.lists(inner, min_size=1, max_size=3),
+        ),
+        max_leaves=8,
+    )
+)
+def test_at_finds_every_path(values):
+    paths = fs.tree.paths(values)
+    for path, leaf in zip(paths, fs.tree.leaves(values), strict=True):
+        if paths.count(path) == 1 and path:
+            assert fs.tree.at(values, path) == leaf

@@ -167,7 +167,7 @@ def model_from_module(
         reset = reset or getattr(module, family.reset or "", None)
         parts = parts or family.parts
     if units is None or parts is None:
-        mend = "Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."
+        mend = "Pass units=('embed', 'layers.*', 'head') and parts=fs.hf.families.Parts(embed, block, head)."
         raise ConfigError(message(f"does not know the units and parts of {type(module).__name__}.", mend=mend))
     found = layer_roles(module, roles or {})
     plan = _plan(module, plan_units(module, units, names))

@@ -237,7 +237,7 @@ def check_axes(
     shape = abstract(mesh)
     reasons = {
         "pp": "a forward in one piece has no stages; see fs.model_from_module",
-        "cp": "the layers take whole sequences; the parts of fs.model_from_module may take parts of them, see Parts.cp",
+        "cp": "the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them",
     }
     hindered = [axis for axis in reasons if axis not in over and shape.axis_size(axis) > 1]
     wrong = [f"{axis}={shape.axis_size(axis)}: {reasons[axis]}" for axis in hindered]

@@ -650,7 +650,7 @@ Make the module with real tensors, or pass reset=, a function that fills the par
                           {"pp": 2, "cp": 2, "tp": 2}), ConfigError, """
 fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
   pp=2: a forward in one piece has no stages; see fs.model_from_module
-  cp=2: the layers take whole sequences; the parts of fs.model_from_module may take parts of them, see Parts.cp
+  cp=2: the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
 Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
     "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
@@ -666,7 +666,7 @@ fs.model_from_module has no parts for this config.
 Pass parts= of your own, or functionalize the module: its own forward knows what to do."""),
     "no parts": (lambda: fs.model_from_module(Net()), ConfigError, """
 fs.model_from_module does not know the units and parts of Net.
-Pass units=('embed', 'layers.*', 'head') and parts=Parts(embed, block, head)."""),
+Pass units=('embed', 'layers.*', 'head') and parts=fs.hf.families.Parts(embed, block, head)."""),
     "no stages": (lambda: fs.model_from_module(half_frozen(), ("layers.*", "norm"), net_parts()), ConfigError, """
 fs.model_from_module needs units for an embedding, one stack of blocks, and a head.
   heat is in no unit
@@ -805,7 +805,7 @@ def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
     whole, cut = (fs.model_from_module(module, UNITS, net_parts()._replace(block=block, cp=cp)) for cp in (False, True))
     with pytest.raises(ConfigError) as caught:
         fs.plan_layout(whole, mesh)
-    why = "the layers take whole sequences; the parts of fs.model_from_module may take parts of them, see Parts.cp"
+    why = "the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them"
     assert str(caught.value).splitlines()[:-1] == [
         "fs.plan_layout cannot cut this module on mesh {cp: 2}.",
         f"  cp=2: {why}",

@@ -240,9 +240,9 @@ def test_batches_that_microbatches_do_not_divide():
         step(state, batch)
     assert str(caught.value) == (
         "train step cannot cut this rank's batch into 3 microbatches.\n"
-        "  s is int64[]\n"
-        "  x is float32[4, 2]\n"
-        "Choose microbatches that divide dim 0 of every leaf, or another global batch."
+        "  s is int64[], so it holds no rows\n"
+        "  y is float32[6]: dim 0 of x is 4, so it holds no rows\n"
+        "Mark an entry that every rank and microbatch gets as it is: fs.Shared(x)."
     )
 
 
