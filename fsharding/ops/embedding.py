@@ -16,6 +16,7 @@ from torch.autograd.function import Function
 
 from fsharding.base import _functorch
 from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import DataError, message
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
@@ -24,7 +25,7 @@ from fsharding.ops.linear import reduce_from_tp
 from fsharding.sharding import boxes
 from fsharding.sharding.leaf_plan import kind_text
 
-__all__ = ["checked_ids", "embedding"]
+__all__ = ["checked_ids", "embedding", "look_up"]
 
 _ADDED_IN_ORDER = (torch.float32, torch.float64)
 """The dtypes in which `index_add_` sums the vectors of a token as the gradient of `F.embedding` does."""
@@ -51,7 +52,8 @@ def embedding(
         mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
-        [..., D] in the dtype of the table, the same on all ranks of the axis, or cut along `sequence_dim`.
+        [..., D] in the dtype of the table, the same on all ranks of the axis, or cut along `sequence_dim`. The gradient
+        of the table is summed in float32 at least, and rounded once; `F.embedding` sums in bfloat16 on a CPU.
 
     Raises:
         SpecError: the size of `sequence_dim` is not a multiple of the axis.
@@ -68,19 +70,24 @@ def embedding(
     tokens = checked_ids("tokens", tokens, vocab or rows)
     size = axis_size(axis, mesh)
     if size == 1 or vocab is None or rows == vocab:
-        return _look_up(tokens, table_VD)
+        return look_up(tokens, table_VD)
     start, stop = boxes.chunk(vocab, size, axis_index(axis, mesh))
     own = (tokens >= start) & (tokens < stop)
     if start < stop:
-        result = _look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
+        result = look_up((tokens - start).where(own, 0), table_VD) * own.unsqueeze(-1)
     else:
         result = table_VD.new_zeros(*tokens.shape, table_VD.shape[1]) + table_VD.sum()
     return reduce_from_tp(result, axis, sequence_dim=sequence_dim, mesh=mesh)
 
 
-def _look_up(tokens: Tensor, table_VD: Tensor) -> Tensor:
-    if table_VD.dtype not in _ADDED_IN_ORDER or not takes_terms(table_VD):
-        return F.embedding(tokens, table_VD)
+def look_up(tokens: Tensor, table_VD: Tensor, padding_idx: int | None = None) -> Tensor:
+    """As `F.embedding`, but that the gradient of the table is summed in float32 at least."""
+    tracked = table_VD.requires_grad or _functorch.in_functorch()
+    if tracked and table_VD.dtype not in _ADDED_IN_ORDER and table_VD.device.type == "cpu":
+        # Torch's kernel adds row by row in the dtype of the table there: a sum of ones in bfloat16 stops at 256.
+        return F.embedding(tokens, table_VD.to(wide(table_VD.dtype)), padding_idx).to(table_VD.dtype)
+    if padding_idx is not None or table_VD.dtype not in _ADDED_IN_ORDER or not takes_terms(table_VD):
+        return F.embedding(tokens, table_VD, padding_idx)
     return cast(Tensor, _LookUp.apply(tokens, table_VD))
 
 

@@ -25,6 +25,7 @@ from fsharding.interop.module.layers import LayerRoles, Role
 from fsharding.interop.module.structure import Anatomy
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_index, axis_size
+from fsharding.ops.embedding import look_up
 from fsharding.sharding import boxes
 from fsharding.sharding.leaf_plan import EXPERT, type_text
 from fsharding.sharding.partition_spec import AxisRules, rule_name
@@ -121,7 +122,13 @@ _ODD = 0xD1342543DE82EF95
 
 
 def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
-    """Replace the forwards of the layers that have a role, by path."""
+    """Replace the forwards of the layers that have a role, by path, and of all embeddings."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding):
+            kind = type(layer)
+            # A base class, because a forward of the layer's own may call nn.Embedding's.
+            bases = (_Embedding,) if kind is nn.Embedding else (kind, _Embedding)
+            layer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__})
     entrances = Entrances()
     for path, layer in list(module.named_modules()):
         role = roles.get(path)
@@ -137,6 +144,13 @@ def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
             siblings = [child for child in parent.children() if isinstance(child, nn.Linear)]
             layer.forward = _inside(layer, layer.forward, siblings)
     return entrances
+
+
+class _Embedding(nn.Embedding):
+    """An embedding whose gradient is summed in float32 at least."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return look_up(input, self.weight, self.padding_idx)
 
 
 _Forward: TypeAlias = Callable[..., Any]
