@@ -13,7 +13,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -286,12 +286,27 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
     moments = layout.precision.moments
-    whole = layout.meta_main()
-    state = {"opt_state": opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole)}
-    for path, leaf in leaves_in(state, layout).items():
+    whole, stacked = layout.meta_main(), layout.stacked
+    first = opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole, stacked=stacked)
+    state = {"opt_state": first}
+    leaves = leaves_in(state, layout)
+    saved_as = _in_other_groups(leaves, manifest)
+    for path, leaf in leaves.items():
         device = device_of(layout) if leaf.local.is_meta else leaf.local.device
-        wanted[path] = Want(leaf.shape, leaf.local.dtype, in_memory_of(path, leaf, layout), device)
-    return wanted, tree.map_with_path(lambda path, _: path, state)["opt_state"]
+        wanted[saved_as.get(path, path)] = Want(leaf.shape, leaf.local.dtype, in_memory_of(path, leaf, layout), device)
+    return wanted, tree.map_with_path(lambda path, _: saved_as.get(path, path), state)["opt_state"]
+
+
+def _in_other_groups(wanted: Collection[str], manifest: Manifest) -> dict[str, str]:
+    """Map moments that the checkpoint has in another group of `multi_transform` to their paths there."""
+
+    def without_group(path: str) -> list[tuple[list[str], list[str]]]:
+        parts = path.split(".")
+        return [(parts[: i + 1], parts[i + 2 :]) for i, part in enumerate(parts) if part == "groups"]
+
+    others = {repr(at): path for path in manifest.tree if path not in wanted for at in without_group(path)}
+    missing = [path for path in wanted if path not in manifest.tree] if others else []
+    return {path: others[repr(at)] for path in missing for at in without_group(path) if repr(at) in others}
 
 
 def _by_path(path: str, saved: SavedLeaf, layout: Layout) -> Want:

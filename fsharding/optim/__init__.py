@@ -26,7 +26,7 @@ from fsharding.optim.muon import MuonState, muon
 from fsharding.optim.noise import NoiseState, add_noise, annealed
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.sgd import SgdState, sgd
-from fsharding.optim.stacked import label_matrices, sum_dims
+from fsharding.optim.stacked import label_matrices, no_decay, sum_dims
 from fsharding.optim.updates import apply_gradients, apply_updates
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "lookahead",
     "multi_transform",
     "muon",
+    "no_decay",
     "schedules",
     "sgd",
     "sum_dims",

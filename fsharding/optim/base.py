@@ -69,6 +69,8 @@ class InitContext:
             this rank has, which the leaf's DTensor cannot.
         whole: tensors of the shapes of the whole parameters, on the meta device: the DTensor of a leaf that another
             stage of a pipeline has does not tell its shape. None where each leaf does.
+        stacked: by path whether the first dim of a leaf counts layers, such as `layout.stacked`; of other leaves, those
+            under `blocks` are stacked.
 
     Example:
         >>> context = fs.optim.InitContext(moments=torch.bfloat16)
@@ -79,6 +81,7 @@ class InitContext:
     moments: MomentType = None
     shardings: Tree = None
     whole: Tree = None
+    stacked: Mapping[str, bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,8 +97,10 @@ class UpdateContext:
             values.
         key: of the run, int64[2], such as `state.key`, for what is rounded by key; None is a key of zeros.
         step: number of updates of the run so far, 0-d; None takes the optimizer's own count.
-        rounding: of parameters in bfloat16 that an `apply` writes, "nearest" or "keyed".
+        rounding: "nearest", or "keyed": up or down by random bits, so that the mean is exact. By default moments below
+            float32 are rounded by key, and parameters in bfloat16 that an `apply` writes to the nearest.
         on_host: paths of the parameters whose update is computed on the host, such as `layout.updated_on_host`.
+        stacked: as in `InitContext`; give an update the same.
 
     Example:
         >>> grads, opt = {"w": torch.full((4,), 2.0)}, fs.optim.clip_by_global_norm(1.0)
@@ -110,8 +115,9 @@ class UpdateContext:
     finite: Tensor | None = None
     key: Tensor | None = None
     step: Tensor | None = None
-    rounding: Rounding = "nearest"
+    rounding: Rounding | None = None
     on_host: Collection[str] = ()
+    stacked: Mapping[str, bool] | None = None
 
 
 class _Init(Protocol):
@@ -165,7 +171,15 @@ class GradientTransformation:
 
         return ContextTransformation(init, update)
 
-    def start(self, params: Tree, *, moments: MomentType = None, shardings: Tree = None, whole: Tree = None) -> Tree:
+    def start(
+        self,
+        params: Tree,
+        *,
+        moments: MomentType = None,
+        shardings: Tree = None,
+        whole: Tree = None,
+        stacked: Mapping[str, bool] | None = None,
+    ) -> Tree:
         """The first state, for a layout.
 
         Args:
@@ -173,8 +187,10 @@ class GradientTransformation:
             moments: such as `layout.precision.moments`.
             shardings: such as `layout.main`.
             whole: such as `layout.meta_main()`.
+            stacked: such as `layout.stacked`.
         """
-        return self.with_context().init(params, InitContext(moments=moments, shardings=shardings, whole=whole))
+        context = InitContext(moments=moments, shardings=shardings, whole=whole, stacked=stacked)
+        return self.with_context().init(params, context)
 
 
 @dataclass(frozen=True)

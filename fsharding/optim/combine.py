@@ -26,6 +26,7 @@ from fsharding.optim.base import (
     multiply,
     where_finite,
 )
+from fsharding.optim.stacked import of_one_layer
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
 
@@ -152,7 +153,8 @@ def multi_transform(
 
     Args:
         groups: a dict from label to transformation.
-        labels: tree of labels like the parameters, or a function of (path, leaf).
+        labels: tree of labels like the parameters, or a function of (path, leaf), such as `fs.optim.no_decay`. Where a
+            leaf stacks layers, the function gets the leaf of one layer, without values.
 
     Raises:
         ArgumentError: something that is no transformation.
@@ -171,14 +173,14 @@ def multi_transform(
         check_optimizer(t)
     members = {label: t.with_context() for label, t in groups.items()}
 
-    def label_tree(params: Tree) -> Tree:
+    def label_tree(params: Tree, context: InitContext | UpdateContext) -> Tree:
         if callable(labels):
-            return tree.map_with_path(labels, params)
+            return tree.map_with_path(lambda path, x: labels(path, of_one_layer(path, x, context.stacked)), params)
         return tree.prune(labels, params, ("labels", "parameters"))
 
     @public("fs.optim.multi_transform(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
-        labeled = label_tree(params)
+        labeled = label_tree(params, context)
         _check_labels(params, labeled, groups)
         _check_used(params, labeled, groups)
         params_of = _split(params, labeled, groups)
@@ -193,7 +195,7 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         params = _pruned(params, updates)
-        labeled = label_tree(params if params is not None else updates)
+        labeled = label_tree(params if params is not None else updates, context)
         updates_of = _split(updates, labeled, groups)
         params_of = _split(params, labeled, groups)
         contexts = _contexts(context, updates, labeled, groups)
@@ -217,7 +219,7 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         pruned = tree.prune(params, updates, _LABELS)
-        labeled = label_tree(pruned)
+        labeled = label_tree(pruned, context)
         updates_of = _split(updates, labeled, groups)
         params_of = _split(pruned, labeled, groups)
         contexts = _contexts(context, updates, labeled, groups)

@@ -1,13 +1,15 @@
 """Which dims of a leaf are stacked units, which leaves are matrices, and sums over dims that ranks share.
 
 In: paths and leaves; local tensors of leaves in any sharding. Out: numbers of dims, labels, whole sums.
+Labels see the leaf of one layer, so that a rule about dims says the same of a stack and of a module.
 A stack is one leaf for many equal units, so an optimizer treats each row of a stack as a matrix of its own.
 Guarantee: a sum does not depend on the layout beyond the rounding of float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import tree
+from fsharding.base import _compat, tree
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.tree import Tree
 from fsharding.comm.transport import start_sum
@@ -26,7 +28,9 @@ from fsharding.sharding.mesh_view import base
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of, to_local
 from fsharding.sharding.stage_owners import begins
 
-__all__ = ["assigned_shardings", "label_matrices", "stacked_dims", "sum_dims", "whole_shape"]
+__all__ = [
+    "assigned_shardings", "label_matrices", "no_decay", "of_one_layer", "stacked_dims", "sum_dims", "whole_shape",
+]  # fmt: skip
 
 STACKS = ("blocks",)
 """The paths of the stacks of a `Model`."""
@@ -53,9 +57,51 @@ def label_matrices(stacks: Sequence[str] = STACKS) -> Callable[[str, Any], str]:
     """
 
     def label(path: str, leaf: Any) -> str:
-        return "matrix" if stacked_dims(path, stacks) and leaf.ndim >= 3 else "other"
+        return "matrix" if stacked_dims(path, stacks) and leaf.ndim + isinstance(leaf, _Layer) >= 3 else "other"
 
     return label
+
+
+def no_decay(path: str, leaf: Any) -> str:
+    """Labels for `multi_transform`: "decay" for leaves of two dims and more, "no_decay" for norms, biases and scalars.
+
+    It is the usual rule of training loops in torch, `p.ndim >= 2`, for the parameters of one layer.
+
+    Args:
+        path: dotted, of the leaf.
+        leaf: a tensor; `multi_transform` gives that of one layer where a leaf stacks layers.
+
+    Example:
+        >>> groups = {"decay": fs.adamw(0.1, weight_decay=0.1), "no_decay": fs.adamw(0.1)}
+        >>> opt = fs.optim.multi_transform(groups, fs.optim.no_decay)
+        >>> state = opt.init({"blocks": {"w": torch.ones(2, 3, 3), "norm": torch.ones(2, 3)}})
+        >>> list(fs.tree.named_leaves(state.groups["no_decay"].mu))
+        ['blocks.norm']
+    """
+    return "decay" if leaf.ndim >= 2 else "no_decay"
+
+
+class _Layer(Tensor):
+    """The leaf of one layer of a stack, without values."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _layer(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    with _compat.with_values():
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Layer)
+
+
+def of_one_layer(path: str, leaf: Tensor, stacked: Mapping[str, bool] | None) -> Tensor:
+    """The leaf as labels see it: of one layer, without values, if its first dim counts layers.
+
+    Args:
+        stacked: whether it does, as far as a layout knows.
+    """
+    known = (stacked or {}).get(path)
+    if known is None:
+        # A list of blocks has numbers in its paths.
+        known = stacked_dims(path, STACKS) and not any(part.isdigit() for part in path.split("."))
+    return _layer(leaf.shape[1:], leaf.dtype) if known and leaf.ndim else leaf
 
 
 def assigned_shardings(

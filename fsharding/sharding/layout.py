@@ -161,6 +161,11 @@ class Layout:
         return tree.unflatten(self.structure, [leaf.reduced if leaf.trainable else None for leaf in self.leaves])
 
     @property
+    def stacked(self) -> dict[str, bool]:
+        """Whether the first dim of a leaf counts layers, by path, of the leaves whose dims have names."""
+        return {leaf.path: is_stacked(leaf.names) for leaf in self.leaves if leaf.names}
+
+    @property
     def updated_on_host(self) -> frozenset[str]:
         """Paths of the leaves whose update is computed on the host."""
         return frozenset(leaf.path for leaf in self.leaves if leaf.trainable and leaf.compute == "host")
@@ -270,7 +275,7 @@ class Layout:
         if opt is None:
             held = [(2 * self._moment_bytes(leaf, coord), leaf) for leaf in trained]
         else:
-            state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main)
+            state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main, stacked=self.stacked)
             held = [self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items()]
             held = [(size, x) for size, x in held if compute is None or (x is not None and x.compute == compute)]
         kept["opt_state"] = _by_kind((size, "device" if leaf is None else leaf.moment_memory) for size, leaf in held)

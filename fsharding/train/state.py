@@ -450,7 +450,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
     whole = layout.meta_main()
 
     def start(params: Tree) -> Tree:
-        state = opt.start(params, moments=moments, shardings=layout.main, whole=whole)
+        state = opt.start(params, moments=moments, shardings=layout.main, whole=whole, stacked=layout.stacked)
         return tree.map_with_path(place, state)
 
     def place(path: str, x: Any) -> Any:

@@ -673,6 +673,7 @@ class TrainStep:
         context = UpdateContext(
             donate=self._settings.donate, norm=verdict.norm, shardings=state.layout.main, finite=finite, key=state.key,
             step=state.step, rounding=state.layout.precision.rounding, on_host=state.layout.updated_on_host,
+            stacked=state.layout.stacked,
         )  # fmt: skip
         if not self._bias_rates:
             return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)
@@ -824,7 +825,8 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     """Refuses a state of another optimizer."""
     try:
         layout = state.layout
-        expected = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
+        moments, stacked = layout.precision.moments, layout.stacked
+        expected = opt.start(layout.meta_main(), moments=moments, shardings=layout.main, stacked=stacked)
     except (NotImplementedError, RuntimeError):
         return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
     # An update takes moments as the state has them, whatever the format in which the optimizer would make them.

@@ -61,8 +61,9 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     placed = redistribute(grads, layout.reduced)
     rounding = layout.precision.rounding
     context = UpdateContext(
-        shardings=layout.main, key=state.key, step=state.step, rounding=rounding, on_host=layout.updated_on_host
-    )
+        shardings=layout.main, key=state.key, step=state.step, rounding=rounding, on_host=layout.updated_on_host,
+        stacked=layout.stacked,
+    )  # fmt: skip
     main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), context)
     step = state.step + 1
     params = spread(main, state.params, layout, key=rounding_key(state.key, step, layout))
