@@ -3,9 +3,10 @@
     python -m bench.bits > before.txt       # at one commit
     python -m bench.bits > after.txt        # at the other; then: diff before.txt after.txt
 
-Seven meshes, four ZeRO levels, three precisions and one or two microbatches make 168 trainings; low-precision formats
-follow. Each line has the name of a training, a hash of losses, gradient norms and final parameters of all ranks, and a
-hash of the calls and bytes that each rank sent. `--only TEXT` runs the trainings whose name contains the text.
+Seven meshes, four ZeRO levels, three precisions and one or two microbatches make 168 trainings; low-precision formats,
+narrow moments, an embedding in bfloat16 and a decay mask follow. Each line has the name of a training, a hash of
+losses, gradient norms and final parameters of all ranks, and a hash of the calls and bytes that each rank sent.
+`--only TEXT` runs the trainings whose name contains the text.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ FORMATS = {
     "bf16-main": Precision(params=torch.bfloat16, grads=torch.float32, moments=formats.MXFP8, rounding="keyed"),
     "reduce-bf16": replace(fs.BF16, reduce=torch.bfloat16),
     "native-sums": replace(fs.FP32, sums="native"),
+    "moments-bf16": replace(fs.FP32, moments=torch.bfloat16),
+    "embed-bf16": Precision(compute=torch.bfloat16, grads=torch.float32),
+    "decay-mask": fs.FP32,
 }
+VOCAB = {"embed-bf16": 2}
+"""A vocabulary of two: many rows are added for each token."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,9 @@ def case_of(training: Training) -> DecoderCase:
     axes = MESHES[training.mesh]
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     precision = {**PRECISIONS, **FORMATS}[training.precision]
+    config = replace(CONFIG, vocab_size=VOCAB.get(training.precision, CONFIG.vocab_size))
     return DecoderCase(
-        CONFIG, mesh, fs.zero(training.level), rows=24, length=8, steps=3, microbatches=training.microbatches,
+        config, mesh, fs.zero(training.level), rows=24, length=8, steps=3, microbatches=training.microbatches,
         precision=precision, sequence="tp" in axes,
     )  # fmt: skip
 
@@ -95,7 +102,11 @@ def hashes(training: Training) -> tuple[str, str]:
 def _hashes(training: Training) -> tuple[str, str]:
     case, numbers, sent = case_of(training), hashlib.sha256(), hashlib.sha256()
     mesh, model = device_mesh(case.mesh), case.model
-    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), fs.adamw(1e-2, weight_decay=0.1))
+    adamw = fs.adamw(1e-2, weight_decay=0.1)
+    if training.precision == "decay-mask":
+        groups = {"decay": adamw, "no_decay": fs.adamw(1e-2)}
+        adamw = fs.optim.multi_transform(groups, lambda path, leaf: "decay" if leaf.ndim >= 2 else "no_decay")
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(0.5), adamw)
     state = fs.init_state(model, opt, fs.random.key(0), case.layout(mesh))
     step = fs.make_train_step(
         model, opt, microbatches=training.microbatches, schedule=case.planned() or case.schedule, donate=True

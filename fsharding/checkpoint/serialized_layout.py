@@ -102,7 +102,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
             **({} if precision.sums == "auto" else {"sums": precision.sums}),
             **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
             **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
-            **({} if precision.rounding == "nearest" else {"rounding": precision.rounding}),
+            **({} if precision.rounding is None else {"rounding": precision.rounding}),
             **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
             **({"strict": True} if precision.strict else {}),
             **({"columnwise": list(precision.columnwise)} if precision.columnwise else {}),
@@ -196,7 +196,7 @@ def _precision(plain: dict[str, Any]) -> Precision:
     keep = tuple(plain.get("keep", KEEP))
     return Precision(
         **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
-        rounding=plain.get("rounding", "nearest"), activations=_role(plain.get("activations")),
+        rounding=plain.get("rounding"), activations=_role(plain.get("activations")),
         strict=plain.get("strict", False), columnwise=tuple(plain.get("columnwise", ())),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from fsharding.formats.blocks import Blocks
 
 __all__ = [
     "Scales", "amaxes", "as_bytes", "coded", "decode", "encode", "factors", "of_matrices", "pack",
-    "scales_of", "to_bfloat16", "touched", "unpack",
+    "round_keyed", "scales_of", "touched", "unpack",
 ]  # fmt: skip
 
 _EXPONENT = 0xFF
@@ -144,18 +144,27 @@ def _apply(x: Tensor, factor: Tensor, block: tuple[int, int], start: tuple[int, 
     return (matrix / of_block if divide else matrix * of_block).reshape(x.shape)
 
 
-def to_bfloat16(x: Tensor, noise: Tensor) -> Tensor:
-    """Numbers rounded to bfloat16, up or down with the probability that makes the mean exact.
+def round_keyed(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """Round to bfloat16 or float16, up or down with the probability that makes the mean exact.
 
     Args:
-        noise: for each of them a number in [0, 1), in steps of 2^-16 or finer.
+        x: float32.
+        noise: for each element a number in [0, 1), in steps of 2^-16 or finer.
 
     Returns:
-        bfloat16: what a bfloat16 can stand for stays, and so does what is not finite.
+        In `dtype`: values that it can represent, infinities and NaN stay as they are.
     """
-    bits = x.view(torch.int32) + (noise * 65536).to(torch.int32)
+    dropped = 1 << (16 if dtype == torch.bfloat16 else 13)  # of the 23 bits of a mantissa, 7 or 10 stay
     # A carry goes from the mantissa into the exponent, as it should.
-    return torch.where(x.isfinite(), (bits & -65536).view(torch.float32), x).to(torch.bfloat16)
+    bits = x.view(torch.int32) + (noise * dropped).to(torch.int32)
+    rounded = torch.where(x.isfinite(), (bits & -dropped).view(torch.float32), x)
+    if dtype == torch.float16:
+        # Below its normal numbers float16 has steps of 2^-24.
+        steps = x.abs() * 2.0**24
+        down = steps.floor()
+        small = ((down + (noise < steps - down)) * 2.0**-24).copysign(x)
+        rounded = torch.where(x.abs() < 2.0**-14, small, rounded)
+    return rounded.to(dtype)
 
 
 def encode(

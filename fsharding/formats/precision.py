@@ -116,9 +116,11 @@ class Precision:
         moments: optimizer moments, where the optimizer has no dtype of its own; by default as for gradients. Updates
             are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
             dims and more and of 4096 elements and more are codes and scales between updates.
-        rounding: of bfloat16 main parameters after an update, which is computed in float32: to the "nearest"; or
-            "keyed", up or down with the probability that makes the mean exact, by bits that follow from the key of the
-            state, its step, and the place of the element in the whole leaf.
+        rounding: of moments below float32 and of bfloat16 main parameters after an update, which is computed in
+            float32: to the "nearest"; or "keyed", up or down with the probability that makes the mean exact, by bits
+            that follow from the key of the state, its step, the path of the leaf, and the index of the element in the
+            whole leaf. By default moments are rounded by key, since most of their changes are below half of their last
+            bit, and main parameters to the nearest.
         loss_scale: dynamic loss scaling, or None.
         activations: where compute is a format, the dtype in which the loss function computes: of leaves without a
             format, and of those that are dequantized; by default bfloat16.
@@ -155,7 +157,7 @@ class Precision:
     sums: Sums = "auto"
     gather: torch.dtype | Blocks | None = None
     keep: tuple[str, ...] = KEEP
-    rounding: Rounding = "nearest"
+    rounding: Rounding | None = None
     activations: torch.dtype | None = None
     strict: bool = False
     columnwise: tuple[str, ...] = ()
@@ -181,7 +183,7 @@ class Precision:
             mend = f"Dtypes are {', '.join(map(str, FLOATS))}. A format is an fs.formats.Blocks, such as"
             mend += " fs.formats.MXFP8: 8 bits without scales lose small numbers."
             raise ConfigError(message("got what its roles do not take.", wrong, mend))
-        if self.rounding not in get_args(Rounding):
+        if self.rounding not in (None, *get_args(Rounding)):
             mend = f"Use one of {', '.join(get_args(Rounding))}."
             raise ConfigError(message(f"got rounding={self.rounding!r}.", mend=mend))
         if self.rounding == "keyed" and self.params != torch.bfloat16:

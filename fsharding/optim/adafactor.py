@@ -9,9 +9,10 @@ Guarantee: `torch.optim.Adafactor` has the same updates; a unit of a stack is up
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from fsharding.optim.base import (
     require_params,
     shardings_of,
 )
+from fsharding.optim.chunked_update import leaf_of, round_whole_moment, step_key
 from fsharding.optim.coded_moment import refuse_format
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import STACKS, assigned_shardings, stacked_dims, sum_dims, whole_shape
@@ -73,6 +75,7 @@ class _Leaf(NamedTuple):
     """One leaf of an update.
 
     Attributes:
+        path: of the parameter.
         leaf: its gradient.
         sharding: of the gradient, with assignments; None for a plain tensor.
         shape: of the whole leaf.
@@ -82,6 +85,7 @@ class _Leaf(NamedTuple):
         factored: whether it has means over rows and columns.
     """
 
+    path: str
     leaf: Tensor
     sharding: NamedSharding | None
     shape: tuple[int, ...]
@@ -174,7 +178,7 @@ def adafactor(
             unit = tuple(range(lead, g.ndim))
             shape = whole_shape(g, sharding)
             factored = len(unit) >= 2
-            leaves.append(_Leaf(g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
+            leaves.append(_Leaf(path, g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, factored))
         olds = [tree.flatten_up_to(spec, x, ("gradients", "moments")) for x in (state.row, state.col, state.full)]
         device = leaves[0].param.device if leaves else state.count.device
         count = state.count.to(device, non_blocking=True)
@@ -190,7 +194,9 @@ def adafactor(
             share = ((u2 / x.count).sqrt() / clip).clamp(min=1.0)
             delta = u.mul_((-size / share).to(u.dtype))
             deltas.append(delta.sub_(x.param * (lr * weight_decay)) if weight_decay else delta)
-        placed = [_placed(moments[k], olds[k], leaves, (-1, -2, 0)[k]) for k in range(3)]
+        key = functools.cache(lambda: step_key(context, state.count))
+        rounded = functools.partial(round_whole_moment, context=context, key=key)
+        placed = [_placed(moments[k], olds[k], leaves, (-1, -2, 0)[k], rounded) for k in range(3)]
         row, col, full = (tree.unflatten(spec, new) for new in placed)
         return like(updates, deltas), AdafactorState(state.count + 1, row, col, full)
 
@@ -276,14 +282,21 @@ def _old(x: Tensor, leaf: _Leaf, dim: int) -> Tensor:
     return x.to(wide(x.dtype))
 
 
-def _placed(news: list[Any], olds: list[Any], leaves: list[_Leaf], dim: int) -> list[Any]:
-    """New statistics as leaves, in the shardings and dtypes of the old ones."""
+def _placed(
+    news: list[Any], olds: list[Any], leaves: list[_Leaf], dim: int, rounded: Callable[..., Tensor]
+) -> list[Any]:
+    """New statistics as leaves, in the shardings of the old ones and rounded to their dtypes."""
     result: list[Any] = []
     for new, old, leaf in zip(news, olds, leaves, strict=True):
-        if new is None or leaf.sharding is None:
-            result.append(new if new is None else new.to(old.dtype))
+        if new is None:
+            result.append(None)
             continue
-        at_grad = _statistic_sharding(leaf.sharding, leaf.leaf.ndim, dim)
-        placed = at_grad.to_dtensor(new.to(old.dtype), _statistic_shape(leaf.shape, dim))
+        at_grad = leaf.sharding and _statistic_sharding(leaf.sharding, leaf.leaf.ndim, dim)
+        shape = _statistic_shape(leaf.shape, dim)
+        new = rounded(new, old.dtype, leaf=leaf_of(leaf.path, shape, at_grad), role=str(dim))
+        if at_grad is None:
+            result.append(new)
+            continue
+        placed = at_grad.to_dtensor(new, shape)
         result.append(redistribute(placed, replace(sharding_of(old), mesh=at_grad.mesh, assigned=at_grad.assigned)))
     return result

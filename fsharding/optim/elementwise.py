@@ -47,7 +47,9 @@ from fsharding.optim.chunked_update import (
     init_moments,
     leaves_of,
     local_leaf,
+    round_moment,
     rounds_by_key,
+    rounds_moments,
     step_key,
     write_param,
 )
@@ -362,8 +364,9 @@ def run_rule(
             result |= dict(zip(direct, new, strict=True))
     rest = [i for i, is_ready in enumerate(ready) if not is_ready]
     if rest:
-        coded = any(is_coded(column[i]) for i in rest for column in moments)
-        placed = coded or (values is not None and rounds_by_key(values, context))
+        kept_moments = [column[i] for i in rest for column in moments]
+        placed = any(map(is_coded, kept_moments)) or rounds_moments(kept_moments, context)
+        placed = placed or (values is not None and rounds_by_key(values, context))
         leaves = leaves_of(home, context.shardings) if placed else [local_leaf(g.shape) for g in grads]
         if values is None:
             # Moments of 8 bits are computed in float32 even if their gradient is wider; the update is as wide as it.
@@ -405,8 +408,12 @@ def _run_on_chunks(
         given = [chunk.of(of_leaves[i].grad).to(dtype, copy=trial or copied).contiguous() for i, chunk in batch]
         wider = [[x.to(dtype).contiguous() for x in column] for column in parts]
         new = kernel(values, given, *wider, step)
-        for column, computed in zip(parts, wider, strict=True):
-            changed = [(x, y) for x, y in zip(column, computed, strict=True) if x is not y]
+        for role, column, computed in zip(ROLES, parts, wider, strict=False):
+            changed = [
+                (x, y if trial else round_moment(y, x.dtype, context, of_leaves[i].leaf, role, chunk, key))
+                for (i, chunk), x, y in zip(batch, column, computed, strict=True)
+                if x is not y
+            ]
             _compat.foreach_copy_([x for x, _ in changed], [y for _, y in changed])
         if trial:
             return
@@ -419,7 +426,8 @@ def _run_on_chunks(
     moments = [*zip(*(part.moments for part in of_leaves), strict=True)]
     leaves = [part.leaf for part in of_leaves]
     kinds = [part.kind for part in of_leaves]
-    change_chunks(leaves, moments, change, kinds=kinds, key=key, finite=step.finite)
+    keyed = context.rounding != "nearest"
+    change_chunks(leaves, moments, change, kinds=kinds, key=key, keyed=keyed, finite=step.finite)
 
 
 def _alike(columns: Sequence[Sequence[Any]]) -> bool:

@@ -90,9 +90,10 @@ def from_torch(
 
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
-        moments: the dtype in which the state that has the shape of parameters is kept between updates; by default that
-            of the layout's `Precision`, or else what torch takes, which is the parameter's dtype, float32 at least. An
-            update computes in what torch takes.
+        moments: the dtype in which the state that has the shape of parameters is kept between updates, float32 at
+            least: torch's kernels write it themselves, rounded to nearest, and a narrower one would lose most changes.
+            By default it is that of the layout's `Precision`, or else what torch takes, which is the parameter's dtype,
+            float32 at least. An update computes in what torch takes.
         **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
             `fused=True` the last bits may depend on where a leaf is cut.
 
@@ -100,7 +101,7 @@ def from_torch(
         TreeError: from the update: no parameters, or something else than gradients and this state.
         ConfigError: it is no class of optimizers, couples elements of a parameter, keeps state apart from parameters,
             wants a closure or sparse gradients, or has settings that make no pure function; the text says what to use.
-            Or kernels lack the dtype of `moments`.
+            Or `moments`, or from `init` those of the layout, are below float32, or kernels lack their dtype.
 
     Example:
         >>> params, opt = {"w": torch.ones(2)}, fs.optim.from_torch(torch.optim.NAdam, lr=0.1)
@@ -109,7 +110,7 @@ def from_torch(
         (True, ['exp_avg', 'exp_avg_sq'])
     """
     _refuse_others(optimizer, settings)
-    own = check_dtype("moments", moments)
+    own = _refuse_narrow(check_dtype("moments", moments))
     rate = as_schedule(settings["lr"]) if callable(settings.get("lr")) else None
     if rate is not None:
         settings = {**settings, "lr": rate(0)}
@@ -120,7 +121,7 @@ def from_torch(
 
     @public("fs.optim.from_torch(...).init")
     def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
-        kept = own or refuse_format(context.moments, "torch's optimizer has tensors of its own")
+        kept = own or _refuse_narrow(refuse_format(context.moments, "torch's optimizer has tensors of its own"))
         kinds = {x.dtype: kinds_of(wide(x.dtype)) for x in tree.leaves(params)}
         names = [list(dict.fromkeys(name for k in kinds.values() for name in k[part])) for part in (0, 1)]
 
@@ -181,6 +182,15 @@ def from_torch(
         return like(resharded, deltas), TorchState(state.count + 1, new_slots, new_scalars)
 
     return ContextTransformation(init, update)
+
+
+def _refuse_narrow(moments: torch.dtype | None) -> torch.dtype | None:
+    """Refuse moments below float32, and return others."""
+    if moments is not None and wide(moments) != moments:
+        text = f"cannot keep moments in {moments}: torch's kernels round to nearest, which loses most of their changes."
+        mend = "Give it moments=torch.float32 of its own, or use an optimizer such as fs.adamw, which rounds by key."
+        raise ConfigError(message(text, mend=mend))
+    return moments
 
 
 def _torch_slot(x: Tensor, dtype: torch.dtype, donate: bool) -> Tensor:

@@ -35,7 +35,7 @@ from fsharding.comm.disk import OnDisk, joined, rows_together
 from fsharding.comm.leaf_memory import Copies, compute_device, copied, empty_on_host, is_away, memory_of, written
 from fsharding.comm.redistribute import in_buckets
 from fsharding.optim.base import UpdateContext, like_leaf
-from fsharding.optim.chunked_update import rounds_by_key
+from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
 from fsharding.optim.coded_moment import is_coded
 from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import like, local_of, sharding_of
@@ -155,10 +155,10 @@ class _Piece(NamedTuple):
 
 def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext) -> list[_Window] | None:
     """Plan the windows; return None if a leaf that is away belongs to no parameter."""
-    parts: dict[str, list[Any]] = {name: [] for name in sorted(tree.paths(values.params))}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in sorted(tree.paths(values.params))}
     for path, x in _leaves(values).items():
         if path in owners:
-            parts[owners[path]].append(x)
+            parts[owners[path]][path] = x
         elif any(map(is_away, tree.leaves(x))):
             return None
     pieces = {name: _pieces(name, leaves, context) for name, leaves in parts.items()}
@@ -180,13 +180,17 @@ def _rows_of(some: Sequence[_Piece], whole: Sequence[_Piece]) -> Rows | None:
     return None if len(some) == len(whole) or first is None or last is None else (first[0], last[1])
 
 
-def _pieces(name: str, leaves: Sequence[Any], context: UpdateContext) -> list[_Piece]:
+def _pieces(name: str, leaves: Mapping[str, Any], context: UpdateContext) -> list[_Piece]:
     """Split a parameter into ranges of rows if all its leaves are sharded alike, else return one piece."""
-    flat = [x for leaf in leaves for x in tree.leaves(leaf)]
+    flat = [x for leaf in leaves.values() for x in tree.leaves(leaf)]
+    # Bits of keyed rounding follow from the index in the whole leaf, which a range of rows does not tell.
+    keyed = rounds_by_key(flat, context) or rounds_moments(
+        (x for path, x in leaves.items() if path.startswith(_STATE)), context
+    )
     first = flat[0]
     total = sum(math.prod(_most(x)) * x.element_size() for x in flat if is_away(x))
     alike = all(isinstance(x, DTensor) and (x.shape, x.placements) == (first.shape, first.placements) for x in flat)
-    if alike and first.ndim and not any(map(is_coded, leaves)) and not rounds_by_key(flat, context):
+    if alike and first.ndim and not any(map(is_coded, leaves.values())) and not keyed:
         shape, here = _most(first), local_of(first).shape
         step = rows_together(shape)
         # If other dims are sharded unevenly, ranks would disagree on how many rows an extent of the file has.
@@ -357,7 +361,7 @@ class _Coming(NamedTuple):
     copies: dict[str, Tensor]
 
 
-_GRADS = f"{_Values._fields[0]}."
+_GRADS, _STATE = (f"{field}." for field in _Values._fields[:2])
 
 
 def _is_off_host(x: Tensor) -> bool:

@@ -29,9 +29,9 @@ ROLES = {
     "reduce": Precision(reduce=BF16),
     "grads": Precision(grads=BF16),
     "wide_grads": Precision(grads=F64),
-    "moments": Precision(moments=BF16),
+    "moments": Precision(moments=BF16, rounding="nearest"),  # as torch rounds
     "wide_moments": Precision(moments=F64),
-    "all": Precision(params=F32, compute=F16, reduce=BF16, grads=F16, moments=BF16),
+    "all": Precision(params=F32, compute=F16, reduce=BF16, grads=F16, moments=BF16, rounding="nearest"),
 }
 
 

@@ -28,7 +28,7 @@ OPTIMIZERS = {
         fs.optim.add_noise(0.1, fs.random.key(3)), fs.adamw(lambda count: 0.1 / (1 + count))
     ),
     "average": lambda: fs.optim.chain(fs.optim.lookahead(fs.adamw(RATES), every=2), fs.optim.ema(0.9)),
-    "torch": lambda: fs.optim.from_torch(torch.optim.NAdam, lr=1e-3),
+    "torch": lambda: fs.optim.from_torch(torch.optim.NAdam, lr=1e-3, moments=torch.float32),
 }
 
 

@@ -160,19 +160,26 @@ def test_a_state_is_rebuilt_from_its_description():
 
 
 # ------------------------------------------------------------------------------------------ bfloat16 parameters, by key
-def test_the_mean_of_rounding_by_key_is_exact():
+@pytest.mark.parametrize(("dtype", "last_bit"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=str)
+def test_the_mean_of_rounding_by_key_is_exact(dtype, last_bit):
+    def rounded(x, noise):
+        return codec.round_keyed(x, dtype, noise)
+
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
+    x[::2] *= 1e-6  # in float16 below its normal numbers
     generator, draws = torch.Generator().manual_seed(1), 64
-    mean = torch.stack(
-        [codec.to_bfloat16(x, torch.rand(x.shape, generator=generator)).float() for _ in range(draws)]
-    ).mean(0)
-    nearest = (x.bfloat16().float() - x).abs().mean()
-    assert (mean - x).abs().mean() < nearest / 4
-    exact = torch.tensor([0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, 2.0**-133])
-    assert_bitwise_equal(codec.to_bfloat16(exact, torch.full((7,), 0.999)), exact.bfloat16())
-    assert codec.to_bfloat16(torch.tensor([torch.nan]), torch.zeros(1)).isnan().all()
-    up, down = (codec.to_bfloat16(torch.tensor([1.0 + 2**-9]), torch.tensor([u])) for u in (0.99, 0.01))
-    assert (float(up), float(down)) == (1.0 + 2**-7, 1.0)
+    mean = torch.stack([rounded(x, torch.rand(x.shape, generator=generator)).float() for _ in range(draws)]).mean(0)
+    for half in (slice(0, None, 2), slice(1, None, 2)):
+        nearest = (x[half].to(dtype).float() - x[half]).abs().mean()
+        assert (mean - x)[half].abs().mean() < nearest / 4
+    exact = torch.tensor([0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.finfo(dtype).smallest_normal * last_bit])
+    assert_bitwise_equal(rounded(exact, torch.full((7,), 0.999)), exact.to(dtype))
+    assert rounded(torch.tensor([torch.nan]), torch.zeros(1)).isnan().all()
+    up, down = (rounded(torch.tensor([1.0 + last_bit / 4]), torch.tensor([u])) for u in (0.99, 0.01))
+    assert (float(up), float(down)) == (1.0 + last_bit, 1.0)
+    least = torch.finfo(dtype).smallest_normal * last_bit
+    up, down = (rounded(torch.tensor([-1.25 * least]), torch.tensor([u])) for u in (0.01, 0.99))
+    assert {float(up), float(down)} == {-least, -2 * least}
 
 
 SMALL = 2.0**-10  # a quarter of what moves a bfloat16 of 1 to its neighbor
