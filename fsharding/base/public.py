@@ -40,6 +40,7 @@ from fsharding.base.errors import (
     message,
     report,
 )
+from fsharding.base.local_paths import check_local
 
 __all__ = [
     "YIELDS",
@@ -351,16 +352,18 @@ def refuse_state(x: Any) -> None:
 
 
 def check_path(what: str, path: Any, call: str) -> None:
-    """Refuses what is no path where one comes first.
+    """Refuses what is no path where one comes first, and URLs.
 
     Args:
         what: it takes, such as "a path, then a Layout".
 
     Raises:
         ArgumentError: it is none.
+        ConfigError: it is a URL.
     """
     if not isinstance(path, str | os.PathLike):
         raise refuse(what, path, f"Give the directory first: {call}.")
+    check_local(path)
 
 
 def check_timeout(timeout: Any) -> None:

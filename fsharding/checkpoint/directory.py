@@ -19,6 +19,7 @@ from typing import NamedTuple, Self, TypeAlias
 
 from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, message, report
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import read_json, read_plain
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
@@ -399,8 +400,10 @@ def real_path(path: StrPath) -> Path:
     """The real path of what a user named, which need not be there.
 
     Raises:
+        ConfigError: it is a URL.
         CheckpointError: it is no path of any file: it has a null byte.
     """
+    check_local(path)
     try:
         return Path(os.path.realpath(path))
     except ValueError as error:
@@ -552,7 +555,7 @@ def survey(directory: StrPath) -> list[Seen]:
     Args:
         directory: which holds checkpoints, under any names; what saves of steps have left unfinished counts as well.
     """
-    root = Path(os.path.realpath(directory))
+    root = real_path(directory)
     steps = _steps(root)
     result = list[Seen]()
     for name in os.listdir(root) if root.is_dir() else ():

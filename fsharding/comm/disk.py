@@ -28,6 +28,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding.base import _compat
 from fsharding.base.errors import DiskError, message
+from fsharding.base.local_paths import check_local
 
 __all__ = ["OnDisk", "disk_folder", "extent_sizes", "in_memory", "joined", "reserve", "rows_together", "store"]
 
@@ -50,7 +51,9 @@ _MEND = "Give a directory with more room: FSHARDING_DISK=/path/of/a/fast/disk. T
 
 def disk_folder() -> Path:
     """Return the directory of the file: `FSHARDING_DISK`, or that of temporary files."""
-    return Path(os.environ.get("FSHARDING_DISK") or tempfile.gettempdir())
+    folder = os.environ.get("FSHARDING_DISK") or tempfile.gettempdir()
+    check_local(folder)
+    return Path(folder)
 
 
 class _Extent(NamedTuple):

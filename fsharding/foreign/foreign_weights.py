@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsharding.base.calls import call_as, named, public_name
 from fsharding.base.errors import CheckpointError, listed, message
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import beside, open_plain, own_tree, read_json
 from fsharding.checkpoint.byte_ranges import Range, read_range
 from fsharding.checkpoint.directory import StrPath
@@ -125,6 +126,7 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
         prefix: of the names that count; they are without it.
         mend: what to give instead, where it takes less than `open_weights`.
     """
+    check_local(path)
     where = Path(path)
     try:
         where = _where(path)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.errors import CheckpointError, message
+from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
@@ -73,6 +74,7 @@ def load_weights(
     Raises:
         CheckpointError: on every rank, with all tensors that are missing, extra, or of another shape or dtype; or
             weights that cannot be read.
+        ConfigError: the path is a URL.
         LayoutError: the layout is on an abstract mesh.
 
     Example:
@@ -85,6 +87,7 @@ def load_weights(
         >>> fs.unshard(state.params["w"]).shape
         torch.Size([2, 3])
     """
+    check_local(path)
     wants = main_wants(like) if isinstance(like, Layout) else _of_tree(like)
     structure = like.structure if isinstance(like, Layout) else tree.flatten(like)[1]
 

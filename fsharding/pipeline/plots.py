@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import open_plain, parse_json
 from fsharding.pipeline.actions import Action, computes_in
 from fsharding.pipeline.schedule import Schedule
@@ -172,6 +173,7 @@ def draw_schedule(
         >>> path.exists()
         True
     """
+    check_local(path)
     require_matplotlib("a schedule", instead=", or print(schedule.show())")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
     from matplotlib.figure import Figure  # lazy: as above

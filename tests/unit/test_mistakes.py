@@ -577,6 +577,11 @@ MISTAKES = {
         "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh).",
         lambda at: fs.checkpoint.load("ckpt", at.state),
     ),
+    "save to a URL": (
+        ConfigError,
+        "Mount the storage and give the path below its mount point",
+        lambda at: fs.checkpoint.save("s3://bucket/run/1", at.state),
+    ),
     "save with the state first": (
         ArgumentError,
         "Give the directory first: fs.checkpoint.save(path, state).",

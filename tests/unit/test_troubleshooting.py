@@ -338,6 +338,7 @@ MISTAKES = {
     ),
     "a loader's position on another number of data ranks": other_data_ranks,
     # ----------------------------------------------------------------------------------- checkpoints and other layouts
+    '`fs.checkpoint.save("s3://bucket/run/1", state)`': lambda at: fs.checkpoint.save("s3://bucket/run/1", at.state),
     "`fs.checkpoint.save(state, path)`": lambda at: fs.checkpoint.save(at.state, "ckpt"),
     "`fs.checkpoint.load(path, state)`": lambda at: fs.checkpoint.load("ckpt", at.state),
     "a directory without a checkpoint": lambda at: fs.checkpoint.load(at.folder / "none", at.layout),

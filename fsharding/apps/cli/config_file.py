@@ -22,6 +22,7 @@ import yaml
 
 from fsharding.base.calls import call_as, public_name
 from fsharding.base.errors import ConfigError, did_you_mean, message, report
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import read_plain
 
 __all__ = ["OWN_OPTIONS", "config_text", "read_options", "with_config_file"]
@@ -78,8 +79,9 @@ def read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
         config: the dataclass of the options.
 
     Raises:
-        ConfigError: it cannot be read, or has unknown keys, or values of a wrong type.
+        ConfigError: it is a URL, cannot be read, or has unknown keys, or values of a wrong type.
     """
+    check_local(path)
     try:
         text = read_plain(os.path.realpath(path), _MOST_BYTES).decode("utf-8")
         pairs = _parse_toml(text) if path.suffix == ".toml" else _parse_yaml(text)

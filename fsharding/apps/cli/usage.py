@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsharding.base.calls import call_as
 from fsharding.base.errors import ConfigError, MeshError, did_you_mean, report
+from fsharding.base.local_paths import URL_MEND, is_url
 from fsharding.mesh.abstract_mesh import AXES, parse_axes, unknown_axis
 from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
 
@@ -38,6 +40,8 @@ _COUNTS = {"microbatches", "batch", "seq_len", "rounds", "units", "leaves", "siz
 """Numbers of a measurement, each at least 1."""
 _ARGUMENTS = ("path", "source")
 """Checkpoints, which stand on the command line without a name."""
+_TEXT_PATHS = ("data", "val_data", "resume")
+"""Options that may hold a path, and other words too."""
 _READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
 """Files and directories that a command reads; `default` is data that comes with Python."""
 
@@ -73,7 +77,7 @@ def check_values(command: str, config: Any) -> None:
     """Refuses names that options do not take, axes and paths that there are not, and numbers of measurements below 1.
 
     Raises:
-        ConfigError: an unknown name, nothing at a path, or a number that is too small.
+        ConfigError: an unknown name, a URL, nothing at a path, or a number that is too small.
         MeshError: an unknown axis.
     """
     values = vars(config)
@@ -100,13 +104,21 @@ def check_values(command: str, config: Any) -> None:
 
 
 def _check_paths(command: str, values: Mapping[str, Any]) -> None:
-    """Refuses paths to read where nothing is."""
+    """Refuses URLs, and paths to read where nothing is."""
+    given = {name: value for name, value in values.items() if name in _TEXT_PATHS or isinstance(value, Path)}
+    if urls := [_typed(name, path) for name, path in given.items() if is_url(path)]:
+        raise ConfigError(report(f"{command} takes paths of files and directories; got URLs.", urls, URL_MEND))
     paths = {name: values.get(name) for name in _READ}
     lost = [(name, path) for name, path in paths.items() if path and path != "default" and not os.path.lexists(path)]
     if lost:
-        rows = [str(path) if name in _ARGUMENTS else f"--{name.replace('_', '-')} {path}" for name, path in lost]
+        rows = [_typed(name, path) for name, path in lost]
         mend = f"Correct them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."
         raise ConfigError(report(f"{command} finds nothing at {len(rows)} of its paths.", rows, mend))
+
+
+def _typed(name: str, path: Any) -> str:
+    """Return a path as it stands on the command line."""
+    return str(path) if name in (*_ARGUMENTS, "target") else f"--{name.replace('_', '-')} {path}"
 
 
 def _refuse(command: str, option: str, value: str, known: Iterable[str]) -> None:

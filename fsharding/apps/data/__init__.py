@@ -27,6 +27,7 @@ from fsharding.apps.data.packed import Packed, packed, write_tokens
 from fsharding.apps.data.text_files import StrPath, python_stdlib_files, read_files
 from fsharding.base.calls import named
 from fsharding.base.errors import DataError, message
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import open_plain, read_json
 from fsharding.train.shard import WHOLE, Data, Shard
 
@@ -250,6 +251,7 @@ def from_tokens(
         >>> data.vocab_size, data.batch(0)["tokens"].shape
         (100, torch.Size([2, 4]))
     """
+    check_local(path)
     if dtype not in _ITEM:
         rule = f"cannot read dtype {dtype!r} from {path}."
         raise DataError(message(rule, mend=f"Give one of {', '.join(_ITEM)}."))
@@ -311,6 +313,7 @@ def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, docume
         >>> data.stream.size, data.vocab_size
         (100, 50257)
     """
+    check_local(spec)
     if spec == "default":
         files = python_stdlib_files()
         data = from_files(files, batch_size=batch_size, seq_len=seq_len, seed=seed, documents=documents)

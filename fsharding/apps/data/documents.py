@@ -24,6 +24,7 @@ from fsharding.apps.data.text_files import StrPath, files_below, python_stdlib_f
 from fsharding.apps.data.tokenizer import require_text_extra
 from fsharding.base.calls import named
 from fsharding.base.errors import DataError, message
+from fsharding.base.local_paths import check_local
 from fsharding.base.public import kind_of
 
 __all__ = ["Source", "check_column", "is_table", "open_documents", "sample", "source_of"]
@@ -80,6 +81,7 @@ def open_documents(path: StrPath, *, split: str = "train", streaming: bool = Fal
         ...     fs.data.open_documents(folder)
         ['to be', 'or not']
     """
+    check_local(path)
     if path == "default":
         return _texts(python_stdlib_files())
     path = Path(path)

@@ -26,6 +26,7 @@ from fsharding.apps.data.text_files import StrPath
 from fsharding.apps.data.tokenizer import Encoder, open_encoder
 from fsharding.base.calls import call_as, named, public_name
 from fsharding.base.errors import DataError, message, report
+from fsharding.base.local_paths import check_local
 from fsharding.base.public import kind_of
 from fsharding.train.shard import WHOLE, Shard
 
@@ -486,6 +487,7 @@ def write_tokens(
         >>> data.stream.tolist(), data.begins.tolist()
         ([1, 2, 3, 0, 4, 5, 0], [0, 4, 7])
     """
+    check_local(path)
     path = Path(path)
     if path.suffix != ".bin":
         mend = f"Give {path.with_suffix('.bin').name!r}."

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from fsharding.base.calls import named
 from fsharding.base.errors import DataError, message
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import read_plain
 
 __all__ = ["StrPath", "files_below", "python_stdlib_files", "read_files"]
@@ -39,6 +40,8 @@ def read_files(paths: StrPath | Iterable[StrPath]) -> tuple[bytearray, list[int]
         DataError: a path is missing or cannot be read, there are no files, or all are empty.
     """
     names = [paths] if isinstance(paths, str | os.PathLike) else paths
+    names = [*names]
+    check_local(*names)
     given = sorted({Path(name) for name in names}, key=Path.as_posix)
     files: dict[Path, Path] = {}
     for path in given:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsharding.base.errors import ConfigError, DataError, message
+from fsharding.base.local_paths import check_local
 from fsharding.base.public import kind_of
 from fsharding.base.untrusted import read_json
 
@@ -76,6 +77,7 @@ def open_encoder(tokenizer: Any, eos: int | str | None, vocab_size: int | None) 
         return Encoder(None, vocab_size, _fits(eos, vocab_size), "ids")
     own_eos: str | None = None
     if isinstance(tokenizer, str | os.PathLike):
+        check_local(tokenizer)
         tokenizer, own_eos = _read(Path(tokenizer))
     # A fast tokenizer of transformers has one of `tokenizers` inside, and its own name of the end.
     inner = getattr(tokenizer, "backend_tokenizer", None) or tokenizer

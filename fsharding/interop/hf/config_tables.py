@@ -15,6 +15,7 @@ from typing import Any
 
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, listed, message, report
+from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import beside, read_json
 from fsharding.foreign.coded_weights import CONFIG_LIMIT, blocks_of
 from fsharding.interop.hf.config_fields import FIELDS, IGNORED, ONLY, READ, Only
@@ -91,6 +92,7 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
         >>> config.layers, config.heads, config.rope_base
         (32, 32, 500000.0)
     """
+    check_local(source)
     entries = source if isinstance(source, Mapping) else read_config(source)
     published = {"config.json": dict(entries)}
     if not isinstance(source, Mapping) and (generation := _read_generation(source)) is not None:
