@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base import _compat, tree
-from fsharding.base.errors import BatchError, MeshError, message
+from fsharding.base.devices import accelerator
+from fsharding.base.errors import BatchError, LayoutError, MeshError, message
 from fsharding.base.public import kind_of, public, refuse
 from fsharding.comm.counters import Traffic, count_bytes
 from fsharding.comm.stream_log import peak_bytes, recording_streams
@@ -117,12 +118,14 @@ def expected_memory(
     Returns:
         Bytes; each tensor counts in multiples of 512, as torch's allocators of accelerators give them. On the mesh of
         an accelerator some KB may be missing, for single numbers by which ranks compare what they do. On an abstract
-        mesh the step takes the kernels of a CPU, so this is an estimate: within 15 % for small decoders. Workspaces of
-        kernels and memory that an allocator keeps for later are not counted.
+        mesh the step takes the kernels of a CPU, so this is an estimate: within 15 % for small decoders; activations
+        that a policy offloads count there. A strategy with other kinds of memory takes the accelerator that is here.
+        Workspaces of kernels and memory that an allocator keeps for later are not counted.
 
     Raises:
         ArgumentError: an argument of another kind.
         BatchError: the batch has a leaf that isn't a tensor, or no leaf.
+        LayoutError: the strategy keeps something on the host or on disk, and no accelerator is here.
         MeshError: `coord` is outside the mesh.
 
     Example:
@@ -134,9 +137,11 @@ def expected_memory(
         >>> peak > layout.memory(fs.adamw(1e-3)).total
         True
     """
+    device = _device_with_memory(layout)
     # After its first step a state has counts on the device.
-    log = fake_step(recording_streams, model, opt, layout, batch, coord=coord, buffers=buffers, steps=2, **options)
-    return peak_bytes(log.rows, _device_type(layout))
+    options |= {"coord": coord, "buffers": buffers, "steps": 2, "device_type": device}
+    log = fake_step(recording_streams, model, opt, layout, batch, **options)
+    return peak_bytes(log.rows, device)
 
 
 def fake_step(
@@ -165,10 +170,8 @@ def fake_step(
     Raises:
         ArgumentError: a layout that isn't one.
     """
-    if not isinstance(layout, Layout):
-        raise refuse("a layout", layout, "Make one with fs.plan_layout.")
     shapes = _shapes(batch)
-    shape = abstract(layout.mesh)
+    shape = abstract(_checked(layout).mesh)
     rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
     device: Any = device_type or _device_type(layout)
     step = make_train_step(model, opt, **options)
@@ -185,6 +188,31 @@ def fake_step(
 
 def _device_type(layout: Layout) -> str:
     return "cpu" if isinstance(layout.mesh, AbstractMesh) else layout.mesh.device_type
+
+
+def _device_with_memory(layout: Layout) -> str:
+    """Return a type of device whose memory differs from the other kinds that a layout takes.
+
+    Raises:
+        ArgumentError: a layout that isn't one.
+        LayoutError: none is here.
+    """
+    device = _device_type(_checked(layout))
+    is_abstract = isinstance(layout.mesh, AbstractMesh)
+    away = [str(choice) for choice in layout.strategy.memory if is_abstract or choice.kind == "disk"]
+    if away and is_abstract:
+        device = accelerator()
+    if away and device == "cpu":
+        text = "needs an accelerator to tell its memory from memory of the host and of files, and there is none."
+        mend = "Call it where one is, with this layout; layout.memory(opt) has the bytes of each kind between steps."
+        raise LayoutError(message(text, away, mend))
+    return device
+
+
+def _checked(layout: Layout) -> Layout:
+    if not isinstance(layout, Layout):
+        raise refuse("a layout", layout, "Make one with fs.plan_layout.")
+    return layout
 
 
 def _shapes(batch: Any) -> Any:

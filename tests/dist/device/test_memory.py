@@ -83,7 +83,7 @@ def peaks(case):
 def test_the_peak_of_a_step_is_the_plan(pool, name):
     for (expected, without_devices), found in pool.run(peaks, CASES[name]):
         assert all(0 <= peak - expected <= NUMBERS for peak in found[1:]), (expected, found)
-        if not name.endswith(("offload", "offload_inputs", "moments", "host")):  # A CPU leaves them where they are.
+        if not name.endswith(("offload", "offload_inputs")):  # A CPU leaves them where they are.
             assert abs(without_devices - expected) <= 0.15 * expected, (
                 "the kernels of a CPU, which differ here and there"
             )

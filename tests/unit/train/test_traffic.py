@@ -9,10 +9,11 @@ import torch.distributed.distributed_c10d as c10d
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.base.errors import ArgumentError, BatchError, MeshError
+from fsharding.base.errors import ArgumentError, BatchError, LayoutError, MeshError
 from fsharding.comm.counters import Sent
 from fsharding.mesh import failures, groups
 from fsharding.testing import run_ranks
+from tests import helpers
 from tests.helpers import slow
 
 L, D, H, E, F, V = 3, 32, 8, 4, 40, 64
@@ -230,3 +231,17 @@ def test_bad_arguments():
         fs.debug.expected_traffic(loss_fn, opt, batch, layout)
     with pytest.raises(ArgumentError):
         fs.debug.expected_traffic(torch.nn.Linear(2, 2), opt, layout, batch)
+
+
+# -------------------------------------------------------------------------------------------------- kinds of memory
+@pytest.mark.parametrize("memory", [{"moments": "host"}, {"moments": "disk"}, {"params": {"w": "host"}}])
+def test_memory_of_the_host_is_not_counted_as_the_devices(memory):
+    """On the simulated device the two are told apart: tests/dist/device/test_memory.py."""
+    opt, batch = fs.adamw(1e-3), {"x": torch.ones(3, 8)}
+    model = {"w": fs.random.zeros((8, 4)), "b": fs.random.zeros((4,))}
+    plain = fs.plan_layout(model, fs.AbstractMesh(("dp",), (2,)), strategy=fs.zero(3))
+    assert fs.debug.expected_memory(loss_fn, opt, plain, batch) > 0
+    layout = plain.with_strategy(fs.zero(3).with_memory(**memory))
+    text = helpers.refusal(fs.debug.expected_memory, loss_fn, opt, layout, batch, kind=LayoutError)
+    assert text.startswith("fs.debug.expected_memory needs an accelerator") and "layout.memory(opt)" in text
+    assert f"  {layout.strategy.memory[-1]}\n" in text
