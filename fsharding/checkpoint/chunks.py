@@ -60,11 +60,13 @@ class Stored(NamedTuple):
         shape: global shape.
         dtype: its name, such as "float32".
         chunks: where its boxes are.
+        why: why it is not read; it has no chunks then.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Entry, ...]
+    why: str = ""
 
 
 def file_name(number: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsharding.base.errors import CheckpointError, message
+from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.untrusted import open_plain
 from fsharding.checkpoint.chunks import Place, Stored, checked, unfit
 from fsharding.checkpoint.inert_pickle import Find, Global, Made, Pairs, named, unpickled
@@ -155,6 +155,7 @@ def _leaves(
 ) -> tuple[dict[str, Stored], list[str]]:
     """The leaves, and one row for whatever is wrong with them."""
     storage = _storage(fields.get("storage_data"))
+    changed = _changed(fields["storage_data"])
     leaves: dict[str, Stored] = {}
     rows: list[str] = []
     for path, entry in named(fields.get("state_dict_metadata")).items():
@@ -163,6 +164,9 @@ def _leaves(
                 shape, dtype, places = _leaf(path, _fields(entry, "TensorStorageMetadata"), storage)
             except (ValueError, KeyError) as error:
                 rows.append(f"{path}: {f'it has no {error}' if isinstance(error, KeyError) else error}")
+                continue
+            if path in changed and not strict:
+                leaves[path] = Stored(shape, dtype, (), changed[path])
                 continue
             leaves[path], wrong = checked(path, shape, dtype, places, sizes, values=False)
             rows += wrong
@@ -187,13 +191,28 @@ def _storage(pairs: object) -> dict[tuple[str, tuple[int, ...]], Place | None]:
     return result
 
 
+def _changed(pairs: Pairs) -> dict[str, str]:
+    """Why the chunks of leaves are not read, by path: they went through something, such as compression."""
+    changed: dict[str, str] = {}
+    for key, value in pairs:
+        if (transforms := _transforms(value)) is not None:
+            names = listed(map(str, transforms)) if isinstance(transforms, list) else str(transforms)
+            path = str(_fields(key, "MetadataIndex").get("fqn"))
+            changed[path] = f"it was written through {names}: load it with torch and save it without _extensions"
+    return changed
+
+
 def _place(value: object) -> Place | None:
     info = _fields(value, "_StorageInfo", "torch.distributed.checkpoint.filesystem")
     name, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(name, str) or type(start) is not int or type(length) is not int:
         raise ValueError("a chunk is at no place")
-    # Chunks that were transformed on the way, such as compressed, are not read.
-    return (name, start, length) if info.get("transform_descriptors") is None else (name, -1, length)
+    return (name, start, length) if _transforms(value) is None else (name, -1, length)
+
+
+def _transforms(value: object) -> object:
+    """What chunks went through on the way, such as compression; None for nothing."""
+    return _fields(value, "_StorageInfo", "torch.distributed.checkpoint.filesystem").get("transform_descriptors")
 
 
 def _leaf(

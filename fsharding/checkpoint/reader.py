@@ -26,7 +26,7 @@ from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.chunks import Entry, Stored, from_manifest
 from fsharding.checkpoint.dcp_metadata import LARGEST, inventory
 from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
-from fsharding.checkpoint.torch_record import Record, Window, parse_record
+from fsharding.checkpoint.torch_record import OddTensorError, Record, Window, parse_record
 from fsharding.checkpoint.writer import METADATA
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -175,6 +175,7 @@ class Source:
 
     Attributes:
         leaves: global shape and dtype of every leaf, by path.
+        unread: why others of a checkpoint of plain torch are not read, by path.
     """
 
     def __init__(
@@ -186,7 +187,10 @@ class Source:
         if files is None:
             names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
             files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
-        self.leaves = {path: LeafType(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items()}
+        self.unread = {path: leaf.why for path, leaf in inventory.items() if leaf.why}
+        self.leaves = {
+            path: LeafType(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items() if not leaf.why
+        }
         self._folder = folder
         self._inventory = inventory
         self._blocks = _Blocks(folder, files)
@@ -281,6 +285,9 @@ class Source:
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
+            if isinstance(error, OddTensorError):
+                text = message(f"cannot read a record of {self._folder / chunk.file}.", [f"{chunk.path}: {error}"])
+                raise CheckpointError(text) from error
             rule = f"refuses a record of {self._folder / chunk.file}."
             mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
             raise CheckpointError(message(rule, [f"{chunk.path}: {error}"], mend)) from error

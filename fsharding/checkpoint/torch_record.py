@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from fsharding.base.errors import listed
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, unpickled
 
-__all__ = ["WHOLE", "Record", "Window", "parse_file", "parse_plain", "parse_record"]
+__all__ = ["WHOLE", "OddTensorError", "Record", "Unread", "Window", "parse_file", "parse_plain", "parse_record"]
 
 _PICKLE_LIMIT = 1 << 16
 _DIRECTORY_LIMIT = 1 << 17
@@ -29,6 +30,8 @@ WHOLE = 128 << 20
 """Bytes of each, of a file of many tensors."""
 
 _DEPTH = 100
+_FREE_VALUES = 10_000
+"""How deep what a file holds may be, and how many values it may have beyond one for each byte."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -46,6 +49,20 @@ class Record(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
+
+
+class Unread(NamedTuple):
+    """A tensor in a file that is not read.
+
+    Attributes:
+        why: what it is, and what to save instead.
+    """
+
+    why: str
+
+
+class OddTensorError(ValueError):
+    """A tensor of a kind that is not read: sparse, quantized, without values, of a subclass."""
 
 
 class Window(io.RawIOBase):
@@ -102,10 +119,17 @@ def parse_record(window: Window, length: int) -> Record:
         length: of the record in bytes.
 
     Raises:
+        OddTensorError: it is a tensor of a kind that is not read.
         ValueError: it is something else, with the reason.
     """
     members = _members(window)
-    held = unpickled(_content(window, members, "data.pkl", _PICKLE_LIMIT), _find_tensor, _storage)
+    pickled = _content(window, members, "data.pkl", _PICKLE_LIMIT)
+    try:
+        held = unpickled(pickled, _find_tensor, _storage)
+    except ValueError:
+        if why := _odd_in(pickled):
+            raise OddTensorError(why) from None
+        raise
     result = _rebuilt(held)
     if result is None:
         kinds = {Pairs: "dict", list: "list", tuple: "tuple", torch.dtype: "dtype"}
@@ -120,7 +144,7 @@ def parse_file(window: Window, length: int) -> Any:
         length: of the file in bytes.
 
     Returns:
-        Dicts by strings, lists, a `Record` for each tensor, and None for whatever is nothing of these.
+        Dicts by strings, lists, a `Record` or `Unread` for each tensor, and None for whatever is nothing of these.
 
     Raises:
         ValueError: it is something else, with the reason.
@@ -128,7 +152,7 @@ def parse_file(window: Window, length: int) -> Any:
     members = _members(window)
     pickled = _content(window, members, "data.pkl", WHOLE)
     # A dict may be in two dicts, which are in two dicts, and so on: all together is to be about as much as is written.
-    left = 10_000 + len(pickled)
+    left = _FREE_VALUES + len(pickled)
 
     def grow(node: Any, path: tuple[str, ...]) -> Any:
         nonlocal left
@@ -137,10 +161,12 @@ def parse_file(window: Window, length: int) -> Any:
             raise ValueError("what it holds is too deep, or too much for its size")
         if isinstance(node, Made):
             try:
+                if why := _why_odd(node):
+                    return Unread(why)
                 if (result := _rebuilt(node)) is not None:
                     return _located(window, members, result, length)
-                if _is_odd_tensor(node):
-                    raise ValueError("only dense tensors can be read by slices")
+            except OddTensorError as odd:
+                return Unread(str(odd))
             except ValueError as error:
                 raise ValueError(f"{'.'.join(path)}: {error}" if path else str(error)) from error
             node = _pairs(node) if node.kind == _ORDERED else None
@@ -330,6 +356,8 @@ _MORE = {
     ("torch.torch_version", "TorchVersion"), ("collections", "Counter"), ("collections", "defaultdict"),
     ("_codecs", "encode"),
     *(("builtins", name) for name in ("set", "complex", "bytearray", "dict")),
+    *(("torch", f"{kind}Storage") for kind in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.qscheme)),
 }  # fmt: skip
 """Other globals that a state dict may have; none of them is ever called, and none makes a tensor."""
 
@@ -345,7 +373,9 @@ def _find_any(module: str, name: str) -> Any:
         return result
     # Functions of torch that make tensors of other kinds, which the leaf is then refused for by its name.
     rebuilds = module in ("torch._utils", "torch._tensor") and name.startswith("_rebuild")
-    if (module, name) in _MORE or rebuilds or (module, name) in _registered():
+    # Classes of tensors, with what they are made of; each makes one leaf that is not read.
+    of_tensors = module.partition(".")[0] == "torchao" or module.startswith("torch.distributed.")
+    if (module, name) in _MORE or rebuilds or of_tensors or (module, name) in _registered():
         return Global(module, name)
     raise ValueError(f"it names {module}.{name}, which no state dict needs; nothing of it was run")
 
@@ -363,9 +393,47 @@ def _storage(pid: Any) -> _Storage:
     return _Storage(pid[1] if isinstance(pid[1], torch.dtype) else None, pid[2])
 
 
-def _is_odd_tensor(made: Made) -> bool:
-    """Whether it is a tensor of a kind that is not read: sparse, quantized, without data, of a subclass."""
-    return isinstance(made.kind, Global) and made.kind.name.startswith("_rebuild")
+_ODD = {
+    "_rebuild_sparse_tensor": "is sparse: save x.to_dense()",
+    "_rebuild_meta_tensor_no_storage": "is on the meta device, without values: save it with values",
+    "_rebuild_qtensor": "is quantized: save x.dequantize()",
+    "_rebuild_nested_tensor": "is a nested tensor: save its parts, x.unbind()",
+}
+"""What tensors are that are not read, by the function of torch that makes them."""
+
+_CLASSES = {"DTensor": "x.full_tensor()", "NestedTensor": "its parts, x.unbind()"}
+
+
+def _why_odd(made: Made) -> str:
+    """What a tensor is that is not read, and what to save instead; empty for any other value."""
+    while made.kind in _PARAMETERS and made.args and isinstance(made.args[0], Made):
+        made = made.args[0]
+    if not isinstance(made.kind, Global) or not made.kind.name.startswith("_rebuild") or _is_tensor_call(made.kind):
+        return ""
+    place = {"_rebuild_wrapper_subclass": 0, "_rebuild_from_type_v2": 1}.get(made.kind.name)
+    if place is None or len(made.args) <= place:
+        return f"it {_ODD.get(made.kind.name, 'is a tensor of a kind that is not read: save a plain one')}"
+    if made.kind == _WITH_ATTRIBUTES and made.args[place] in _PLAIN:
+        func, _, args = (*made.args, ())[:3]
+        return _why_odd(Made(func, args if isinstance(args, tuple) else ()))
+    kind = made.args[place]
+    mend = _CLASSES.get(kind.name if isinstance(kind, Global) else "", "x.dequantize(), or another plain tensor")
+    return f"it is a {kind}: save {mend}"
+
+
+def _odd_in(pickled: bytes) -> str:
+    """What the tensor of a pickle is if it is of a kind that is not read; empty for anything else."""
+    try:
+        held = unpickled(pickled, _find_any, _storage)
+        if not isinstance(held, Made):
+            return ""
+        if not (why := _why_odd(held)):
+            _rebuilt(held)  # raises for flags
+        return why
+    except OddTensorError as odd:
+        return str(odd)
+    except ValueError:
+        return ""
 
 
 def _rebuilt(made: Any) -> _Rebuilt | None:
@@ -393,7 +461,8 @@ def _dense(made: Made) -> _Rebuilt:
         raise ValueError("it holds more than a tensor")
     # Bits that say how values are to be read, such as that of a complex conjugate.
     if any(table for table in more):
-        raise ValueError("only dense tensors can be read by slices")
+        flags = listed(str(key) for table in more if isinstance(table, Pairs) for key, _ in table)
+        raise OddTensorError(f"its values are stored with the flag {flags}: save x.resolve_conj().resolve_neg()")
     size, stride = (_whole(sizes) for sizes in (size, stride))
     if type(offset) is not int or not 0 <= offset < 1 << 60 or len(size) != len(stride):
         raise ValueError("its sizes and strides are none")

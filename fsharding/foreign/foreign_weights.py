@@ -7,10 +7,11 @@ Guarantee: `read` gives the bits of the file, and never holds more than a window
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from torch import Tensor
 from fsharding.base.calls import call_as, named, public_name
 from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
-from fsharding.base.untrusted import beside, open_plain, own_tree, read_json
+from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
 from fsharding.checkpoint.byte_ranges import Range, read_range
+from fsharding.checkpoint.dcp_metadata import value_places
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.manifest import is_plain_name
+from fsharding.checkpoint.manifest import is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.torch_record import WHOLE, Record, Window, parse_file
+from fsharding.checkpoint.torch_record import WHOLE, Record, Unread, Window, parse_file
 from fsharding.checkpoint.writer import METADATA
 from fsharding.foreign import coded_weights
-from fsharding.foreign.safetensors_headers import LARGEST, SAFETENSORS, header_of
+from fsharding.foreign.safetensors_headers import LARGEST, SAFETENSORS, SHARDING, header_of
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
@@ -36,6 +38,7 @@ __all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "w
 
 _FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
+_NONE: dict[str, str] = {}
 
 _INDEX_LIMIT = 64 << 20
 """Bytes of an index that is read."""
@@ -49,8 +52,9 @@ class Weights:
         path: where they are.
         format: "torch", "dcp" or "safetensors".
         leaves: shape and dtype by name.
-        others: names of entries of a `torch.save` file that are no tensors.
+        others: names of entries of a `torch.save` file or of DCP that hold no tensors, or objects that are not read.
         reader: reads a slice; see `read`.
+        unread: tensors that are not read, by name: why, and what to save instead.
 
     Example:
         >>> import tempfile
@@ -67,6 +71,7 @@ class Weights:
     leaves: Mapping[str, LeafType]
     others: tuple[str, ...]
     reader: Callable[[str, Box, Tensor], None]
+    unread: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor.
@@ -77,11 +82,14 @@ class Weights:
             out: of the box's shape; the elements are cast to its dtype.
 
         Raises:
-            CheckpointError: the file does not hold what its index says, or has become shorter.
+            CheckpointError: the file does not hold what its index says, or has become shorter; a tensor in `unread`, or
+                of a dtype that torch does not cast.
         """
         try:
+            if name in self.unread:
+                raise ValueError(self.unread[name])
             self.reader(name, box, out)
-        except (EOFError, OSError, ValueError) as error:
+        except (EOFError, NotImplementedError, OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
             # A user may call this as well, within no public function.
@@ -96,7 +104,8 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
     A `torch.save` file holds a state dict, or dicts of them: `{"model": {"w": ...}}` has the name `model.w`. What DDP
     and torch.compile put before every name (`module.`, `_orig_mod.`) is left out. A directory holds what
-    `torch.distributed.checkpoint.save` wrote, or one `.safetensors` file, or several files and their index. Where a
+    `torch.distributed.checkpoint.save` wrote, or one `.safetensors` file, or several files and their index, or the
+    shards that torch's `HuggingFaceStorageWriter` leaves. Tensors of kinds that are not read are in `unread`. Where a
     `config.json` beside them has a `quantization_config` of fp8 in blocks, each pair of codes and scales is one tensor,
     float32, of the numbers that they stand for; other kinds are refused. The file or the index itself, as the path,
     gives codes and scales as they are.
@@ -142,11 +151,13 @@ def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
     except ValueError as error:
         raise _Refusal(str(error)).worded(where) from error
     leaves = {name.removeprefix(prefix): leaf for name, leaf in result.leaves.items() if name.startswith(prefix)}
+    unread = {name.removeprefix(prefix): why for name, why in result.unread.items() if name.startswith(prefix)}
     reader = result.reader
     return replace(
         result,
         path=where,
         leaves=leaves,
+        unread=unread,
         reader=lambda name, *part: reader(prefix + name, *part),
     )
 
@@ -178,14 +189,16 @@ class _Refusal(ValueError):
 
 
 def _directory(folder: Path) -> Weights:
-    if os.path.lexists(folder / METADATA):
-        source = open_source(folder, None)
-        return Weights(folder, "dcp", source.leaves, (), source.read)
     names = sorted(os.listdir(folder))
+    if os.path.lexists(folder / METADATA):
+        parts = [name for name in names if name.endswith(".distcp")]
+        return _sharded(folder, parts, "dcp") or _dcp(folder)
     indices = [name for name in names if name.endswith(".index.json")]
     files = [name for name in names if name.endswith(".safetensors")]
     if len(indices) == 1:
         return _as_numbers(_indexed(folder / indices[0]), folder)
+    if not indices and (shards := _sharded(folder, files, "safetensors")) is not None:
+        return _as_numbers(shards, folder)
     if not indices and len(files) == 1:
         return _as_numbers(open_file(beside(folder, files[0])), folder)
     what = f"the indices {listed(indices)}" if indices else f"{len(files)} .safetensors files and no index"
@@ -263,11 +276,13 @@ def _indexed(index: Path) -> Weights:
         mend = "Every file has to lie beside the index, or be a link inside one model of a Hub cache; copy other links."
         raise _Refusal(*rows, mend=mend, where=index)
     parts = {name: _part(beside(folder, name), name) for name in names}
-    if lost := [f"{leaf} is not in {name}" for leaf, name in table.items() if leaf not in parts[name].leaves]:
+    unread = {leaf: parts[name].unread[leaf] for leaf, name in table.items() if leaf in parts[name].unread}
+    kept = {leaf: name for leaf, name in table.items() if leaf not in unread}
+    if lost := [f"{leaf} is not in {name}" for leaf, name in kept.items() if leaf not in parts[name].leaves]:
         raise _Refusal(*lost, mend="Get the files again: they do not belong to this index.", where=index)
-    leaves = {leaf: parts[name].leaves[leaf] for leaf, name in table.items()}
+    leaves = {leaf: parts[name].leaves[leaf] for leaf, name in kept.items()}
     kinds = "+".join(sorted({part.format for part in parts.values()}))
-    return Weights(folder, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part))
+    return Weights(folder, kinds, leaves, (), lambda leaf, *part: parts[table[leaf]].reader(leaf, *part), unread)
 
 
 def _part(file: Path, name: str) -> Weights:
@@ -299,43 +314,135 @@ def _leads_out(folder: Path, name: object) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- the formats
 
 
-def _of_ranges(file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = ()) -> Weights:
+def _of_ranges(
+    file: Path, kind: str, ranges: Mapping[str, Range], others: Sequence[str] = (), unread: Mapping[str, str] = _NONE
+) -> Weights:
     """Tensors that each lie in one piece."""
     leaves = {name: LeafType(where.shape, where.dtype) for name, where in ranges.items()}
-    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part))
+    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part), unread)
 
 
 def _safetensors(file: Path) -> Weights:
+    ranges, unread, _ = _header(file)
+    return _of_ranges(file, "safetensors", ranges, unread=unread)
+
+
+def _header(file: Path) -> tuple[dict[str, Range], dict[str, str], dict[str, str]]:
+    """The tensors of a safetensors file, why others are not read, and its notes."""
     try:
         with open_plain(file) as stream:
             header = header_of(stream)
     except EOFError as error:
         raise _Refusal(str(error), mend="It is cut off: get it again.") from error
-    ranges = {
-        name: Range(file, at, shape, boxes.contiguous_strides(shape), dtype)
-        for name, (at, shape, dtype) in header.items()
+    ranges: dict[str, Range] = {}
+    unread: dict[str, str] = {}
+    for name, (at, shape, dtype) in header.tensors.items():
+        if isinstance(dtype, str):
+            unread[name] = f"it is {dtype}{list(shape)}, and torch has no such dtype: save it in one that torch has"
+        else:
+            ranges[name] = Range(file, at, shape, boxes.contiguous_strides(shape), dtype)
+    return ranges, unread, header.notes
+
+
+def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
+    """Tensors of which each file has parts, as torch's `HuggingFaceStorageWriter` leaves them; None for other files."""
+    found: dict[str, dict[Box, Range]] = {}
+    unread: dict[str, str] = {}
+    for name in names:
+        file = beside(folder, name)
+        if _kind_of(file) != "safetensors":
+            return None
+        ranges, odd, notes = _header(file)
+        if SHARDING not in notes:
+            return None
+        unread |= odd
+        table = parse_json(notes[SHARDING].encode())
+        for leaf, where in ranges.items():
+            starts = table[leaf].get("saved_offsets") if isinstance(table, dict) and leaf in table else None
+            if not isinstance(starts, list) or len(starts) != len(where.shape) or not is_shape(starts):
+                raise ValueError(f"{name}: {leaf} does not say where it begins")
+            box = tuple((a, a + n) for a, n in zip(starts, where.shape, strict=True))
+            found.setdefault(leaf, {}).setdefault(box, where)
+    shapes = {
+        leaf: tuple(max(stop for _, stop in dim) for dim in zip(*parts, strict=True)) for leaf, parts in found.items()
     }
-    return _of_ranges(file, "safetensors", ranges)
+    rows = [row for leaf, parts in found.items() if (row := _not_whole(leaf, shapes[leaf], parts))]
+    if rows:
+        raise _Refusal(*rows, mend="Get all shards of one save, from every rank.", where=folder)
+
+    def read(leaf: str, box: Box, out: Tensor) -> None:
+        for part, where in found[leaf].items():
+            if (common := boxes.intersect(part, box)) is not None:
+                inside = tuple((a - p, b - p) for (a, b), (p, _) in zip(common, part, strict=True))
+                read_range(where, inside, out[boxes.relative(common, box)])
+
+    leaves = {leaf: LeafType(shape, next(iter(found[leaf].values())).dtype) for leaf, shape in shapes.items()}
+    return Weights(folder, kind, leaves, (), read, unread) if names else None
+
+
+def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, Range]) -> str:
+    """Why parts do not make one tensor; empty where they do."""
+    volume = sum(map(boxes.volume, parts))
+    if len({where.dtype for where in parts.values()}) > 1:
+        return f"{leaf}: its parts have several dtypes"
+    if volume != math.prod(shape):
+        return f"{leaf}: its parts have {volume:,} of {math.prod(shape):,} elements"
+    return "" if boxes.are_disjoint([box for box in parts if boxes.volume(box)]) else f"{leaf}: its parts overlap"
+
+
+def _dcp(folder: Path) -> Weights:
+    """What plain torch saved: leaves in chunks, and tensors inside other values, such as tuples, which are pickled."""
+    source = open_source(folder, None)
+    ranges: dict[str, Range] = {}
+    unread = dict(source.unread)
+    others: list[str] = []
+    for path, (name, start, length) in value_places(folder).items():
+        with open_plain(folder / name) as stream:
+            window = Window(_fetching(stream.fileno(), start), length, WHOLE)
+            try:
+                found = [*_flat(parse_file(window, length), path)]
+            except ValueError:
+                found = [(path, None)]
+        records = {inner: x for inner, x in found if isinstance(x, Record) and inner not in source.leaves}
+        odd = {inner: x.why for inner, x in found if isinstance(x, Unread)}
+        others += [] if records or odd else [path]
+        unread |= odd
+        ranges |= {
+            inner: Range(folder / name, start + x.start, x.shape, x.stride, x.dtype) for inner, x in records.items()
+        }
+
+    def read(leaf: str, box: Box, out: Tensor) -> None:
+        read_range(ranges[leaf], box, out) if leaf in ranges else source.read(leaf, box, out)
+
+    leaves = source.leaves | {leaf: LeafType(where.shape, where.dtype) for leaf, where in ranges.items()}
+    return Weights(folder, "dcp", leaves, tuple(others), read, unread)
+
+
+def _fetching(handle: int, first: int) -> Callable[[int, int], bytes]:
+    """Give the bytes of an open file from a place on."""
+    return lambda start, stop: os.pread(handle, stop - start, first + start)
 
 
 def _torch(file: Path) -> Weights:
     with open_plain(file) as stream:
-        handle = stream.fileno()
         size = os.fstat(stream.fileno()).st_size
-        loaded = parse_file(Window(lambda start, stop: os.pread(handle, stop - start, start), size, WHOLE), size)
+        loaded = parse_file(Window(_fetching(stream.fileno(), 0), size, WHOLE), size)
     if not isinstance(loaded, dict):
         what = "a tensor" if isinstance(loaded, Record) else "something else"
         raise ValueError(f"it holds {what}, not a state dict")
     ranges: dict[str, Range] = {}
     others: list[str] = []
+    unread: dict[str, str] = {}
     for name, value in _flat(loaded):
-        if not isinstance(value, Record):
+        if isinstance(value, Unread):
+            unread[name] = value.why
+        elif not isinstance(value, Record):
             others.append(name)
         elif name in ranges:
             raise ValueError(f"two tensors have the name {name}")
         else:
             ranges[name] = Range(file, value.start, value.shape, value.stride, value.dtype)
-    return _of_ranges(file, "torch", ranges, others)
+    return _of_ranges(file, "torch", ranges, others, unread)
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -125,12 +125,14 @@ def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str
         try:
             for part in parts(named(path), want.shape):
                 used.add(part.name)
-                if why := _objection(part, want, weights.leaves.get(part.name), cast=cast):
+                if why := weights.unread.get(part.name):
+                    rows.append(f"{path}: {part.name} is not read: {why}")
+                elif why := _objection(part, want, weights.leaves.get(part.name), cast=cast):
                     rows.append(f"{path}: {part.name} {why}")
         except ValueError as error:
             rows.append(f"{path}: {error}")
     if strict:
-        others = {name: leaf for name, leaf in weights.leaves.items() if name not in used}
+        others = {name: leaf for name, leaf in {**weights.leaves, **weights.unread}.items() if name not in used}
         rows += [f"{name} is extra: {leaf}" for name, leaf in others.items() if name not in constants_of(names)]
     rows += (unlike := other_constants(names, weights))
     if not rows:

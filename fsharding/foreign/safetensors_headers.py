@@ -14,11 +14,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from fsharding.base.errors import listed
 from fsharding.base.untrusted import parse_json
 from fsharding.checkpoint.manifest import is_shape
 
-__all__ = ["LARGEST", "SAFETENSORS", "Tensor", "header_of"]
+__all__ = ["LARGEST", "SAFETENSORS", "SHARDING", "Header", "Tensor", "header_of"]
 
 LARGEST = 100_000_000
 """Bytes of a header, by the format."""
@@ -32,6 +31,9 @@ SAFETENSORS: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -46,6 +48,12 @@ SAFETENSORS: dict[str, torch.dtype] = {
 }
 """The dtypes of safetensors that torch has, by their names there."""
 
+_PACKED = "F4"
+"""Numbers of 4 bits, which torch has two to an element: the last dim of the tensor is half as long there."""
+
+SHARDING = "DCP_SHARDING_INFO"
+"""The note in which torch's writers of shards say where the parts in a file begin."""
+
 
 class Tensor(NamedTuple):
     """A tensor of a file.
@@ -53,16 +61,23 @@ class Tensor(NamedTuple):
     Attributes:
         start: its first byte.
         shape: sizes.
-        dtype: of its elements.
+        dtype: of its elements; the name that safetensors has for it where torch has none.
     """
 
     start: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | str
 
 
-def header_of(file: BinaryIO) -> dict[str, Tensor]:
-    """The tensors of a file, by name.
+class Header(NamedTuple):
+    """The tensors of a file by name, and its notes."""
+
+    tensors: dict[str, Tensor]
+    notes: dict[str, str]
+
+
+def header_of(file: BinaryIO) -> Header:
+    """The header of a file.
 
     Raises:
         EOFError: it ends before its tensors do.
@@ -86,14 +101,11 @@ def header_of(file: BinaryIO) -> dict[str, Tensor]:
     notes = header.pop("__metadata__", None)
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
         raise ValueError("its __metadata__ is no table of texts")
-    return _placed(header, 8 + length, size)
+    return Header(_placed(header, 8 + length, size), notes or {})
 
 
 def _placed(header: dict[str, Any], first: int, size: int) -> dict[str, Tensor]:
     """The tensors of a header, which have to tile what is behind it."""
-    unknown = {str(entry.get("dtype")) for entry in header.values() if isinstance(entry, dict)} - {*SAFETENSORS}
-    if unknown:
-        raise ValueError(f"unknown dtypes: {listed(sorted(unknown))}")
     result: dict[str, Tensor] = {}
     ends: dict[str, int] = {}
     for name, entry in header.items():
@@ -116,14 +128,22 @@ def _tensor(name: str, entry: Any, first: int) -> tuple[Tensor, int]:
     """A tensor, and the byte after its last one."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= {*entry}:
         raise ValueError(f"{name}: is no object with dtype, shape and data_offsets")
-    dtype = SAFETENSORS[entry["dtype"]]
+    dtype = entry["dtype"]
     shape = entry["shape"]
     ends = entry["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name}: its dtype is none")
     if not isinstance(shape, list) or not is_shape(shape):
         raise ValueError(f"{name}: its shape is none")
     if not isinstance(ends, list) or len(ends) != 2 or not all(type(n) is int and 0 <= n < 1 << 62 for n in ends):
         raise ValueError(f"{name}: its data_offsets are none")
     start, stop = ends
-    if stop - start != math.prod(shape) * dtype.itemsize:
+    if dtype == _PACKED and shape and shape[-1] % 2 == 0:
+        shape = [*shape[:-1], shape[-1] // 2]
+        dtype = torch.float4_e2m1fn_x2
+    dtype = SAFETENSORS.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    # A dtype that torch lacks has a size that is not known here.
+    size = stop - start if isinstance(dtype, str) else math.prod(shape) * dtype.itemsize
+    if stop - start != size or size < 0:
         raise ValueError(f"{name}: {entry} contradicts itself")
     return Tensor(first + start, tuple(shape), dtype), first + stop

@@ -41,11 +41,13 @@ class Folder:
         path: the directory.
         leaves: shape and dtype by name.
         reader: reads a slice of one; codes as the numbers that they stand for.
+        unread: tensors that are not read, by name: why.
     """
 
     path: Path
     leaves: Mapping[str, LeafType]
     reader: Reader
+    unread: Mapping[str, str]
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Reads a slice of a tensor, a window of 16 MiB at a time.
@@ -91,9 +93,12 @@ def open_folder(path: StrPath) -> Folder:
             rows.append(f"{name}: {getattr(error, 'strerror', None) or error}")
     leaves = dict[str, LeafType]()
     files = dict[str, Weights]()
+    unread = dict[str, str]()
     for name, weights in opened.items():
-        own = [tensor for tensor in weights.leaves if table is None or table.get(tensor) == name]
-        leaves |= {tensor: weights.leaves[tensor] for tensor in own if not _RUNTIME.search(tensor)}
+        own = [tensor for tensor in (*weights.leaves, *weights.unread) if table is None or table.get(tensor) == name]
+        unread |= {tensor: weights.unread[tensor] for tensor in own if tensor in weights.unread}
+        kept = [tensor for tensor in own if tensor not in unread and not _RUNTIME.search(tensor)]
+        leaves |= {tensor: weights.leaves[tensor] for tensor in kept}
         files |= dict.fromkeys(own, weights)
     lost = [(tensor, name) for tensor, name in (table or {}).items() if name in opened and tensor not in files]
     rows += [f"{tensor} is not in {name}, where the index has it" for tensor, name in lost]
@@ -104,7 +109,7 @@ def open_folder(path: StrPath) -> Folder:
     if rows:
         mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
         raise CheckpointError(message(f"cannot read {folder}.", rows, mend))
-    return Folder(folder, *_as_numbers(folder, leaves, reader))
+    return Folder(folder, *_as_numbers(folder, leaves, reader), unread)
 
 
 def _as_numbers(folder: Path, leaves: dict[str, LeafType], reader: Reader) -> tuple[dict[str, LeafType], Reader]:
@@ -141,4 +146,6 @@ def _files(folder: Path, rows: list[str]) -> list[str]:
     if len(result) != 1:
         what = "there is no such directory" if not folder.is_dir() else f"it has {len(result)} .safetensors files"
         rows.append(what if not folder.is_dir() else f"{what} and no {INDEX}")
+        if result and all(name.startswith("shard-") for name in result):
+            rows.append("they are shards of torch's HuggingFaceStorageWriter, which fs.foreign.load_weights reads")
     return result[:1]

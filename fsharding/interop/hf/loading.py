@@ -180,12 +180,15 @@ def _compare(
             rows.append(f"{leaf.path}: {error}")
     for path, pieces in result.items():
         for piece in pieces:
-            if why := _objection(piece, wants[path], folder.leaves.get(piece.name)):
+            if why := folder.unread.get(piece.name):
+                rows.append(f"{path}: {piece.name} is not read: {why}")
+            elif why := _objection(piece, wants[path], folder.leaves.get(piece.name)):
                 rows.append(f"{path}: {piece.name} {why}")
     used = {piece.name for pieces in result.values() for piece in pieces}
     if strict:
         allowed = (*allowed, *constants_of(names))
-        others = {name: leaf for name, leaf in folder.leaves.items() if name not in used and name not in allowed}
+        there = {**folder.leaves, **folder.unread}
+        others = {name: leaf for name, leaf in there.items() if name not in used and name not in allowed}
         rows += [f"{name} is extra: {leaf}" for name, leaf in others.items()]
     rows += (unlike := other_constants(names, folder))
     if rows:

@@ -119,4 +119,14 @@ def check_options(module: nn.Module) -> list[FshardingError]:
                 if (value is not None if name == "max_norm" else value)
             ]
     mend = "Make the layer without the option. Instead of max_norm=, normalize the rows that the forward looks up."
-    return problem(ConfigError, "cannot honor options of some layers.", rows, mend)
+    # PEFT's wrapper of single parameters registers a parametrization of another module in each forward.
+    wrapped = [
+        f"{path} is PEFT's {type(layer).__name__} of {getattr(layer, 'parameter_name', 'a parameter')}"
+        for path, layer in module.named_modules()
+        if type(layer).__name__ == "ParamWrapper" and type(layer).__module__.startswith("peft.")
+    ]
+    adapt = "Adapt layers instead: target_modules=[...] without target_parameters."
+    return [
+        *problem(ConfigError, "cannot honor options of some layers.", rows, mend),
+        *problem(ConfigError, "cannot run adapters that replace parameters in the forward.", wrapped, adapt),
+    ]

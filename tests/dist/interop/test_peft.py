@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fsharding as fs
 from fsharding.testing import assert_trees_close, run_ranks
-from tests.helpers import token_batch
+from tests.helpers import refusal, token_batch
 from tests.hf_configs import SIZES
 
 STEPS = 3
@@ -99,3 +99,14 @@ def test_adapters_train_and_are_saved_as_by_peft_on_one_process(level, tmp_path)
     with torch.no_grad():
         found, expected = (m(input_ids=batch["tokens"], use_cache=False).logits for m in (again, module))
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_single_parameters_are_refused_by_name():
+    """PEFT puts them in by a parametrization of another module, in each forward."""
+    import peft
+
+    module = peft.get_peft_model(prepared()[1](), peft.LoraConfig(r=2, target_parameters=["mlp.up_proj.weight"]))
+    text = refusal(fs.functionalize, module, UNITS)
+    assert text.startswith("fs.functionalize cannot run adapters that replace parameters in the forward.\n")
+    assert f"  {INSIDE}.model.layers.0.mlp.up_proj is PEFT's ParamWrapper of weight\n" in text
+    assert "target_modules=[...] without target_parameters" in text
