@@ -22,11 +22,6 @@ class Pair(NamedTuple):
     a: torch.Tensor
 
 
-class Code:
-    def __reduce__(self):
-        return print, ("code ran while loading",)
-
-
 def uneven(path):
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
 
@@ -72,5 +67,3 @@ if __name__ == "__main__":
         dcp.save({"pair": Pair(torch.ones(2)), "list": [torch.ones(2)]}, checkpoint_id=f"{path}/pair")
         with open(f"{path}/pair/.metadata", "rb") as f:
             print({key: type(entry).__name__ for key, entry in pickle.load(f).state_dict_metadata.items()})
-        dcp.save({"x": Code()}, checkpoint_id=f"{path}/code")
-        dcp.load({"x": 1}, checkpoint_id=f"{path}/code")

@@ -47,17 +47,9 @@ def new_groups():
     return medians
 
 
-def mixed_dtypes():
-    mine = torch.ones(4, dtype=torch.float32 if dist.get_rank() == 0 else torch.int32)
-    rows = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(rows, mine)
-    return rows
-
-
 if __name__ == "__main__":
     print(*disagreements(), sep="\n")
     print("timeouts of the default group, and of two mesh dims:", fs.run_ranks(timeouts, 2)[0])
     print("ms to make a group of 4 ranks, eager and lazy:", fs.run_ranks(new_groups, 4)[0])
-    print("dtypes differ:", fs.run_ranks(mixed_dtypes, 2)[0])
     one = fs.NamedSharding(fs.make_mesh(dp=-1), fs.P("dp")).to_dtensor(torch.arange(3.0), (3,))
     print("no process group:", not dist.is_initialized(), one.full_tensor())
