@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,12 +154,33 @@ def fake_ranks(rank: int, **axes: int) -> Generator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Waits for a condition, for so long; whether it holds then."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+def until(condition: Callable[[], object], seconds: float = 90) -> bool:
+    """Wait for a condition, which hangs if it doesn't hold after so long; return whether it holds."""
+    end = time.monotonic() + seconds  # no assert: a limit for what hangs
+    while not condition() and time.monotonic() < end:  # no assert: the same
         time.sleep(0.01)
-    return condition()
+    return bool(condition())
+
+
+class Calls:
+    """The number of calls of functions, Python's and C's, on this thread: work that is the same on every machine."""
+
+    count = 0
+
+
+@contextmanager
+def counted_calls() -> Generator[Calls]:
+    """Count the calls inside the block."""
+    calls = Calls()
+
+    def note(frame: object, event: str, arg: object) -> None:
+        calls.count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 # ------------------------------------------------------------------------------------------------------ values of leaves

@@ -280,6 +280,23 @@ def offences_of_test_imports(module: Module) -> list[str]:
     ]
 
 
+# A clock, or the memory of a process.
+MEASURE = re.compile(
+    r"\btime\.(?:time|monotonic|perf_counter|process_time|thread_time)|\bfrom time import (?!sleep$)|\bdatetime\.(?:utc)?now\b"
+    r"|\bgetrusage\b|\bru_maxrss\b|/statm\b|\bVm(?:RSS|HWM|Peak|Size)\b|\bpsutil\b|\bmemory_info\b"
+)
+
+
+def offences_of_measures(module: Module) -> list[str]:
+    """Lines of a test that read a clock or the memory of a process, which depend on the machine and its load."""
+    return [
+        f"{module.where(number)}: reads a clock or the memory of a process; count reads, bytes, operators, collectives, calls"
+        " or allocations, wait with tests.helpers.until, or say what it is for: `# no assert: reason`"
+        for number, line in enumerate(module.lines, start=1)
+        if MEASURE.search(line) and not re.search(r"#\s*no assert:\s*\w", line)
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------ the tests
 Rule = Callable[[Module], list[str]]
 RULES: dict[str, Rule] = {
@@ -308,6 +325,12 @@ def test_module(rule: str, module: Module):
 def test_no_module_of_tests_imports_a_test_module():
     modules = [Module(path, TESTS) for path in sorted(TESTS.rglob("*.py"))]
     found = [offence for module in modules for offence in offences_of_test_imports(module)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_test_asserts_a_time_or_the_memory_of_a_process():
+    modules = [Module(path, TESTS) for path in sorted(TESTS.rglob("*.py")) if path != Path(__file__).resolve()]
+    found = [offence for module in modules for offence in offences_of_measures(module)]
     assert not found, "\n" + "\n".join(found)
 
 
@@ -484,6 +507,26 @@ def test_the_rule_of_test_imports_catches(good: str, bad: str, tmp_path: Path):
     for source, count in ((good, 0), (bad, 1)):
         (root / "unit" / "test_c.py").write_text(source, encoding="utf-8")
         assert len(offences_of_test_imports(Module(root / "unit" / "test_c.py", root))) == count
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "began = time.perf_counter()",
+        "clock = time.monotonic_ns",
+        "from time import process_time",
+        "assert datetime.now() < limit",
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss",
+        "PROGRAM = 'print(open(\"/proc/self/statm\").read())'",
+        "held = status['VmHWM']",
+    ],
+)
+def test_the_rule_of_measures_catches(line: str, tmp_path: Path):
+    root = tmp_path / "tests"
+    root.mkdir()
+    for source, count in ((line, 1), (f"{line}  # no assert: how long to sleep", 0), ("time.sleep(1)", 0)):
+        (root / "test_a.py").write_text(source, encoding="utf-8")
+        assert len(offences_of_measures(Module(root / "test_a.py", root))) == count
 
 
 def test_the_circle_rule_catches():

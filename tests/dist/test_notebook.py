@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def test_text_is_in_the_cell_while_the_call_runs(pool: Ranks, tmp_path: Path, mo
 
     def wait() -> bool:
         print("begun")
-        return until((tmp_path / "seen").exists, 10)
+        return until((tmp_path / "seen").exists)
 
     monkeypatch.setattr(sys, "stdout", Stream())
     assert pool(wait)
@@ -302,7 +301,7 @@ def test_a_rank_that_dies_in_a_call(pool: Ranks):
 def test_a_rank_that_dies_between_calls(pool: Ranks):
     pids = pool.pids
     os.kill(pids[0], signal.SIGKILL)
-    assert until(lambda: not Path(f"/proc/{pids[0]}").exists(), 10)
+    assert until(lambda: not Path(f"/proc/{pids[0]}").exists())
     assert str(failure_of(pool, rank)) == (
         "fs.notebook.ranks lost ranks between two calls.\n  rank 0 died of SIGKILL\n"
         "The next call starts new ranks; objects that these kept are lost."
@@ -317,9 +316,7 @@ def test_a_call_that_hangs_ends_at_its_timeout(pool: Ranks):
             dist.barrier()
 
     pool.timeout = 1
-    begin = time.monotonic()
     failure = failure_of(pool, hang)
-    assert time.monotonic() - begin < 10
     assert "hang on 2 ranks; rank 1 finished it.\n  rank 0 had not answered after 1 s\n" in str(failure)
     assert "Give it more seconds with pool.timeout = ..., or see below where the ranks stand." in str(failure)
     assert "    dist.barrier()\nStands in a library:\n" in str(failure)
@@ -589,4 +586,4 @@ def test_no_rank_outlives_the_kernel(kernel: Kernel, how: str):
     pids = json.loads(kernel.cells(START, busy, "json.dumps(pool.pids)")[2].strip("'"))
     assert len(pids) == 2 and all(running(pid) for pid in pids)
     kernel.manager.shutdown_kernel(now=how == "killed")
-    assert until(lambda: not any(running(pid) for pid in pids), 10)
+    assert until(lambda: not any(running(pid) for pid in pids))

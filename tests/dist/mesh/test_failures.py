@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -22,7 +21,7 @@ from fsharding.pipeline import executor
 from fsharding.testing import ranks, run_ranks
 from fsharding.train import reshard as reshard_module
 from fsharding.train import step as step_module
-from tests.helpers import full
+from tests.helpers import full, until
 
 PLACES = {
     "do": (executor._Run, "do"),
@@ -45,11 +44,11 @@ def step_of(schedule, timeout, **axes):
     return step, state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def leave(how):
+def leave(how, told):
     if how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hangs":
-        time.sleep(12)
+        until(told)
         os._exit(1)
     raise ValueError("no home\nfor it")
 
@@ -59,20 +58,23 @@ def one_leaves(folder, how, where, rank, timeout, schedule, axes):
     step, state, batch = step_of(schedule, timeout, **axes)
     state, _ = step(state, batch)
     place, name = PLACES[where]
-    method, seen, begin = getattr(place, name), 0, time.monotonic()
+    method, seen = getattr(place, name), 0
+
+    def all_told():
+        return len(os.listdir(folder)) == dist.get_world_size() - 1
 
     def leaving(*args, **kwargs):
         nonlocal seen
         seen += 1
         beside = threading.current_thread() is not threading.main_thread()
         now = {"do": seen == 3, "beside": beside}.get(where, True)
-        return leave(how) if now else method(*args, **kwargs)
+        return leave(how, all_told) if now else method(*args, **kwargs)
 
     with patch.object(place, name, leaving if dist.get_rank() == rank else method):
         try:
             step(state, batch)
         except RankError as error:
-            if isinstance(error.__cause__, RuntimeError) and time.monotonic() - begin < 11.5:
+            if isinstance(error.__cause__, RuntimeError):
                 Path(folder, str(dist.get_rank())).write_text(f"{error.ranks}\n{error}")
             os._exit(1)
 

@@ -39,7 +39,7 @@ from fsharding.mesh.launch import launch_ranks
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.train import step as step_module
 from tests.commands import clean_environment
-from tests.helpers import full
+from tests.helpers import full, until
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -344,10 +344,7 @@ def launched(*command: str) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], what: Callable[[], Any]) -> None:
-    limit = time.monotonic() + 90
-    while not what():
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
+    assert until(lambda: what() or process.poll() is not None) and process.poll() is None
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:

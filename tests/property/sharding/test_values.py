@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import operator
-import time
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from fsharding.sharding.named_sharding import Assigned, sharding_of
 from fsharding.sharding.partition_spec import P
 from fsharding.testing import assert_bitwise_equal
 from fsharding.transforms.unit_plan import unreduced
-from tests.helpers import Largest
+from tests.helpers import Largest, counted_calls
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -515,14 +514,13 @@ HUGE = fs.models.DecoderConfig(
 
 
 @pytest.mark.parametrize("strategy", [fs.zero(1), fs.zero(3), fs.hybrid(opt_state=True)], ids=str)
-def test_planning_a_huge_model_is_quick_and_allocates_nothing(strategy):
+def test_planning_a_huge_model_is_no_work_of_each_rank_and_allocates_nothing(strategy):
     mesh = AbstractMesh(("replica", "dp", "cp", "tp"), (4, 512, 2, 8))
-    begin = time.perf_counter()
-    with Largest() as largest:
+    with Largest() as largest, counted_calls() as calls:
         layout = fs.plan_layout(fs.models.decoder(HUGE), mesh, strategy=strategy, precision=fs.BF16)
         memory = layout.memory(coord=mesh.coordinate(32767))
         text = str(layout)
-    assert time.perf_counter() - begin < 2.0
+    assert calls.count < 60_000, "the mesh has 32,768 ranks"
     assert largest.elements <= 32, "16 keys of two words are all that may be made"
     assert text.count("\n") == len(layout.leaves) and memory.total > 0
     assert hash(layout) == hash(fs.plan_layout(fs.models.decoder(HUGE), mesh, strategy=strategy, precision=fs.BF16))

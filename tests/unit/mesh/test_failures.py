@@ -88,10 +88,10 @@ def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_en
     answer, note = failures._PLACE_KEY.format(0), failures._KEY.format(0)
     for question in ("1", "2"):
         store.set(failures._QUESTION, question)
-        assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked, 5)
+        assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked)
     assert json.loads(store.get(answer))["places"][0]["call"].startswith("in no collective, at ")
     store.delete_key(failures._QUESTION)
-    assert until(lambda: not store.check([answer]), 5)
+    assert until(lambda: not store.check([answer]))
     listener.end()
     assert not listener.is_alive() and json.loads(store.get(note)) == {"raised": "has ended"}
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 
 import pytest
 
@@ -31,7 +30,7 @@ def count(shapes):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_its_parameters_and_a_plan(name):
-    began, model = time.perf_counter(), recipe(name).model()
+    model = recipe(name).model()
     assert count(model.init(fs.random.key(0))) == PUBLISHED[name]
     axes = MESHES.get(name, {"pp": 8, "dp": 32, "tp": 8})
     schedule, mesh = (
@@ -43,7 +42,6 @@ def test_a_published_model_has_its_parameters_and_a_plan(name):
     held = [layout.memory(coord={**last, "pp": pp}).params for pp in range(axes["pp"])]
     ranks = math.prod(axes.values()) / axes["pp"]
     assert 0.99 < sum(held) / (4 * PUBLISHED[name] / ranks) < 1.01, "every parameter is on one rank, but for small ones"
-    assert time.perf_counter() - began < 10
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("tiny")])
