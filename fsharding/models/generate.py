@@ -48,6 +48,7 @@ from fsharding.ops.embedding import checked_ids
 from fsharding.sharding import random
 from fsharding.sharding.mesh_view import slice_of
 from fsharding.sharding.named_sharding import hides_owners, local_of, to_local, typeof
+from fsharding.transforms.gather_context import evaluating
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.scan import unstack_units
 
@@ -80,8 +81,8 @@ def generate(
 
     Args:
         model: a `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` of int64[B, T], which gives
-            [B, T, V] or something that has them as `logits`, as what `functionalize` makes of a model of Hugging Face.
-            A token's logits must not depend on tokens after it.
+            [B, T, V] or something that has them as `logits`, as what `functionalize` makes of a model of Hugging Face,
+            which runs in eval mode. A token's logits must not depend on tokens after it.
         params: its parameters, sharded or whole; or a whole `TrainState`. A function gets whole tensors, which
             `gather_unit` hands on.
         prompts: token ids, int64[B, T]; or a list of prompts, of any lengths, each of which is a list or a 1-d tensor.
@@ -138,7 +139,7 @@ def generate(
     rows = _rows(prompts, decode.vocab if decode is not None else None)
     device = next(map(_device_of, tree.leaves(values)), None)
     tokens_BT, lengths_B = (x.to(device) for x in _padded(rows))
-    with torch.no_grad(), naming_lost(_NAME, mesh):
+    with evaluating(), torch.no_grad(), naming_lost(_NAME, mesh):
         if mesh is not None:
             _agree(mesh, rows, max_new_tokens, sampling, ends)
         with nullcontext() if mesh is None else set_mesh(_without_cp(mesh)):

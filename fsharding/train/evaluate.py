@@ -30,6 +30,7 @@ from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.step import TrainStep, model_loss, planned_schedule, refuse_model
+from fsharding.transforms.gather_context import evaluating
 from fsharding.transforms.value_and_grad import Loss, global_loss
 
 __all__ = ["Evaluate", "evaluate"]
@@ -57,9 +58,9 @@ def evaluate(
     """Makes a function that computes a loss without gradients.
 
     Args:
-        model: a loss function `(params, batch) -> (sum, count)`, or a `Model`. A loss function with a parameter `key`
-            gets None, so that `fs.random.dropout` changes nothing. One with a parameter `buffers` gets those of the
-            state, and functionalized modules that it gives them to run in eval mode, with running statistics.
+        model: a loss function `(params, batch) -> (sum, count)`, or a `Model`. Functionalized modules run in eval mode
+            inside, as after `module.eval()`, and need no `random_key`. A loss function with a parameter `key` gets
+            None, so that `fs.random.dropout` changes nothing; one with a parameter `buffers` gets those of the state.
         microbatches: equal pieces of this rank's batch, computed one after the other.
         schedule: as in `make_train_step`; only its forwards run.
         precision: dtypes of compute and wire; by default the state's, float32 for parameters alone.
@@ -123,7 +124,8 @@ def evaluate(
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
             assert state is not None and pipeline is not None
-            return _refuse_full(pipeline.loss(state.layout, values, pieces, dtypes, key))
+            with evaluating():
+                return _refuse_full(pipeline.loss(state.layout, values, pieces, dtypes, key))
         if is_model and state is not None:
             refuse_model(model, state.layout)
         if loss_fn.takes_buffers and state is None:
@@ -134,7 +136,8 @@ def evaluate(
         losses: list[Loss] = []
         auxes: list[Any] = []
         for piece in pieces:
-            loss, beside = global_loss(fn, values, (piece,), has_aux=True, precision=dtypes, key=key)
+            with evaluating():
+                loss, beside = global_loss(fn, values, (piece,), has_aux=True, precision=dtypes, key=key)
             losses.append(loss)
             auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
         counts = [torch.as_tensor(x.count) for x in losses]

@@ -62,8 +62,8 @@ from fsharding.transforms.saved_tensors import SavedTensors
 from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, UnitLeaf, UnitPlan, is_aligned, plan_unit, whole
 
 __all__ = [
-    "GatherContext", "TapeLeaf", "activate", "check_depth", "current_context", "is_evaluating", "prefetch_depth",
-    "without_context",
+    "GatherContext", "TapeLeaf", "activate", "check_depth", "current_context", "evaluating", "is_evaluating",
+    "prefetch_depth", "without_context",
 ]  # fmt: skip
 
 Kernel: TypeAlias = Callable[[Tensor], object]
@@ -137,7 +137,6 @@ class GatherContext:
         depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
         horizon: how many are gathered or read ahead: one more than `depth` where leaves are on disk.
         cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
-        evaluates: whether the call is one of `evaluate`.
         reducer: the reducer of gradients.
         anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
     """
@@ -158,7 +157,6 @@ class GatherContext:
     ) -> None:
         precision = options.precision
         nodes = [leaf.node for leaf in leaves]
-        self.evaluates = options.evaluates
         self.paths = [leaf.path for leaf in leaves]
         self._targets = [leaf.target for leaf in leaves]
         self._compute = precision.compute_dtype
@@ -653,10 +651,20 @@ def prefetch_depth() -> int:
     return 0 if context is None else context.horizon
 
 
+_evaluating: ContextVar[bool] = ContextVar("fsharding_evaluating", default=False)
+
+
+@contextmanager
+def evaluating() -> Generator[None]:
+    """Run functionalized modules in eval mode inside the `with` block, under torch.func transforms too."""
+    # Not in inference mode: what a call caches, such as memory and constants of modules, is used by train steps too.
+    with torch.inference_mode(False), scoped(_evaluating, True):
+        yield
+
+
 def is_evaluating() -> bool:
-    """Whether this is inside of a loss function that `evaluate` calls."""
-    context = current_context()
-    return context is not None and context.evaluates
+    """Whether this is inside `evaluating`."""
+    return _evaluating.get()
 
 
 def check_depth(prefetch_depth: Any) -> None:

@@ -28,7 +28,6 @@ class RunOptions:
         microbatch: index of this call among those with the same key.
         prefetch_depth: how many units are gathered ahead of the one that computes, in forward and in backward.
         defers: whether a backward may leave products that give gradients of weights alone for later.
-        evaluates: whether there is no backward.
     """
 
     precision: Precision = FP32
@@ -36,7 +35,6 @@ class RunOptions:
     microbatch: int = 0
     prefetch_depth: int = 1
     defers: bool = False
-    evaluates: bool = False
 
 
 class GradsTo(NamedTuple):

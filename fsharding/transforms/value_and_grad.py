@@ -313,7 +313,7 @@ def global_loss(
     """
     spec = tree.flatten(params)[1]
     frozen = tree.unflatten(spec, [None] * spec.num_leaves)
-    tape = Tape(params, GradsTo(frozen), RunOptions(precision, key, evaluates=True))
+    tape = Tape(params, GradsTo(frozen), RunOptions(precision, key))
     try:
         with naming_lost("fs.evaluate", tape.mesh):
             with watching_capacity() as notes:

@@ -188,7 +188,9 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
                 on one mesh, under every strategy and policy. Ranks along data axes draw masks of their own, and so do
                 ranks of `tp` between a column and its row, so another mesh gives other ones.
             buffers: values of buffers of the module, by name: those that its forward writes, and any others. They stay
-                as they are. Under `fs.evaluate` the module then runs in eval mode.
+                as they are.
+
+        Under `fs.evaluate` and `fs.models.generate` the module runs in eval mode.
 
         Returns:
             What the forward returns; with `buffers` a pair of that and the new buffers, without history.
@@ -283,10 +285,11 @@ def functionalize(
     """Makes a pure function of its parameters out of a module, which is not changed.
 
     Args:
-        module: with real tensors, or on the meta device. Whether it is in train mode is taken over. Its tensors
-            besides parameters are constants, but for buffers that its forward writes; a forward that changes another
-            one is refused. State that it keeps in Python, such as a counter or a list, is not watched, and belongs to
-            this copy. Layers of `nn.SyncBatchNorm` take the statistics of all data ranks.
+        module: with real tensors, or on the meta device. Whether it is in train mode is taken over, but for
+            `fs.evaluate`, which runs it in eval mode. Its tensors besides parameters are constants, but for buffers
+            that its forward writes; a forward that changes another one is refused. State that it keeps in Python, such
+            as a counter or a list, is not watched, and belongs to this copy. Layers of `nn.SyncBatchNorm` take the
+            statistics of all data ranks.
         units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
             star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules

@@ -191,9 +191,9 @@ class Engine:
         return result
 
     @contextmanager
-    def in_eval_mode(self, evaluates: bool) -> Generator[None]:
-        """The module runs inside in eval mode, if it evaluates."""
-        trained = [part for part in self.module.modules() if part.training] if evaluates else []
+    def _in_mode(self) -> Generator[None]:
+        """Run the module in eval mode if `fs.evaluate` calls it."""
+        trained = [part for part in self.module.modules() if part.training] if is_evaluating() else []
         for part in trained:
             part.training = False
         try:
@@ -217,13 +217,15 @@ class Engine:
                 self._open(number, member)
 
     @contextmanager
-    def guard(self, leaves: Iterable[Any], *, keyed: bool, draws: bool = True) -> Generator[torch.device]:
+    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
         """Brings constants to the device of some leaves; what runs inside must not change them, nor draw without a key.
+
+        Under `fs.evaluate` the module is in eval mode inside.
 
         Raises:
             TransformError: it does; all is listed.
         """
-        if self.drops and draws and not keyed:
+        if self.drops and not keyed and not is_evaluating():
             raise TransformError(_keyless(self.drops))
         found = (x.device if isinstance(x, Tensor) else _device_of(x) for x in leaves if isinstance(x, Local | Tensor))
         device = next(found, torch.device("cpu"))
@@ -233,7 +235,7 @@ class Engine:
         state = generator_bytes(device)
         done = False
         with scoped(_guarded, True):
-            with _worded():
+            with _worded(), self._in_mode():
                 yield device
             done = True
             self.entrances.clear()
@@ -342,7 +344,6 @@ class Run:
         self._policy = policy
         self._leaves = leaves
         self.buffers = _given(engine, buffers)
-        self._evaluates = bool(self.buffers) and is_evaluating()
         self._inputs = _compute_dtype(engine.stored, leaves) if cast_inputs else None
         self._rows: dict[int, Any] = {}
         self._trees: dict[int, dict[str, Any]] = {}
@@ -361,11 +362,7 @@ class Run:
         """Runs the module."""
         engine = self._engine
         keyed = self._first_seed is not None
-        with (
-            engine.in_eval_mode(self._evaluates),
-            engine.guard(self._leaves, keyed=keyed, draws=not self._evaluates),
-            scoped(_running, self),
-        ):
+        with engine.guard(self._leaves, keyed=keyed), scoped(_running, self):
             root = self._gather(0)
             args, kwargs = _cast(args, kwargs, self._inputs)
             result, new = engine.root(root, self.buffers, args, kwargs, self._seed(), self._mesh)
