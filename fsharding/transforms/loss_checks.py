@@ -44,7 +44,7 @@ from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext
 
-__all__ = ["explained", "line_of_user"]
+__all__ = ["explained", "line_of_user", "names_of"]
 
 _NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
@@ -74,7 +74,7 @@ def explained(
         return ArgumentError(message(f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
-    names = _names(fn, len(args) + 1)
+    names = names_of(fn, len(args) + 1)
     if type(error).__module__ == "torch._dynamo.exc":
         return _of_compiling(error) or _of_shapes(error, names[1:], args, context)
     return (
@@ -310,7 +310,7 @@ def _of_shapes(
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
-def _names(fn: Callable[..., Any], count: int) -> list[str]:
+def names_of(fn: Callable[..., Any], count: int) -> list[str]:
     """The names that a function gives its arguments."""
     try:
         given = inspect.signature(fn).parameters.values()

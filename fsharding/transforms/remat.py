@@ -26,6 +26,7 @@ from fsharding.base.public import check_function, public
 from fsharding.mesh.device_mesh import Mesh, mesh_here, set_mesh
 from fsharding.sharding.named_sharding import opened
 from fsharding.transforms import policies
+from fsharding.transforms.argument_writes import call_unwritten
 from fsharding.transforms.gather_context import without_context
 from fsharding.transforms.policies import Policy, check_policy
 
@@ -76,6 +77,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 
     Raises:
         ConfigError: `policy` isn't an `fs.policies.Policy`.
+        TransformError: from the function: `fn` writes into its arguments, such as a list or a tensor; all are listed.
 
     Example:
         >>> def block(x):
@@ -97,7 +99,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         leaves, closed = opened(args)
 
         def flat(*values: Any) -> Any:
-            return fn(*closed(values))
+            return call_unwritten(fn, closed(values))
 
         if _functorch.linearizing():  # Its graph keeps what it needs.
             return fn(*args)

@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -133,7 +134,8 @@ def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         body = remat(block, policy=policy)
         return lambda unit, following, *args: body(gather_unit(unit, policy=policy, next_unit=following), *args)
     # Without a context, autograd keeps what is gathered outside of the remat; inside, backward gathers it again.
-    again = remat(lambda unit, *args: block(gather_unit(unit, policy=policy), *args), policy=policy)
+    gathering = functools.wraps(block, updated=())(lambda unit, *args: block(gather_unit(unit, policy=policy), *args))
+    again = remat(gathering, policy=policy)
     return lambda unit, following, *args: again(_as_local(unit), *args)
 
 

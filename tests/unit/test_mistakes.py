@@ -180,6 +180,11 @@ def write_without_grad(params, batch):
     return loss_fn(params, batch)
 
 
+def appending(x, kept):
+    kept.append(x.sum())
+    return x.square().sum()
+
+
 NOWHERE = Path(__file__).with_name("nowhere")
 
 # what it is: (kind of error, what to type, the call); tests/errors.golden has the whole text
@@ -845,6 +850,11 @@ MISTAKES = {
         TransformError,
         "fs.shard_map(torch.func.grad(f))",
         in_loss(lambda p, b: torch.func.grad(lambda u: u["w"].square().sum())(fs.gather_unit(p["body"]))["w"].sum()),
+    ),
+    "a block that appends to a list": (
+        TransformError,
+        "Return the value instead: return x, aux, or a new list, [*kept, aux];",
+        in_loss(lambda p, b: fs.remat(appending)(b["x"], [b["y"]]) + fs.gather_unit(p["body"])["w"].sum()),
     ),
     "a strategy for a layout": (
         ArgumentError,

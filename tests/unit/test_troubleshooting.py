@@ -103,6 +103,11 @@ def at_rest(at):
     at.step(state, at.batch)
 
 
+def appending(x, kept):
+    kept.append(x.sum())
+    return x.square().sum()
+
+
 def donated(at):
     state = fs.init_state(init, at.opt, at.key, at.layout)
     fs.make_train_step(loss_fn, at.opt, donate=True)(state, at.batch)
@@ -260,6 +265,7 @@ MISTAKES = {
     "`state.params` used inside a loss": lambda at: fs.value_and_grad(
         lambda p, b: (b["x"] @ at.state.params["body"]["w"].T).sum()
     )(at.state.params, at.batch),
+    "a block that recompute runs again, which appends to a list that it is given": in_loss(lambda p, b: fs.remat(appending)(b["x"], [])),
     "gathered weights changed in place": in_loss(in_place),
     "`return loss, logits`": in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
     "`return loss.item()`": in_loss(lambda p, b: loss_fn(p, b)[0].item()),

@@ -391,12 +391,16 @@ class Run:
             return result
         rest: list[Any] = []
 
-        def tensors(*inputs: Any) -> tuple[Tensor, ...]:  # all that a transform can differentiate
-            leaves, spec = tree.flatten(body(*inputs))
+        seed, mesh = self._seed(), self._mesh
+
+        def tensors(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+            # All that a transform can differentiate.
+            leaves, spec = tree.flatten(body(weights, buffers, args, kwargs, seed, mesh))
             rest[:] = [spec, [None if isinstance(x, Tensor) else x for x in leaves]]
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
-        found = iter(remat(tensors, policy=self._policy)(weights, buffers, args, kwargs, self._seed(), self._mesh))
+        tensors.__name__ = member
+        found = iter(remat(tensors, policy=self._policy)(weights, buffers, args, kwargs))
         spec, others = rest
         result, new = tree.unflatten(spec, [next(found) if x is None else x for x in others])
         self._keep(new)

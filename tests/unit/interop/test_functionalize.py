@@ -16,6 +16,7 @@ from fsharding.base.errors import ConfigError, FshardingError, LayoutError, Tran
 from fsharding.interop.module.layers import layer_roles
 from fsharding.interop.module.tensor_parallel import check_axes
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import refusal
 from tests.modules import UNITS, VOCAB, Net, Shared, net_parts
 
 TOKENS = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -841,3 +842,36 @@ def test_every_family_names_what_it_computes_over_tp():
         assert family.heads or not any("attn" in layer for layer in family.roles)
         called = {name for names in family.names.values() for name in names or () if name is not None}
         assert called <= {*fs.DEFAULT_RULES} - {"expert", "layers"}
+
+
+class Cached(nn.Module):
+    """Layers that leave something in a dict that they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Adding() for _ in range(2))
+
+    def forward(self, x):
+        kept = {}
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number, kept=kept)
+        return x.sum() + sum(kept.values())
+
+
+class Adding(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, number, kept):
+        kept[number] = 100 * x.square().sum()
+        return super().forward(x)
+
+
+def test_a_layer_that_is_recomputed_cannot_write_into_its_arguments():
+    torch.manual_seed(0)
+    module, x = Cached(), values(4)[None]
+    net = fs.functionalize(module, "layers.*")
+    assert_trees_close(net(whole_params(net), x), module(x).detach(), rtol=1e-5)
+    net = fs.functionalize(module, "layers.*", policy=fs.policies.nothing_saveable)
+    said = refusal(net, whole_params(net), x, kind=TransformError)
+    assert "recomputes layers.0 in backward" in said and "kwargs['kept'][0] is new: a tensor float32[]" in said

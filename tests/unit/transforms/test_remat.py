@@ -1,5 +1,9 @@
 """`remat` under torch.func: what it closes over, what it returns, how often it computes, and what we ask torch for."""
 
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
@@ -8,8 +12,10 @@ from torch.utils import _pytree as torch_pytree
 import fsharding as fs
 from fsharding import ops
 from fsharding.base import _functorch
+from fsharding.base.errors import TransformError
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
+from tests.helpers import refusal
 
 W, X = torch.linspace(-1, 1, 12).view(4, 3), torch.linspace(0, 2, 8).view(2, 4)
 
@@ -241,3 +247,107 @@ def test_only_grad_itself_needs_no_graph_of_its_backward():
     torch.autograd.grad(f(leaf), leaf)
     # The last step of the second line goes through the node again, for the graph of the first derivative.
     assert seen[:2] == [(True, False), (True, True)] and seen[-1] == (True, True)
+
+
+@dataclass(slots=True)
+class Slot:
+    value: object = None
+
+
+def put(kept, aux):
+    """Write into a container or an object in its own way."""
+    match kept:
+        case list() | deque():
+            kept.append(aux)
+        case dict():
+            kept["aux"] = aux
+        case set():
+            kept.add(aux)
+        case tuple():
+            put(kept[-1], aux)
+        case _:
+            kept.value = aux
+
+
+WRITES = {
+    "kept[1] is new": lambda: [torch.ones(1)],
+    "kept['aux'] is another one": lambda: {"aux": torch.ones(1)},
+    "kept['aux'] is new": dict,
+    "kept{...} is new": set,
+    "kept[1][0] is new": lambda: (1, deque()),
+    "kept.value is another one": lambda: SimpleNamespace(value=torch.ones(1)),
+    "kept.value is new": Slot,
+    "kept.inner['aux'] is new": lambda: SimpleNamespace(inner={}),
+}
+
+
+def writing(x, kept):
+    put(getattr(kept, "inner", kept), x.square().sum())
+    return torch.sin(x)
+
+
+@pytest.mark.parametrize("words", WRITES)
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "offload_inputs"])
+def test_what_a_function_writes_into_its_arguments_is_refused(words, policy):
+    block = fs.remat(writing, policy=fs.policies.POLICIES[policy])
+    kept = WRITES[words]
+    for run in (lambda: block(X.clone().requires_grad_(), kept()), lambda: grad(lambda x: block(x, kept()).sum())(X)):
+        said = refusal(run, kind=TransformError)
+        assert "recomputes writing in backward" in said and f"  {words}" in said and "Return the value" in said
+
+
+def test_a_tensor_changed_in_place_is_refused_and_an_argument_that_is_read_is_not():
+    def doubling(x):
+        return torch.sin(x.mul_(2))
+
+    for run in (
+        lambda x: torch.autograd.grad(fs.remat(doubling)(x * 1).sum(), x),
+        grad(lambda x: fs.remat(doubling)(x * 1).sum()),
+    ):
+        assert "x was changed in place: a tensor float32[2, 4]" in refusal(
+            run, X.clone().requires_grad_(), kind=TransformError
+        )
+
+    def reading(x, options):
+        return torch.sin(x * options["scale"].value * len(options["names"]))
+
+    options = {"scale": SimpleNamespace(value=torch.full((), 2.0)), "names": {"a", "b"}, "rest": [1, None]}
+    options["scale"].options = options
+    assert_bitwise_equal(
+        grad(lambda x: fs.remat(reading)(x, options).sum())(X), grad(lambda x: torch.sin(x * 4).sum())(X)
+    )
+
+
+def keeping(params, carry):
+    x, kept = carry
+    x = torch.tanh(x @ params["w"])
+    kept.append(100 * x.square().sum())
+    return x, kept
+
+
+@pytest.mark.parametrize("policy", fs.policies.POLICIES)
+def test_a_list_in_a_carry_is_kept_or_refused(policy):
+    stack = {"w": torch.stack([W[:3], W[1:].cos()])}
+    layout = fs.plan_layout(stack, fs.make_mesh(dp=-1, device="cpu"), names={"w": ("layers", None, None)})
+    params = fs.shard(stack, layout)
+
+    def loss(params, x):
+        kept = []
+        x, _ = fs.scan_units(keeping, params, (x, kept), policy=fs.policies.POLICIES[policy])
+        return x.sum() + sum(kept)
+
+    def plain(stack, x):
+        total = 0
+        for w in stack["w"]:
+            x = torch.tanh(x @ w)
+            total = total + 100 * x.square().sum()
+        return x.sum() + total
+
+    if fs.policies.POLICIES[policy].activations != "all":
+        assert "carry[1][0] is new: a tensor float32[]" in refusal(
+            fs.value_and_grad(loss), params, X[:, :3], kind=TransformError
+        )
+        return
+    found, grads = fs.value_and_grad(loss)(params, X[:, :3])
+    want, value = torch.func.grad_and_value(plain)(stack, X[:, :3])
+    assert_trees_close((found, fs.unshard(grads)), (value, want), rtol=1e-5)

@@ -1,0 +1,109 @@
+"""Refuse functions that write into their arguments, where a policy runs them on copies and runs them again in backward.
+
+In: a function and its arguments. Out: its result, or one error that names the argument.
+What the function appends to a list is lost, since the list is a copy; from a tensor that it changes in place, backward
+recomputes another result. Entries of lists and dicts are compared by identity before and after the call, and tensors by
+identity and version, also those that sets and attributes of objects hold.
+Guarantee: after a call without an error the arguments hold the same tensors, with the same values, as before.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, cast
+
+from torch import Tensor
+
+from fsharding.base import _compat
+from fsharding.base.errors import TransformError, message
+from fsharding.base.public import kind_of
+from fsharding.mesh.device_mesh import Mesh
+from fsharding.sharding.named_sharding import Local
+from fsharding.transforms.loss_checks import names_of
+
+__all__ = ["call_unwritten"]
+
+_MOST = 10_000
+"""Objects that are looked at in one call; an argument may lead to a data set."""
+_NOT_WALKED = (type, Mesh, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+
+
+def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """`fn(*args)`, which must not write into `args`.
+
+    Raises:
+        TransformError: it has; all changed arguments are listed.
+    """
+    before = _held(fn, args)
+    out = fn(*args)
+    after = _held(fn, args)
+    rows = [f"{_shown(path)} is new: {kind_of(now)}" for path, (now, _) in after.items() if path not in before]
+    for path, (was, version) in before.items():
+        if path not in after:
+            rows.append(f"{_shown(path)} is gone: {kind_of(was)}")
+        elif (now := after[path][0]) is not was:
+            rows.append(f"{_shown(path)} is another one: {kind_of(was)} before, {kind_of(now)} after")
+        elif after[path][1] != version:
+            rows.append(f"{_shown(path)} was changed in place: {kind_of(was)}")
+    if rows:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        rule = f"recomputes {name} in backward, so what {name} writes into its arguments would be lost."
+        mend = (
+            "Return the value instead: return x, aux, or a new list, [*kept, aux]; fs.scan_units(..., has_aux=True)"
+            " stacks what blocks return beside their carry. Write x = x * 2 instead of x.mul_(2). Under"
+            " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write."
+        )
+        raise TransformError(message(rule, rows, mend))
+    return out
+
+
+def _shown(path: str) -> str:
+    """A path without the identities of items of sets."""
+    return re.sub(r"\{[0-9a-f]+\}", "{...}", path)
+
+
+def _held(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, tuple[Any, int]]:
+    """What arguments hold, by path: entries of containers, tensors anywhere, each with its version."""
+    found: dict[str, tuple[Any, int]] = {}
+    seen = set[int]()
+    todo = deque((name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True))
+    for _ in range(_MOST):
+        if not todo:
+            break
+        path, x, is_entry = todo.popleft()
+        if isinstance(x, Local):
+            x = x.value
+        if isinstance(x, Tensor):
+            found[path] = x, 0 if x.is_inference() else _compat.version_of(x)
+            continue
+        children = None if id(x) in seen else _children(x)
+        seen.add(id(x))
+        if children is None:
+            if is_entry:
+                found[path] = x, 0
+            continue
+        todo.extend((path + step, child, is_entry and not step.startswith(".")) for step, child in children)
+    return found
+
+
+def _children(x: Any) -> Iterable[tuple[str, Any]] | None:
+    """What a container or an object holds; None for one that holds nothing."""
+    if isinstance(x, dict):
+        return [(f"[{key!r}]", value) for key, value in islice(cast("dict[Any, Any]", x).items(), _MOST)]
+    if isinstance(x, list | tuple | deque):
+        return _numbered(cast("Iterable[Any]", x))
+    if isinstance(x, set | frozenset):
+        # By identity: a set has no order of its own.
+        return [(f"{{{id(item):x}}}", item) for item in islice(cast("Iterable[Any]", x), _MOST)]
+    if isinstance(x, _NOT_WALKED):
+        return None
+    own = {name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())} | {*getattr(x, "__dict__", ())}
+    return [(f".{name}", getattr(x, name)) for name in sorted(own) if hasattr(x, name)] or None
+
+
+def _numbered(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"[{i}]", item) for i, item in enumerate(islice(items, _MOST)))
