@@ -26,8 +26,9 @@ from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
 from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
+from fsharding.interop.module.mutation_guard import Original
 from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import check_module
+from fsharding.interop.module.problems import check_memory, check_module, check_units
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import check_axes
@@ -108,6 +109,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         self._tried = functools.cache(functools.partial(unfit_roles, module, by_path.roles))
         self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, options.reset), written=written)
         self._engine.open()
+        self._original = Original(module, self._engine.tensors)
         own = self._engine.persistent(), _aliases(module), self._engine.written_as()
         in_module = ModuleNames(sources, *own)
         named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
@@ -133,8 +135,10 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             key: of what is drawn (int64[2]).
 
         Raises:
-            ConfigError: when values are taken: parameters on the meta device that nothing draws; all are listed.
+            ConfigError: the module was changed since it was functionalized; or, when values are taken, parameters on
+                the meta device that nothing draws; all are listed.
         """
+        self._original.check()
         return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._options.reset))
 
     def init_buffers(self) -> dict[str, Tensor]:
@@ -163,10 +167,11 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
 
         Raises:
-            ConfigError: a model axis over which some layer does not compute; all are listed. A module with
-                `dummy_inputs`, as models of Hugging Face have them, is tried with the shapes that `tp` leaves a rank.
-                Experts over `ep`: the module's forward takes all of them.
+            ConfigError: the module was changed since it was functionalized, or a model axis over which some layer does
+                not compute; all are listed. A module with `dummy_inputs`, as models of Hugging Face have them, is tried
+                with the shapes that `tp` leaves a rank. Experts over `ep`: the module's forward takes all of them.
         """
+        self._original.check()
         check_experts(self.anatomy, mesh, rules, self.config.family if self.config is not None else None)
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
@@ -288,8 +293,8 @@ def functionalize(
         module: with real tensors, or on the meta device. Whether it is in train mode is taken over, but for
             `fs.evaluate`, which runs it in eval mode. Its tensors besides parameters are constants, but for buffers
             that its forward writes; a forward that changes another one is refused. State that it keeps in Python, such
-            as a counter or a list, is not watched, and belongs to this copy. Layers of `nn.SyncBatchNorm` take the
-            statistics of all data ranks.
+            as a counter or a list, is not watched, and belongs to this copy: change modes, flags, attributes and
+            buffers before this call. Layers of `nn.SyncBatchNorm` take the statistics of all data ranks.
         units: paths of the modules that are gathered when they are called, and let go after it. In `"layers.*"` the
             star stands for one part of a path, and the blocks that it finds are stacked: one leaf `[L, ...]` for each
             parameter. `("embed", "layers.*", ("norm", "head"))` has a unit of one module, a stack, and two modules
@@ -316,8 +321,10 @@ def functionalize(
         A function `net(params, *inputs)` that is a model for `plan_layout` and `init_state`.
 
     Raises:
-        ConfigError: no module, patterns that find no units, roles for layers that are not there or cannot have them,
-            buffers on the meta device, names that match no buffer, a policy that is none; or problems of several kinds.
+        ArgumentError: `units` is neither text nor a list or tuple.
+        ConfigError: no module, parameters that are tensor subclasses or share memory, patterns that find no units,
+            roles for layers that are not there or cannot have them, buffers on the meta device, names that match no
+            buffer, a policy that is none; or problems of several kinds.
         TreeError: blocks of one stack that are not alike.
         LayoutError: leaves that `names` misses, or names for leaves that are not there.
         TransformError: modules in train mode that checkpoint their own layers; all are listed.
@@ -345,6 +352,7 @@ def made(
 ) -> P:
     """`functionalize`, whose result is of a class that adds to `PureModule`."""
     check_module(module)
+    check_units(units)
     check_policy(options.policy)
     names = options.names
     roles = options.roles
@@ -356,7 +364,8 @@ def made(
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(f"does not know the units of {type(module).__name__}.", children, mend))
     written = (buffers,) if isinstance(buffers, str) else tuple(buffers)
-    problems = [*check_buffers(module, written), *check_options(module), *check_roles(module, roles or {})]
+    problems = [*check_memory(module), *check_buffers(module, written), *check_options(module)]
+    problems += check_roles(module, roles or {})
     plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None:
         units = units or family.units

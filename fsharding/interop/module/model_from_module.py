@@ -30,9 +30,9 @@ from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, real_buffers
 from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
-from fsharding.interop.module.mutation_guard import unlike_blocks
+from fsharding.interop.module.mutation_guard import Original, unlike_blocks
 from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import check_module
+from fsharding.interop.module.problems import check_memory, check_module, check_units
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import Bare, check_axes
@@ -153,7 +153,8 @@ def model_from_module(
         ['blocks', 'embed', 'head']
     """
     check_module(module)
-    problems = [*check_buffers(module, ()), *refuse_written(module)]
+    check_units(units)
+    problems = [*check_memory(module), *check_buffers(module, ()), *refuse_written(module)]
     problems += [*check_options(module), *check_roles(module, roles or {})]
     family = family_of(module) if units is None else None
     plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
@@ -179,7 +180,10 @@ def model_from_module(
         raise ConfigError(message("runs all blocks as the first one, but for the weights.", rows, mend))
     heads = family.heads_of(module) if family is not None else {}
 
+    original = Original(module, engine.tensors)
+
     def init(key: Tensor) -> Tree:
+        original.check()
         return plan.spread(lazy_leaves(module, plan.anatomy.leaves, key, reset), LazyLeaf.rows)
 
     def block(run: _Run) -> Callable[..., Any]:
@@ -194,6 +198,7 @@ def model_from_module(
     kind = config.family if config is not None else None
 
     def check(mesh: Mesh, rules: AxisRules) -> None:
+        original.check()
         check_experts(plan.anatomy, mesh, rules, kind)
         check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over)
 

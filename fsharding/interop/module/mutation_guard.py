@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsharding.base import _compat, _functorch
+from fsharding.base.errors import ConfigError, message
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = ["Watch", "unlike_blocks"]
@@ -120,6 +121,93 @@ def _shown(x: Any) -> str:
 
 def _where(a: Any, b: Any) -> str:
     return " of other values" if isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b) else ""
+
+
+# ------------------------------------------------------------------------------------------- changes after the copy
+class Original:
+    """A module that has been copied: its modes, flags, attributes and buffers as they were then."""
+
+    def __init__(self, module: nn.Module, copies: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Look at a module.
+
+        Args:
+            copies: returns the copies of its buffers, by name.
+        """
+        self._module = module
+        self._copies = copies
+        self._settings = dict(_settings(module))
+
+    def check(self) -> None:
+        """Check that the module is as it was, but for the values of parameters.
+
+        Raises:
+            ConfigError: it is not; all changes are listed.
+        """
+        now = dict(_settings(self._module))
+        rows = [
+            f"{name}: {_shown(self._settings.get(name, _NOT_THERE))} then, {_shown(now.get(name, _NOT_THERE))} now"
+            for name in {**self._settings, **now}
+            if not _same_setting(self._settings.get(name, _NOT_THERE), now.get(name, _NOT_THERE))
+        ]
+        copies = self._copies()
+        for name, x in self._module.named_buffers():
+            copied = copies.get(name, x)
+            known = not any(y.is_meta or _compat.is_fake(y) for y in (x, copied)) and x.device == copied.device
+            rows += [f"{name}: other values than then"] if known and not _equal(x, copied) else []
+        if rows:
+            rule = f"got {type(self._module).__name__}, which was changed after fs.functionalize had copied it."
+            mend = "Call fs.functionalize after the change. fs.evaluate needs no .eval(): it runs in eval mode."
+            raise ConfigError(message(rule, rows, mend))
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a copy of a module takes over besides values: simple ones as they are, others as objects."""
+    for path, part in module.named_modules():
+        lead = f"{path}." if path else ""
+        for key, value in vars(part).items():
+            if key == "_parameters":
+                for name, p in value.items():
+                    kind = None if p is None else type_text(tuple(p.shape), p.dtype)
+                    yield lead + name, kind if p is None or p.requires_grad else f"{kind}, frozen"
+            elif key == "_modules":
+                yield from ((lead + name, child) for name, child in value.items())
+            elif key.endswith("_hooks"):
+                yield from ((f"{lead}{key.strip('_')}.{number}", hook) for number, hook in value.items())
+            elif not key.startswith("_"):
+                yield from _simple(lead + key, value, 4)
+
+
+def _simple(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """The simple values that an attribute leads to, by name; another object where there are none."""
+    inside: Iterator[tuple[Any, Any]] | None = None
+    if isinstance(x, list | tuple):
+        inside = ((f"[{i}]", item) for i, item in enumerate(x))
+    elif isinstance(x, dict):
+        inside = ((f"[{key!r}]", value) for key, value in x.items())
+    elif hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor, type, *_SIMPLE)) and not callable(x):
+        inside = ((f".{key}", value) for key, value in vars(x).items())
+    if inside is None or depth == 0:
+        yield name, x if isinstance(x, (*_SIMPLE, type)) else _Object(x)
+        return
+    yield name, type(x)
+    for step, value in [*inside]:
+        yield from _simple(name + step, value, depth - 1)
+
+
+class _Object:
+    """An object by its identity, without keeping it alive."""
+
+    def __init__(self, x: Any) -> None:
+        self.id, self.name = id(x), getattr(x, "__name__", type(x).__name__)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _same_setting(a: Any, b: Any) -> bool:
+    if isinstance(a, _Object) and isinstance(b, _Object):
+        return a.id == b.id
+    return a is b or _alike(a, b)
 
 
 # ----------------------------------------------------------------------------------------------------- what has changed

@@ -8,7 +8,10 @@ Guarantee: a forward that changes tensors of the module, or draws without a key,
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import operator
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -159,6 +162,10 @@ class Engine:
     def constants(self) -> dict[str, Tensor]:
         """The buffers and tensor attributes that no forward writes, by name. All ranks have to have the same."""
         return {name: x for name, x in self._watch.tensors().items() if name not in self.written}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The copies of buffers and tensor attributes, by name."""
+        return self._watch.tensors()
 
     def first_buffers(self) -> dict[str, Tensor]:
         """The buffers that the forward writes, as the module has them."""
@@ -488,13 +495,37 @@ def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torc
 
 def _cast(args: Any, kwargs: Any, dtype: torch.dtype | None) -> Any:
     """Inputs with their floating tensors in a dtype; the very same ones if there is nothing to cast."""
-
-    def differs(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
-
-    if dtype is None or not any(map(differs, tree.leaves((args, kwargs)))):
+    if dtype is None:
         return args, kwargs
-    return tree.map(lambda x: x.to(dtype) if differs(x) else x, (args, kwargs))
+    leaves, spec = tree.flatten((args, kwargs))
+    cast = [_cast_leaf(x, dtype) for x in leaves]
+    return tree.unflatten(spec, cast) if any(map(operator.is_not, cast, leaves)) else (args, kwargs)
+
+
+def _cast_leaf(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or a copy of what holds some, in a dtype; `x` itself if nothing in it differs."""
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if hasattr(x, f.name)}
+        put: Any = type(x).__setattr__ if isinstance(x, dict) else object.__setattr__  # the first may be frozen
+    elif isinstance(x, dict):
+        fields, put = {**x}, type(x).__setitem__
+    elif isinstance(x, list):
+        fields, put = dict(enumerate(x)), type(x).__setitem__
+    elif isinstance(x, set | frozenset):
+        items = {_cast_leaf(item, dtype) for item in x}
+        return type(x)(items) if any(item not in x for item in items) else x
+    else:
+        return x
+    _, cast = _cast((), fields, dtype)
+    changed = {name: value for name, value in cast.items() if value is not fields[name]}
+    if not changed:
+        return x
+    x = copy.copy(x)
+    for name, value in changed.items():
+        put(x, name, value)
+    return x
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`evaluate` against `module.eval()` of plain torch: no layer of a functionalized module is in train mode."""
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -77,7 +78,7 @@ def test_an_evaluation_is_in_eval_mode_and_needs_no_key(strategy, inference):
     mesh = fs.make_mesh(dp=-1, device="cpu", timeout=timedelta(seconds=20))
     net, losses = of_module(module)
     batch = token_batch(0, vocab=16, rows=4)
-    want = sum_of(module.eval()(batch["tokens"]), batch).detach() / batch["targets"].numel()
+    want = sum_of(copy.deepcopy(module).eval()(batch["tokens"]), batch).detach() / batch["targets"].numel()
     state, step = fs.setup(net, losses["keyed"], fs.sgd(0.1), fs.random.key(0), strategy, mesh=mesh)
     for loss in losses.values():
         with torch.inference_mode(inference):
@@ -87,7 +88,7 @@ def test_an_evaluation_is_in_eval_mode_and_needs_no_key(strategy, inference):
     _, metrics = step(state, batch)
     assert metrics.loss > 10 * want
     logits = fs.models.generate(lambda params, tokens: net(params, tokens), state, batch["tokens"][:1, :3], 1)
-    assert logits.tolist() == [[int(module(batch["tokens"][:1, :3])[0, -1].argmax())]]
+    assert logits.tolist() == [[int(copy.deepcopy(module).eval()(batch["tokens"][:1, :3])[0, -1].argmax())]]
 
 
 def of_parts(axes):
@@ -96,7 +97,7 @@ def of_parts(axes):
     module = Net()
     model = fs.model_from_module(module, UNITS, PARTS)
     batch = token_batch(0, vocab=16, rows=4)
-    want = sum_of(module.eval()(batch["tokens"]), batch).detach() / batch["targets"].numel()
+    want = sum_of(copy.deepcopy(module).eval()(batch["tokens"]), batch).detach() / batch["targets"].numel()
     mesh = fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
     options = {"microbatches": 2} if "pp" in axes else {}
     state, _ = fs.setup(model, None, fs.sgd(0.1), fs.random.key(0), mesh=mesh, **options)
