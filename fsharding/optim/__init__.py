@@ -90,6 +90,9 @@ _ELSEWHERE = {
     ),
 }
 
+for _name in _ELSEWHERE:  # such as the modules `adam` and `clip`: a call of a module says nothing
+    globals().pop(_name, None)
+
 if not TYPE_CHECKING:  # a type checker would take every name for one that is there
 
     def __getattr__(name: str) -> object:

@@ -40,7 +40,7 @@ from fsharding.optim.base import (
 )
 from fsharding.optim.coded_moment import refuse_format
 from fsharding.optim.schedules import as_schedule
-from fsharding.optim.validation import check_dtype
+from fsharding.optim.validation import FROM_0, check_dtype, check_settings
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = ["TorchState", "from_torch"]
@@ -111,6 +111,7 @@ def from_torch(
     """
     _refuse_others(optimizer, settings)
     own = _refuse_narrow(check_dtype("moments", moments))
+    check_settings((FROM_0, {name: x for name, x in settings.items() if name == "lr" and callable(x)}))
     rate = as_schedule(settings["lr"]) if callable(settings.get("lr")) else None
     if rate is not None:
         settings = {**settings, "lr": rate(0)}

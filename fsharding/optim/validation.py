@@ -6,6 +6,7 @@ Guarantee: a setting that is a function of the number of updates is not called.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
@@ -15,7 +16,7 @@ import torch
 
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import ConfigError, message
-from fsharding.base.public import without_parameters
+from fsharding.base.public import kind_of, without_parameters
 
 __all__ = [
     "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings",
@@ -52,9 +53,14 @@ def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
         groups: conditions, and for each the values by name.
 
     Raises:
-        ConfigError: one or more do not meet their condition; all of them are listed.
+        ConfigError: one or more do not meet their condition, or are no schedules; all of them are listed.
         ArgumentError: parameters are in the place of the learning rate.
     """
+    given = {name: value for _, values in groups for name, value in values.items()}
+    if uncalled := [f"{name}: {why}" for name, value in given.items() if (why := _why_no_schedule(value))]:
+        mend = "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and give that."
+        rule = "takes a schedule as a function of the number of updates alone."
+        raise ConfigError(message(rule, uncalled, mend))
     rows = [
         f"{name}: {value!r}, needs {needs.text}"
         for needs, values in groups
@@ -62,11 +68,25 @@ def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
         if not callable(value) and not (isinstance(value, Real) and needs.holds(value))
     ]
     if rows:
-        given = {name: value for _, values in groups for name, value in values.items()}
         rate = given.get("learning_rate")
         if isinstance(rate, Iterable) and not isinstance(rate, str | torch.Tensor):
             raise without_parameters()
         raise ConfigError(message("cannot use these settings.", rows))
+
+
+def _why_no_schedule(x: Any) -> str:
+    """Why something that can be called is no schedule; "" for a schedule, and for what cannot be called."""
+    if isinstance(x, type):
+        return f"the class {x.__name__}, not an instance: {x.__name__}(...)"
+    if not callable(x):
+        return f"{kind_of(x)}, which sets the rate of a torch.optim optimizer" if hasattr(x, "get_last_lr") else ""
+    try:
+        inspect.signature(x).bind(0)
+    except TypeError as error:
+        return f"{getattr(x, '__name__', type(x).__name__)}, which cannot be called with a count: {error}"
+    except ValueError:  # a callable without a signature
+        return ""
+    return ""
 
 
 def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -31,7 +31,7 @@ from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.step import TrainStep, model_loss, planned_schedule, refuse_model
 from fsharding.transforms.gather_context import evaluating
-from fsharding.transforms.value_and_grad import Loss, global_loss
+from fsharding.transforms.value_and_grad import Loss, global_loss, without_gradients
 
 __all__ = ["Evaluate", "evaluate"]
 
@@ -141,7 +141,7 @@ def evaluate(
             losses.append(loss)
             auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
         counts = [torch.as_tensor(x.count) for x in losses]
-        total = Loss(torch.stack([x.sum for x in losses]).sum(), torch.stack(counts).sum())
+        total = Loss(without_gradients(torch.stack([x.sum for x in losses]).sum()), torch.stack(counts).sum())
         _refuse_full(total)
         return (total, tuple(auxes)) if has_aux else total
 
@@ -179,9 +179,10 @@ class _Pipeline:
             self._messages = {}
         planned = planned_schedule(self._schedule, layout, self._microbatches)
         known = self._messages
-        return Loss(
-            *pipeline_loss(self._model, planned, layout, params, pieces, precision=precision, known=known, key=key)
+        total, count = pipeline_loss(
+            self._model, planned, layout, params, pieces, precision=precision, known=known, key=key
         )
+        return Loss(without_gradients(total), count)
 
 
 def _mesh_of(params: Tree) -> Mesh | None:

@@ -8,6 +8,7 @@ Guarantee: if the loss of a train step depends on no parameter on some rank, all
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import random as python_random
 import traceback
@@ -89,8 +90,10 @@ class FirstCall:
             leaves: local tensors of the parameters that are differentiated.
 
         Raises:
-            TransformError: with a mesh, on every rank: on some rank the loss depends on no parameter.
+            TransformError: with a mesh, on every rank: on some rank the loss depends on no parameter. With and without:
+                a `GradScaler` of torch has scaled it.
         """
+        _refuse_scaler(total, self._name)
         depends = _reaches(total.grad_fn, context, leaves)
         if _compat.makes_fakes():
             return
@@ -162,6 +165,24 @@ class FirstCall:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(report(f"{self._name} {rule}", rows, mend), stacklevel=2)
+
+
+def _refuse_scaler(total: Tensor, name: str) -> None:
+    """Refuse a loss that is a product with the scale of a `GradScaler`: its gradients would stay scaled."""
+    node: Any = total.grad_fn
+    factors: list[int] = []
+    while node is not None and node.name() in {"MulBackward0", "DivBackward0", *_PASSED_ON}:
+        saved = getattr(node, "_saved_other", None)
+        factors += (
+            [saved.data_ptr()] if isinstance(saved, Tensor) and not saved.ndim and not _compat.is_fake(saved) else []
+        )
+        node = node.next_functions[0][0]
+    # A scaler is found by its scale, and looked for only where a 0-d tensor scales the loss.
+    scalers = (x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)) if factors else ()
+    if any(isinstance(s := vars(x).get("_scale"), Tensor) and s.data_ptr() in factors for x in scalers):
+        rule = "has a loss function that calls GradScaler.scale: gradients would be that many times too large."
+        mend = "Return the loss itself; precision=fs.FP16 scales it, unscales gradients and skips steps."
+        raise TransformError(report(f"{name} {rule}", (), mend))
 
 
 class _Checked:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fsharding.base.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, message, report
 
 __all__ = [
     "POLICIES",
@@ -35,6 +35,9 @@ class Policy:
         activations: "all", "dots" (outputs of matrix products) or "inputs" (of the unit).
         memory: where activations wait for backward, "device" or "host".
 
+    Raises:
+        ConfigError: an attribute has another value than these.
+
     Example:
         >>> fs.policies.nothing_saveable
         Policy(name='nothing_saveable', gathered=False, activations='inputs', memory='device')
@@ -46,6 +49,19 @@ class Policy:
     gathered: bool
     activations: str
     memory: Literal["device", "host"] = "device"
+
+    def __post_init__(self) -> None:
+        known: dict[str, tuple[Any, ...]] = {
+            "gathered": (False, True), "activations": ("all", "dots", "inputs"), "memory": ("device", "host")
+        }  # fmt: skip
+        rows = [
+            f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, values))}"
+            for name, values in known.items()
+            if not any(type(value) is type(getattr(self, name)) and value == getattr(self, name) for value in values)
+        ]
+        if rows:
+            mend = "activations='dots' keeps the results of matrix products; single operators cannot be chosen."
+            raise ConfigError(report("fs.policies.Policy cannot keep what it is asked to.", rows, mend))
 
 
 save_except_gathered = Policy("save_except_gathered", gathered=False, activations="all")

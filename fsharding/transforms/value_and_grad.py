@@ -54,7 +54,7 @@ from fsharding.transforms.unit_plan import GradTarget
 
 __all__ = [
     "Agreement", "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "is_divisor",
-    "loss_and_grads", "refuse_backward", "results_text", "value_and_grad",
+    "loss_and_grads", "refuse_backward", "results_text", "value_and_grad", "without_gradients",
 ]  # fmt: skip
 
 
@@ -103,8 +103,8 @@ class Loss(NamedTuple):
                 what = "no token counts" if count == 0 else FULL if is_full(count) else f"its count is {count:g}"
                 mend = "Count the tokens that the sum is over, and add up batches before you ask for their mean."
                 raise NonFiniteError(message(f"has no mean: {what}.", mend=mend))
-            return self.sum / self.count
-        return self.sum / _divisor(count)
+            return without_gradients(self.sum / self.count)
+        return without_gradients(self.sum / _divisor(count))
 
 
 class LossAndGrads(NamedTuple):
@@ -616,6 +616,19 @@ def is_divisor(weight: Tensor) -> Tensor:
 def _divisor(weight: Tensor) -> Tensor:
     """Return the count, or NaN for an invalid one: dividing by inf would give a finite mean, 0."""
     return torch.where(is_divisor(weight), weight, torch.nan)
+
+
+def without_gradients(loss: Tensor) -> Tensor:
+    """Return a loss, whose `.backward()` says where gradients come from if it has no graph."""
+    return loss if loss.requires_grad or _functorch.in_functorch() else _compat.refuse_backward(loss, _no_graph)
+
+
+def _no_graph(*_: Any, **__: Any) -> None:
+    mend = (
+        "Take both in one call: (loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch); or train with"
+        " state, metrics = fs.make_train_step(loss_fn, opt)(state, batch)."
+    )
+    raise TransformError(report("fs.Loss has no gradients: .backward() finds no graph of it.", mend=mend))
 
 
 def refuse_backward(loss: Tensor) -> Tensor:

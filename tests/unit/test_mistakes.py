@@ -185,6 +185,24 @@ def appending(x, kept):
     return x.square().sum()
 
 
+class Warmup:
+    """A schedule that is made with its length."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, count):
+        return 0.1 * min(1.0, (count + 1) / self.steps)
+
+
+SCALER = torch.amp.GradScaler("cpu")
+
+
+def scaled_by_torch(params, batch):
+    total, count = loss_fn(params, batch)
+    return SCALER.scale(total), count
+
+
 NOWHERE = Path(__file__).with_name("nowhere")
 
 # what it is: (kind of error, what to type, the call); tests/errors.golden has the whole text
@@ -856,6 +874,51 @@ MISTAKES = {
         "Return the value instead: return x, aux, or a new list, [*kept, aux];",
         in_loss(lambda p, b: fs.remat(appending)(b["x"], [b["y"]]) + fs.gather_unit(p["body"])["w"].sum()),
     ),
+    "a policy of operators": (
+        ConfigError,
+        "activations='dots' keeps the results of matrix products;",
+        lambda at: fs.policies.Policy("mine", False, ["aten.mm.default"]),
+    ),
+    "a policy on disk": (
+        ConfigError,
+        "memory='disk' is none of 'device', 'host'",
+        lambda at: fs.policies.Policy("mine", "yes", "all", "disk"),
+    ),
+    "GradScaler in a loss": (
+        TransformError,
+        "precision=fs.FP16 scales it, unscales gradients and skips steps.",
+        lambda at: fs.make_train_step(scaled_by_torch, at.opt)(at.state, at.batch),
+    ),
+    "a schedule that is a class": (
+        ConfigError,
+        "learning_rate: the class Warmup, not an instance: Warmup(...)",
+        lambda at: fs.sgd(Warmup),
+    ),
+    "a schedule that is not made yet": (
+        ConfigError,
+        "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and give that.",
+        lambda at: fs.adamw(fs.optim.schedules.warmup_cosine),
+    ),
+    "a schedule of torch.optim": (
+        ConfigError,
+        "learning_rate: a LambdaLR, which sets the rate of a torch.optim optimizer",
+        lambda at: fs.adamw(torch.optim.lr_scheduler.LambdaLR(at.sgd, lambda step: 1.0)),
+    ),
+    "a class as lr of torch's optimizer": (
+        ConfigError,
+        "lr: the class Warmup, not an instance: Warmup(...)",
+        lambda at: fs.optim.from_torch(torch.optim.SGD, lr=Warmup),
+    ),
+    "backward on an evaluation": (
+        TransformError,
+        "(loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch)",
+        lambda at: fs.evaluate(loss_fn)(at.state, at.batch).mean.backward(),
+    ),
+    "backward on the sum of an evaluation": (
+        TransformError,
+        "(loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch)",
+        lambda at: fs.evaluate(loss_fn)(at.state, at.batch).sum.backward(),
+    ),
     "a strategy for a layout": (
         ArgumentError,
         "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1)).",
@@ -895,6 +958,8 @@ NAMES_ELSEWHERE = {
     ("fs", "zero3"): "Write fs.zero(3).",
     ("fs", "make_msh"): "Did you mean 'make_mesh'?",
     ("fs.optim", "AdamW"): "Write fs.adamw(1e-3).",
+    ("fs.optim", "adam"): "Write fs.adamw(1e-3).",
+    ("fs.optim", "clip"): "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt).",
     ("fs.optim", "clip_grad_norm_"): "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt).",
     ("fs.optim", "muno"): "Did you mean 'muon'?",
     ("fs", "ema"): "Write fs.optim.ema.",

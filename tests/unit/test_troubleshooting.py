@@ -108,6 +108,14 @@ def appending(x, kept):
     return x.square().sum()
 
 
+SCALER = torch.amp.GradScaler("cpu")
+
+
+def scaled_by_torch(params, batch):
+    total, count = loss_fn(params, batch)
+    return SCALER.scale(total), count
+
+
 def donated(at):
     state = fs.init_state(init, at.opt, at.key, at.layout)
     fs.make_train_step(loss_fn, at.opt, donate=True)(state, at.batch)
@@ -273,6 +281,8 @@ MISTAKES = {
     "a step whose loss is detached, or of other weights": in_step(lambda p, b: loss_fn(p, b)[0].detach()),
     "`F.dropout`, `random.random()` or `np.random` in a loss": in_step(lambda p, b: F.dropout(b["y"] @ fs.gather_unit(p["head"])["weight"]).sum()),
     "one key for two draws": in_step(drawn_twice),
+    "`.backward()` on a loss computed outside of a step": lambda at: loss_fn(at.state.params, at.batch)[0].backward(),
+    "`GradScaler.scale` in a loss": in_step(scaled_by_torch),
     "`loss.backward()`": lambda at: at.grads[0][0].backward(),
     "`torch.func.grad(f)(state.params)`": lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(
         at.state.params
@@ -289,6 +299,7 @@ MISTAKES = {
     ),
     "`policy=\"everything\"`": lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
     # ------------------------------------------------------------------------------------------ optimizers and steps
+    "a schedule that is a class, or a function that makes one": lambda at: fs.adamw(fs.optim.schedules.warmup_cosine),
     "`fs.make_train_step(loss_fn, torch.optim.RMSprop)`": lambda at: fs.make_train_step(loss_fn, torch.optim.RMSprop),
     "`opt.update(grads, opt_state)` with weight decay": lambda at: at.opt.update(at.grads[1], at.state.opt_state),
     "`opt.update(opt_state, grads, params)`": lambda at: at.opt.update(
@@ -376,7 +387,10 @@ MISTAKES = {
     "a global batch that ranks do not divide": command("train --ranks 2 --batch 3 --out DIR/run"),
 }  # fmt: skip
 
-OWN_EDIT = {'a leaf at rest and a plain tensor: `state.params["w"] * x`'}
+OWN_EDIT = {
+    'a leaf at rest and a plain tensor: `state.params["w"] * x`',
+    "`.backward()` on a loss computed outside of a step",
+}
 
 
 @slow
