@@ -48,7 +48,7 @@ from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout
-from fsharding.train.state import TrainState, rounding_key, sealed, spread
+from fsharding.train.state import TrainState, refrozen, rounding_key, sealed, spread
 
 __all__ = ["load", "load_leaves"]
 
@@ -77,6 +77,7 @@ def load(
         layout: where everything goes. Its mesh may have another number of ranks than the one that saved.
         opt: the optimizer, whose `init` says what the optimizer state should be; it runs on the meta device, so it must
             not look at values. Without it the state is what the checkpoint has, if it is of fsharding's own optimizers.
+            With it the layout may have other leaves frozen: those that are trained from here on get new moments.
         cast: allow dtypes that differ, and cast to those that are wanted.
         data: goes on from the position that was saved with `data=`. Where all data ranks had the same one, as those of
             `fs.data.packed` have, any mesh takes it; else as many data ranks have to be there.
@@ -109,6 +110,9 @@ def load(
         check_stateful(data)
     folder, manifest, damaged = _look(path)
     position = select(str(folder), manifest, layout) if data is not None else None
+    wanted_layout = layout
+    if opt is not None:
+        layout = layout.with_frozen(manifest.layout.get("frozen", ()))
     wanted, opt_state = _wanted(layout, manifest, opt)
     _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
     if damaged:
@@ -117,6 +121,8 @@ def load(
     copies = layout.leaves if layout.has_main else ()
     take_room(layout, [*leaves, *((leaf.params, leaf.shape, layout.param_dtype(leaf)) for leaf in copies)])
     result = _assemble(_read(folder, manifest, wanted), opt_state, layout)
+    if opt is not None and layout is not wanted_layout:
+        result = refrozen(result, wanted_layout, opt)
     if data is not None:
         on_all(lambda: restore(data, position))
     return result
@@ -366,6 +372,8 @@ def _compare(
     if any(not row.startswith("opt_state") for row in other):
         what = "another model"
         mend = "Plan the layout with the model, and the frozen leaves, that were saved."
+        if all(row.endswith("in the layout") for row in other if row.startswith("params")):
+            mend += " To train other leaves, give the optimizer: opt=..."
     elif other:
         what = "another optimizer"
         mend = "Give the optimizer that was saved: opt=..."

@@ -8,6 +8,7 @@ Guarantee: a transformation computes on local tensors alone, so its result does 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from fsharding.comm.leaf_memory import sharding_here
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
 from fsharding.optim.coded_moment import MomentType, is_coded
+from fsharding.optim.held_leaves import holding
 from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of
 
@@ -230,9 +232,34 @@ class ContextTransformation(GradientTransformation):
     by_element: bool = False
     needs_norm: bool = False
 
+    def __post_init__(self) -> None:
+        """Has a leaf whose gradient is None keep its parameter and its moments."""
+        object.__setattr__(self, "update", _holding_update(self.update))
+        if self.apply is not None:
+            object.__setattr__(self, "apply", _holding_apply(self.apply))
+
     def with_context(self) -> ContextTransformation:
         """Itself."""
         return self
+
+
+def _holding_update(update: _Update) -> _Update:
+    @functools.wraps(update)
+    def run(updates: Tree, state: Any, params: Tree = None, *rest: Any) -> tuple[Tree, Any]:
+        return holding(lambda u, s, p: update(u, s, p, *rest), updates, state, params)
+
+    return run
+
+
+def _holding_apply(apply: _Apply) -> _Apply:
+    @functools.wraps(apply)
+    def run(updates: Tree, state: Any, params: Tree, *rest: Any, **options: Any) -> tuple[Tree, Any]:
+        changed, after = holding(lambda u, s, p: apply(u, s, p, *rest, **options), updates, state, params)
+        new = tree.named_leaves(changed)
+        held = len(new) < len(tree.leaves(params))
+        return tree.map_with_path(lambda path, x: new.get(path, x), params) if held else changed, after
+
+    return run
 
 
 class EmptyState(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -335,6 +335,15 @@ class Layout:
             stages: as in `plan_layout`; by default this layout's.
         """
         return self._replan(mesh=mesh, stages=self.stages if stages is None else normal(stages))
+
+    def with_frozen(self, paths: Collection[str]) -> Layout:
+        """The same layout with exactly these leaves frozen, and those that have no gradient.
+
+        Args:
+            paths: of whole leaves.
+        """
+        leaves = [replace(x, trainable=x.init.is_floating_point and x.path not in paths) for x in self.leaves]
+        return self if tuple(leaves) == self.leaves else replace(self, leaves=tuple(leaves))._replan()
 
     def _replan(self, **changes: Any) -> Layout:
         new = replace(self, **changes)

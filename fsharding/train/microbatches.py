@@ -86,7 +86,7 @@ def uneven(batch: Tree, parts: int) -> list[str]:
     for path, x in rows.items():
         if not x.ndim:
             why[path] = _NO_ROWS
-        elif x.shape[0] != rows[like].shape[0]:
+        elif parts > 1 and x.shape[0] != rows[like].shape[0]:
             why[path] = f": dim 0 of {like} is {rows[like].shape[0]}{_NO_ROWS}"
     return [
         f"{path or 'the batch'} is {kind_text(x)}{why[path]}"

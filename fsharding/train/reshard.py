@@ -31,20 +31,29 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
 from fsharding.mesh.failures import meet, naming_lost
+from fsharding.optim.base import GradientTransformation
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
 from fsharding.train import reshard_leaves
 from fsharding.train.first_values import Sync, same_values
 from fsharding.train.reshard_leaves import Moving
-from fsharding.train.state import TrainState, sealed
+from fsharding.train.state import TrainState, refrozen, sealed
 from fsharding.train.state_check import check_state
 
 __all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
 
 
 @public("fs.reshard")
-def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: Any = None, budget: int = BUDGET) -> Any:
+def reshard(
+    tree_or_state: Tree,
+    layout: Any,
+    *,
+    donate: bool = False,
+    source: Any = None,
+    budget: int = BUDGET,
+    opt: GradientTransformation | None = None,
+) -> Any:
     """Moves values to another layout. Collective over the ranks of both meshes.
 
     The meshes may differ in axes, sizes, order and ranks. If no one mesh has all ranks that take part, every rank of
@@ -61,6 +70,8 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         source: the `Layout`, or tree of `NamedSharding`s, in which a tree is. Leaves at rest know it themselves; only
             `Local` leaves of pipeline stages, and of `Fused` dims, need it. A state carries its layout.
         budget: bytes a rank for buffers. Besides the old and the new values no more memory is needed.
+        opt: of a state, where the layout has other leaves frozen: the optimizer, whose `init` makes the moments of
+            leaves that are trained from here on. Leaves that are trained in both keep their moments.
 
     Returns:
         The same state or tree in the new layout, in new memory unless donated.
@@ -81,6 +92,10 @@ def reshard(tree_or_state: Tree, layout: Any, *, donate: bool = False, source: A
         zero3
     """
     if isinstance(tree_or_state, TrainState):
+        if opt is not None and isinstance(layout, Layout):
+            check_state(tree_or_state)
+            frozen = {leaf.path for leaf in layout.leaves if not leaf.trainable}
+            tree_or_state = refrozen(tree_or_state, tree_or_state.layout.with_frozen(frozen), opt)
         moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
         take_room(layout, [(m.target, m.shape, m.dtype) for m in moved])
     else:

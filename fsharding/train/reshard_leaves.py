@@ -120,6 +120,8 @@ def check_same_model(a: Layout, b: Layout) -> None:
         rows.append(f"moments: {formats[0]} in the state, {formats[1]} in the layout")
     if rows:
         mend = "Plan the layout with the model, frozen leaves and precision of the state; cast in a step of its own."
+        if all(row.endswith("in the state, not in the layout") for row in rows):
+            mend = "Give the optimizer, which makes the moments of new leaves: fs.reshard(state, layout, opt=opt)."
         raise LayoutError(message("cannot move a state to the layout of another one.", rows, mend))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.calls import named
-from fsharding.base.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, message
+from fsharding.base.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, TreeError, message
 from fsharding.base.public import (
     Immutable,
     check_function,
@@ -34,7 +34,7 @@ from fsharding.base.public import (
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.disk_room import leaves_of_state, take_room
-from fsharding.comm.leaf_memory import to_memory
+from fsharding.comm.leaf_memory import copied, to_memory
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
 from fsharding.comm.rounded_params import roundings_of_copies
@@ -42,6 +42,7 @@ from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
 from fsharding.optim.base import GradientTransformation
+from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.windows import start_in_windows
 from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
@@ -541,6 +542,48 @@ def state_from_params(
     opt_state = _first_moments(opt, trained, layout)
     scale = layout.precision.init_scale()
     return sealed(TrainState(step, computed, kept, opt_state, scale, run_key, layout, _placed(first, layout)))
+
+
+def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> TrainState:
+    """Train some leaves that were frozen, or freeze some that were trained; all others keep values and moments.
+
+    Args:
+        layout: the state's own but for the leaves that are frozen.
+        opt: the optimizer of the state, whose `init` makes the moments of leaves that are trained from here on.
+
+    Raises:
+        TreeError: the state is of another optimizer.
+    """
+    old = state.layout
+    mains = tree.flatten_up_to(old.structure, main_of(state))
+    both = [*zip(old.leaves, layout.leaves, tree.leaves(state.params), mains, strict=True)]
+    values = tree.unflatten(old.structure, [p if main is None else main for *_, p, main in both])
+    targets = tree.unflatten(old.structure, [new.main if new.trainable else new.params for _, new, *_ in both])
+    fresh = state_from_params(tree.map(copied, redistribute(values, targets)), opt, state.key, layout)
+    before = tree.named_leaves(state.opt_state, is_leaf=is_coded)
+    kept = {leaf.path for leaf in layout.leaves if leaf.trainable}
+    gone = before.keys() - tree.named_leaves(fresh.opt_state, is_leaf=is_coded).keys()
+    owners = {path: owner_of(f"opt_state.{path}", getattr(before[path], "shape", ()), old.leaves) for path in gone}
+    if rows := [f"opt_state.{path}" for path, owner in owners.items() if owner is None or owner.path in kept]:
+        raise TreeError(message("got a state of another optimizer.", rows, "Give the optimizer of this state: opt=..."))
+
+    def same(new: Tree, of_old: Tree) -> Tree:
+        """The old leaves, where a leaf is trained or frozen in both layouts."""
+        news, olds = (tree.flatten_up_to(old.structure, x) for x in (new, of_old))
+        pairs = zip(both, news, olds, strict=True)
+        return tree.unflatten(old.structure, [y if a.trainable == b.trainable else x for (a, b, *_), x, y in pairs])
+
+    main = fresh.main
+    if main is not None and state.main is not None:
+        main = same(main, state.main)
+    return sealed(
+        state.replace(
+            params=same(fresh.params, state.params),
+            main=main,
+            opt_state=tree.map_with_path(lambda path, x: before.get(path, x), fresh.opt_state, is_leaf=is_coded),
+            layout=layout,
+        )
+    )
 
 
 @public("fs.main_params")

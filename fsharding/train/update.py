@@ -6,7 +6,7 @@ Guarantee: with the gradients of `value_and_grad(loss_fn, grads=state.layout.mai
 
 from __future__ import annotations
 
-from fsharding.base import _compat
+from fsharding.base import _compat, tree
 from fsharding.base.errors import ArgumentError, message
 from fsharding.base.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
@@ -27,7 +27,8 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
 
     Args:
         state: the state to update, which stays as it is.
-        grads: mean gradients, as `fs.value_and_grad` gives them; None at frozen leaves. Made with
+        grads: mean gradients, as `fs.value_and_grad` gives them; None at frozen leaves, and at leaves that
+            keep their values and moments in this update. Made with
             `grads=state.layout.main` they are where the optimizer wants them; others are resharded.
         opt: the optimizer that the state was made with.
 
@@ -58,10 +59,11 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     check_optimizer(opt)
     refuse_no_gradients(grads, state.opt_state)
     layout = state.layout
-    placed = redistribute(grads, layout.reduced)
+    reduced, main = (tree.prune(x, grads, ("the layout", "grads")) for x in (layout.reduced, layout.main))
+    placed = redistribute(grads, reduced)
     rounding = layout.precision.rounding
     context = UpdateContext(
-        shardings=layout.main, key=state.key, step=state.step, rounding=rounding, on_host=layout.updated_on_host,
+        shardings=main, key=state.key, step=state.step, rounding=rounding, on_host=layout.updated_on_host,
         stacked=layout.stacked,
     )  # fmt: skip
     main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), context)

@@ -79,7 +79,7 @@ def run(case):
     try:
         state, step = fs.setup(
             first_values(), loss_fn, fs.sgd(rate), key, case.strategy, mesh=mesh, check=case.check,
-            microbatches=case.microbatches,
+            microbatches=case.microbatches, tp="replicate",
         )  # fmt: skip
         for number in range(STEPS):
             step_now[0] = number

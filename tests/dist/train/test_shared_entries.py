@@ -110,10 +110,11 @@ def test_weights_of_classes_reach_every_stage_and_part_of_a_sequence(axes):
 def test_an_unmarked_entry_with_another_dim_0_is_refused_by_path():
     mesh = fs.make_mesh(dp=-1, device="cpu")
     batch = {**documents(), "borders": BORDERS}
-    state, step = fs.setup({"w": torch.ones(VOCAB)}, document_loss, fs.sgd(0.1), fs.random.key(0), mesh=mesh)
+    settings: dict[str, Any] = {"mesh": mesh, "microbatches": 2}
+    state, step = fs.setup({"w": torch.ones(VOCAB)}, document_loss, fs.sgd(0.1), fs.random.key(0), **settings)
     before = fs.tree.map(torch.clone, state)
     calls = {
-        "fs.local_batch": lambda: fs.local_batch(batch, mesh),
+        "fs.local_batch": lambda: fs.local_batch(batch, fs.AbstractMesh(("dp",), (2,))),
         "train step": lambda: step(state, batch),
         "fs.evaluate": lambda: fs.evaluate(document_loss, microbatches=2)(state, batch),
     }
