@@ -24,13 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fsharding.base import _compat, _functorch
 from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
-from fsharding.base.errors import SpecError, TransformError, message, report
+from fsharding.base.errors import SpecError, message
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.collectives import all_gather, all_to_all
 from fsharding.ops.context_parallel import zigzag, zigzag_order
+from fsharding.ops.once import differentiable_once
 
 __all__ = ["Kind", "RingStep", "attention", "plan_ring"]
 
@@ -344,27 +345,8 @@ class _Ring(Function):
         q, k, v, documents, out, lse = ctx.saved_tensors
         with torch.no_grad():
             dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.settings)
-        # torch's own `once_differentiable` is silent where `grad` is a constant, as for a sum.
-        if torch.is_grad_enabled():
-            dq, dk, dv = cast(Any, _Once.apply(dq, dk, dv, grad, q, k, v))
-        return dq, dk, dv, None, None
-
-
-class _Once(Function):
-    """Hands gradients on, as something that depends on what they are made of and cannot be differentiated."""
-
-    @staticmethod
-    def forward(dq: Tensor, dk: Tensor, dv: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        return None
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        rule = "is computed block by block here, which autograd can differentiate once only."
-        raise TransformError(report(f"ops.attention {rule}", mend="Take second derivatives with torch.func."))
+        rule = "ops.attention is computed block by block here, which autograd can differentiate once only."
+        return *differentiable_once(rule, (dq, dk, dv), (grad, q, k, v)), None, None
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from fsharding.base import _compat, _functorch
 from fsharding.base.calls import named
@@ -24,6 +24,7 @@ from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.quantized import Quantized, dequantize, numbers_of
 from fsharding.ops.grad_sink import put_term, takes_terms
+from fsharding.ops.once import differentiable_once
 from fsharding.ops.scaled_mm import (
     Codes,
     ScaledKernel,
@@ -151,22 +152,27 @@ class _QuantizedProduct(Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *held = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)
-        nothing = (None,) * 6
-        towards_x = _towards_x(ctx, grad, *held).view(x.shape) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return towards_x, None, *nothing
-        node = ctx.next_functions[1][0]
-        flat = x.flatten(0, -2)
-        left, right = (grad.t(), flat) if ctx.dim else (flat.t(), grad)
-        if not _compat.is_wanted(node):
-            return towards_x, None, *nothing
-        if hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
-            return towards_x, None, *nothing
-        return towards_x, left.mm(right), *nothing
+        with torch.no_grad():
+            found = _gradients(ctx, grads[0].flatten(0, -2), x, *held)
+        rule = "ops.scaled_matmul multiplies quantized values here, which autograd can differentiate once only."
+        return *differentiable_once(rule, found, (grads[0], x, held[-1])), *(None,) * 6
+
+
+def _gradients(ctx: Any, grad: Tensor, x: Tensor, *held: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of x and of the weight; None where none is wanted, or where it has been added already."""
+    towards_x = _towards_x(ctx, grad, *held).view(x.shape) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return towards_x, None
+    node = ctx.next_functions[1][0]
+    flat = x.flatten(0, -2)
+    left, right = (grad.t(), flat) if ctx.dim else (flat.t(), grad)
+    if not _compat.is_wanted(node):
+        return towards_x, None
+    if hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
+        return towards_x, None
+    return towards_x, left.mm(right)
 
 
 def _towards_x(

@@ -74,6 +74,32 @@ def test_a_kernel_gives_the_product_of_what_both_codes_stand_for(name, dim, dtyp
 
 
 @cpu_multiplies_codes
+@pytest.mark.parametrize("curved", [False, True], ids=["constant_gradient", "curved"])
+def test_second_derivatives_are_never_silently_zero(curved):
+    """Plain torch, on what the codes stand for, has the right value: 2 from the square of x, and that of the product."""
+    weight = torch.randn(32, 64)
+    codes = fs.formats.quantize(weight, formats.TENSORWISE, strict=True)
+
+    def loss(x, product):
+        y = product(x)
+        return (y.square() if curved else y).sum() + x.square().sum()
+
+    def first(x):
+        return torch.autograd.grad(loss(x, lambda x: ops.scaled_matmul(x, codes, 1)), x, create_graph=True)[0]
+
+    x = torch.randn(8, 64, requires_grad=True)
+    for second in (lambda x: torch.autograd.grad(first(x).sum(), x), lambda x: first(x).sum().backward()):
+        assert refusal(second, x) == (
+            "ops.scaled_matmul multiplies quantized values here, which autograd can differentiate once only.\n"
+            "Take second derivatives with torch.func."
+        )
+    plain = numbers(weight, formats.TENSORWISE)
+    inside = torch.func.jvp(torch.func.grad(lambda x: loss(x, lambda x: ops.scaled_matmul(x, codes, 1))), (x,), (x,))
+    right = torch.func.jvp(torch.func.grad(lambda x: loss(x, lambda x: x @ plain.t())), (x,), (x,))
+    torch.testing.assert_close(inside[1], right[1], rtol=1e-4, atol=1e-4)
+
+
+@cpu_multiplies_codes
 def test_activations_are_rounded_token_by_token():
     x, w = torch.randn(8, 64), fs.formats.quantize(torch.randn(32, 64), formats.TENSORWISE, strict=True)
     others = torch.cat((x[:4], 1000 * torch.randn(4, 64)))
