@@ -245,8 +245,8 @@ class ContextTransformation(GradientTransformation):
 
 def _holding_update(update: _Update) -> _Update:
     @functools.wraps(update)
-    def run(updates: Tree, state: Any, params: Tree = None, *rest: Any) -> tuple[Tree, Any]:
-        return holding(lambda u, s, p: update(u, s, p, *rest), updates, state, params)
+    def run(updates: Tree, state: Any, params: Tree = None, *rest: Any, **options: Any) -> tuple[Tree, Any]:
+        return holding(lambda u, s, p: update(u, s, p, *rest, **options), updates, state, params)
 
     return run
 

@@ -213,9 +213,9 @@ class CapturedStep:
         preemption.agree(stops)
         loss, norm, weight, skipped, *dropped = numbers.clone().unbind()
         metrics = UncheckedMetrics(refuse_backward(loss), norm, weight, skipped=skipped.bool(), aux=aux)
-        metrics.dropped = dropped[0] if dropped else None
+        vars(metrics)["dropped"] = dropped[0] if dropped else None
         if not _compat.is_fake(code):
-            metrics.verdict = self._unchecked = PendingVerdict(code, refusal)
+            vars(metrics)["verdict"] = self._unchecked = PendingVerdict(code, refusal)
         after = sealed(self._state.replace(key=key))
         self._last = weakref.ref(after)
         return after, metrics

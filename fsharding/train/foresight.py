@@ -170,8 +170,8 @@ def fake_step(
     Raises:
         ArgumentError: a layout that isn't one.
     """
-    shapes = _shapes(batch)
     shape = abstract(_checked(layout).mesh)
+    shapes = _shapes(batch)
     rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
     device: Any = device_type or _device_type(layout)
     step = make_train_step(model, opt, **options)

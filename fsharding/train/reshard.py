@@ -214,6 +214,9 @@ def shard(values: Tree, layout: Any, *, sync: Sync | None = None) -> Tree:
         raise LayoutError(message("cuts whole tensors.", rows, "Move these with fs.reshard."))
     if isinstance(layout, Layout):
         check_fit(layout, flat, ((leaf.shape, None) for leaf in layout.leaves))
+    for x, s in zip(flat, targets, strict=True):
+        if s is not None:
+            s.local_shape(tuple(x.shape))  # refuses a spec of more dims before ranks compare anything
     whole = _agreed(dict(zip(tree.paths(values), zip(flat, targets, strict=True), strict=True)), sync)
     return tree.unflatten(
         spec, [x if s is None else _cut(whole[s.mesh](x), s.simplified()) for x, s in zip(flat, targets, strict=True)]

@@ -31,6 +31,7 @@ from fsharding.base.errors import (
     report,
 )
 from fsharding.base.public import (
+    Immutable,
     check_function,
     check_optimizer,
     is_optimizer,
@@ -104,7 +105,7 @@ class _Metrics(NamedTuple):
     aux: tuple[Any, ...] = ()
 
 
-class Metrics(_Metrics):
+class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
     """The report of a step; the same on every rank.
 
     Attributes:
@@ -460,14 +461,15 @@ class TrainStep:
         report = verdict.loss, verdict.norm, verdict.sums.weight
         if result is not None:
             metrics = Metrics(*report, skipped=result == SKIPPED, aux=verdict.sums.aux)
-            metrics.dropped = verdict.dropped
+            vars(metrics)["dropped"] = verdict.dropped
             if metrics.skipped:
                 return self._skipped(plan, state), metrics
             return sealed(self.update(plan, state, verdict, None)), metrics
         metrics = UncheckedMetrics(*report, skipped=verdict.finite.logical_not(), aux=verdict.sums.aux)
-        metrics.dropped = verdict.dropped
+        vars(metrics)["dropped"] = verdict.dropped
         if not _compat.is_fake(verdict.code):
-            metrics.verdict = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
+            self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
+            vars(metrics)["verdict"] = self._unchecked
         return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
 
     def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:

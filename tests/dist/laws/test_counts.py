@@ -227,10 +227,10 @@ def test_torch_counts_the_same_collectives(policy):
             kept = policy == fs.policies.everything_saveable
             assert (gathers, reductions) == (UNITS if kept else 2 * UNITS - 2, UNITS)
             # Two all-gathers more than the counts say: the terms of (loss, weight), and those of the squared norm,
-            # which every rank adds up itself. The first step also compares the setup, what the loss depends on, and hashes
-            # before each gather and reduction, after forward and at the end. Reductions are all-to-alls, summed where they
-            # arrive; nothing else is sent.
-            more = 2 + (gathers + reductions + 4 if number == 0 else 0)
+            # which every rank adds up itself. The first step also compares the setup, whether leaves were replaced, what the
+            # loss depends on, and hashes before each gather and reduction, after forward and at the end. Reductions are
+            # all-to-alls, summed where they arrive; nothing else is sent.
+            more = 2 + (gathers + reductions + 5 if number == 0 else 0)
             assert sum(n for op, n in found.items() if "gather" in op) == gathers + more
             assert sum(n for op, n in found.items() if "all_to_all" in op or "alltoall" in op) == reductions
             assert sum(found.values()) == gathers + more + reductions
