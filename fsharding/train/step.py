@@ -477,8 +477,8 @@ class TrainStep:
         mesh = state.layout.mesh
         key, number = state.key, state.step
         shared = any(abstract(mesh).axis_size(axis) > 1 for axis in SAME_ROWS)
-        # A count on a device is not read: it is hashed there, beside the rows.
-        counted = {} if number.is_cpu else {COUNTED: number}
+        # A count on a device, or of a captured step, is not read: it is hashed there, beside the rows.
+        counted = {} if number.is_cpu and bit is None else {COUNTED: number}
         hashes = hash_rows(batch) | hash_rows(counted) if shared and not _compat.makes_fakes() else {}
         result = StepAgreement(mesh, bit, rows=hash_of_all(hashes))
         if result.order is not None:

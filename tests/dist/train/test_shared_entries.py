@@ -45,7 +45,7 @@ def documents():
 def document_losses(axes, microbatches):
     mesh = fs.make_mesh(device="cpu", timeout=TIMEOUT, **axes)
     table = {"w": weights()["embed"]["w"][:, 0].contiguous()}
-    settings: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches}
+    settings: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "tp": "replicate"}
     state, step = fs.setup(table, document_loss, fs.sgd(0.1), fs.random.key(0), **settings)
     batch = fs.local_batch(documents(), mesh)
     by_hand = fs.value_and_grad(document_loss)(state.params, batch)[0]
@@ -87,7 +87,7 @@ def model() -> Any:
 
 def weighted_losses(axes, microbatches):
     mesh = fs.make_mesh(device="cpu", timeout=TIMEOUT, **axes)
-    settings: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches}
+    settings: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "tp": "replicate"}
     state, step = fs.setup(model(), None, fs.sgd(0.1), fs.random.key(0), "zero1", **settings)
     batch = {"tokens": ROWS[:, :-1], "targets": ROWS[:, 1:], "classes": fs.Shared(CLASS_WEIGHTS)}
     batch = fs.local_batch(batch, mesh)
