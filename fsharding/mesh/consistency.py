@@ -24,6 +24,7 @@ from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.failures import among
+from fsharding.mesh.groups import meet_first
 
 __all__ = ["agree", "checksum", "compare", "differences", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
@@ -97,6 +98,7 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
     where = "cpu" if backend_of(group, "cpu") else device
     term = torch.full((1,), own, dtype=torch.int64, device=where)
     result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
+    meet_first(group, where, _compat.group_timeout(group))
     with among(dist.get_process_group_ranks(group)):
         _compat.all_gather_single(result, term, group=group)
     return result.tolist()
@@ -241,13 +243,15 @@ def _entries_read(name: str, code: CodeType, *, by_key: bool) -> set[str] | None
         # Instructions that only hand the cell to an inner function aren't named DEREF; the inner code is asked below.
         if step.argval != name or not step.opname.endswith("DEREF"):
             continue
+        if step.opname != "LOAD_DEREF" or i + 2 >= len(steps):
+            return None
         entry, use = steps[i + 1], steps[i + 2]
         reads = (
             entry.opname == "LOAD_CONST" and use.opname.startswith("BINARY_") and use.argrepr in ("", "[]")
             if by_key
             else entry.opname in ("LOAD_ATTR", "LOAD_METHOD")
         )
-        if step.opname != "LOAD_DEREF" or not reads or not isinstance(entry.argval, str):
+        if not reads or not isinstance(entry.argval, str):
             return None
         result.add(entry.argval)
     for inner in code.co_consts:

@@ -129,7 +129,8 @@ def make_mesh(
         device: type of device, "cpu" or an accelerator that torch knows, such as "cuda" or "xpu"; by default the
             accelerator that is here, else "cpu". Of several that a process sees it uses the one of its `LOCAL_RANK` or
             `SLURM_LOCALID`, and a single one whatever its number.
-        timeout: how long a collective of any group of this mesh waits for its peers.
+        timeout: how long a collective of any group of this mesh waits for its peers; if ranks give different ones, the
+            longest counts.
         ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
             are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
         transport: how tensors travel: "native", the collectives of NCCL or of gloo; "pairwise", sends and receives of
@@ -187,6 +188,8 @@ def make_mesh(
     _compat.enclose_full_tensor(_full_tensor_of)
     set_meeting(timeout)
     with naming_lost("fs.make_mesh", range(world)):
+        # Groups are kept by timeout: ranks with another one would find, or make, other groups.
+        timeout = timedelta(microseconds=max(meet(timeout // timedelta(microseconds=1))))
         facts = {"mesh": f"{shape} of {device}" + ("" if ranks is None else f" on ranks {tuple(members)}")}
         facts |= {"transport": transport, "communicators": str(communicators)}
         count = communicators or communicators_for(backend_of(_world(), device))

@@ -69,7 +69,8 @@ def no_decay(path: str, leaf: Any) -> str:
 
     Args:
         path: dotted, of the leaf.
-        leaf: a tensor; `multi_transform` gives that of one layer where a leaf stacks layers.
+        leaf: a tensor; `multi_transform` gives that of one layer where a leaf stacks layers: its first dim has the name
+            "layers" in `names=`, or, where a tree has no names, it is under `blocks`.
 
     Example:
         >>> groups = {"decay": fs.adamw(0.1, weight_decay=0.1), "no_decay": fs.adamw(0.1)}

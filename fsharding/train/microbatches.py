@@ -96,9 +96,9 @@ def uneven(batch: Tree, parts: int) -> list[str]:
 
 
 def _usual_leaf(rows: Mapping[str, Tensor]) -> str:
-    """Name a leaf with as many rows as most leaves; of equally many, the one with more dims, then more rows."""
+    """Name a leaf of two dims and more if there is one, with as many rows as most leaves, or else more dims or rows."""
     counts = Counter(x.shape[0] for x in rows.values() if x.ndim)
-    ranks = {path: (counts[x.shape[0]], x.ndim, x.shape[0]) for path, x in rows.items() if x.ndim}
+    ranks = {path: (x.ndim > 1, counts[x.shape[0]], x.ndim, x.shape[0]) for path, x in rows.items() if x.ndim}
     return max(ranks, key=ranks.__getitem__, default="")
 
 

@@ -32,15 +32,23 @@ _MOST = 10_000
 _NOT_WALKED = (type, Mesh, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bool = False) -> Any:
     """`fn(*args)`, which must not write into `args`.
+
+    Args:
+        closure: nor into what it closes over: under torch.func that is lost, too.
 
     Raises:
         TransformError: it has; all changed arguments are listed.
     """
-    before = _held(fn, args)
+    watched = [*zip(names_of(fn, len(args)), args, strict=True)]
+    if closure:
+        cells = getattr(fn, "__closure__", None) or ()
+        names = fn.__code__.co_freevars if cells else ()
+        watched += [(name, x) for name, cell in zip(names, cells, strict=True) if (x := _content(cell)) is not None]
+    before = _held(watched)
     out = fn(*args)
-    after = _held(fn, args)
+    after = _held(watched)
     rows = [f"{_shown(path)} is new: {kind_of(now)}" for path, (now, _) in after.items() if path not in before]
     for path, (was, version) in before.items():
         if path not in after:
@@ -55,7 +63,8 @@ def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         mend = (
             "Return the value instead: return x, aux, or a new list, [*kept, aux]; fs.scan_units(..., has_aux=True)"
             " stacks what blocks return beside their carry. Write x = x * 2 instead of x.mul_(2). Under"
-            " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write."
+            " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write. Models of Hugging"
+            " Face write into a cache of keys and values unless they are called with use_cache=False."
         )
         raise TransformError(message(rule, rows, mend))
     return out
@@ -66,11 +75,18 @@ def _shown(path: str) -> str:
     return re.sub(r"\{[0-9a-f]+\}", "{...}", path)
 
 
-def _held(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, tuple[Any, int]]:
-    """What arguments hold, by path: entries of containers, tensors anywhere, each with its version."""
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _held(watched: Iterable[tuple[str, Any]]) -> dict[str, tuple[Any, int]]:
+    """What named values hold, by path: entries of containers, tensors anywhere, each with its version."""
     found: dict[str, tuple[Any, int]] = {}
     seen = set[int]()
-    todo = deque((name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True))
+    todo = deque((name, x, True) for name, x in watched)
     for _ in range(_MOST):
         if not todo:
             break

@@ -77,7 +77,8 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 
     Raises:
         ConfigError: `policy` isn't an `fs.policies.Policy`.
-        TransformError: from the function: `fn` writes into its arguments, such as a list or a tensor; all are listed.
+        TransformError: from the function: `fn` writes into its arguments, such as a list or a tensor, or, under
+            torch.func, into what it closes over; all are listed.
 
     Example:
         >>> def block(x):
@@ -97,13 +98,14 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
         leaves, closed = opened(args)
+        functional = _functorch.in_functorch()
 
         def flat(*values: Any) -> Any:
-            return call_unwritten(fn, closed(values))
+            return call_unwritten(fn, closed(values), closure=functional)
 
         if _functorch.linearizing():  # Its graph keeps what it needs.
             return fn(*args)
-        if _functorch.in_functorch():
+        if functional:
             return _functional(flat, leaves, captured)
         if policy.activations == "dots":
             context = functools.partial(create_selective_checkpoint_contexts, _keep_dots)

@@ -350,7 +350,10 @@ def _batch(data: Tokens | Packed, number: int, mesh: Any) -> dict[str, torch.Ten
     return {k: v.to(_device(mesh)) for k, v in batch.items()}
 
 
-_OWN = {"out", "data", "val_data", "tokenizer", "config", "ranks", "plot", "log_every", "timeout", "deadline", "grace"}
+_OWN = {
+    "config", "data", "deadline", "grace", "json", "log", "log_every", "out", "peak_tflops", "plot", "preempt_status",
+    "ranks", "timeout", "tokenizer", "trace", "val_data",
+}  # fmt: skip
 """Options that ranks on several machines may have each of their own."""
 
 

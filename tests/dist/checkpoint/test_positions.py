@@ -36,7 +36,7 @@ def loss_fn(params, batch):
 def trained(folder, axes):
     """The global batches that the ranks of a run saw up to STEPS, in a run that goes on if it can, and saves at CUT."""
     mesh = fs.make_mesh(device="cpu", timeout=timedelta(seconds=20), **axes)
-    layout, opt = fs.plan_layout({"w": torch.zeros(64)}, mesh), fs.sgd(1e-4)
+    layout, opt = fs.plan_layout({"w": torch.zeros(64)}, mesh, tp="replicate"), fs.sgd(1e-4)
     state = fs.state_from_params(fs.shard({"w": torch.ones(64)}, layout), opt, fs.random.key(0), layout)
     step = fs.make_train_step(loss_fn, opt)
     data = fs.data.packed(DOCUMENTS, batch_size=4, seq_len=8, eos=0, seed=2, vocab_size=64)

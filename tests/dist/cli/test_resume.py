@@ -75,15 +75,15 @@ def flip(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- what is chosen
 def test_auto_starts_a_run_and_goes_on_with_it(six: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tmp_path / "run", "--steps", "4", "--resume", "auto") == 0
-    assert capsys.readouterr().out.startswith("starts a new run\n")
+    assert capsys.readouterr().out.startswith("loading torch\nstarts a new run\n")
     assert run(tmp_path / "run", "--steps", "6", "--resume", "auto") == 0
-    assert capsys.readouterr().out.startswith(f"goes on from {tmp_path}/run/ckpt/4, after 4 batches\n")
+    assert capsys.readouterr().out.startswith(f"loading torch\ngoes on from {tmp_path}/run/ckpt/4, after 4 batches\n")
     assert losses(tmp_path / "run") == losses(six)
 
 
 def test_options_that_are_others_than_before_are_said(out: Path, capsys: pytest.CaptureFixture[str]):
     assert run(out, "--steps", "7", "--resume", "auto", "--lr", "1e-3", "--dtype", "bfloat16") == 0
-    said = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()[1:]  # after "loading torch"
     assert said[0].startswith("goes on from ")
     assert said[1:3] == [
         "  --lr: left out in the checkpoint, 0.001 now",
@@ -100,7 +100,7 @@ def test_what_is_passed_over_is_said(out: Path, six: Path, capsys: pytest.Captur
     (out / "ckpt" / "98" / "manifest.json").write_text("{")
     (out / "ckpt" / "6" / "__0_0.distcp").unlink()
     assert run(out, "--steps", "6", "--resume", "auto") == 0
-    said = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()[1:]  # after "loading torch"
     assert said[0] == f"goes on from {out}/ckpt/4, after 4 batches"
     assert said[1] == "  passed over 99: its save was never finished"
     assert said[2].startswith("  passed over 98: fs.checkpoint.latest ") and "manifest" in said[2]

@@ -28,7 +28,7 @@ from fsharding.sharding.memory_kinds import ROLES
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh, ranks, run_ranks
 from tests.decoders import DecoderCase
-from tests.helpers import full, small_disk
+from tests.helpers import full, small_disk, until
 
 ROOT = Path(__file__).parents[3]
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2)
@@ -145,18 +145,27 @@ def test_ranks_with_other_memory_are_refused(tmp_path, others):
     run_ranks(with_other_memory, 2, tmp_path, others)
 
 
-def killed_while_it_takes_room(folder):
-    with file_in(folder / str(dist.get_rank())):
+def killed_while_it_takes_room(folder, late):
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    cmdline = Path(f"/proc/{pids[1]}/cmdline")  # empty once the process has ended
+
+    def taken(sizes):
         if dist.get_rank() == 1:
-            patch.object(disk_room, "reserve", lambda size: os.kill(os.getpid(), signal.SIGKILL)).start()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if late:
+            until(lambda: not cmdline.exists() or not cmdline.read_bytes())
+
+    with file_in(folder / str(dist.get_rank())), patch.object(disk_room, "reserve", taken):
         with pytest.raises(RankError) as caught:
             started(SOME, TWO)
         (folder / "said").write_text(str(caught.value))
 
 
-def test_a_rank_that_is_killed_while_it_takes_room_is_named(tmp_path):
-    with patch.object(ranks, "_GRACE", 20.0), pytest.raises(RankError, match="died of SIGKILL"):
-        run_ranks(killed_while_it_takes_room, 2, tmp_path)
+@pytest.mark.parametrize("late", [False, True], ids=["it is waited for", "it is gone before"])
+def test_a_rank_that_is_killed_while_it_takes_room_is_named(tmp_path, late):
+    with patch.object(ranks, "_GRACE", 40.0), pytest.raises(RankError, match="died of SIGKILL"):
+        run_ranks(killed_while_it_takes_room, 2, tmp_path, late)
     assert (tmp_path / "said").read_text().startswith("fs.init_state lost rank 1 (dp=1).")
 
 

@@ -351,3 +351,21 @@ def test_a_list_in_a_carry_is_kept_or_refused(policy):
     found, grads = fs.value_and_grad(loss)(params, X[:, :3])
     want, value = torch.func.grad_and_value(plain)(stack, X[:, :3])
     assert_trees_close((found, fs.unshard(grads)), (value, want), rtol=1e-5)
+
+
+def test_writes_into_what_a_function_closes_over_are_refused_under_torch_func():
+    """Autograd keeps the tensor that was appended; under torch.func its gradient would be lost: 6 where 56 is right."""
+
+    def total(w, recompute):
+        kept = []
+
+        def block(w):
+            kept.append(50 * w)
+            return w * w
+
+        return recompute(block)(w) + sum(kept)
+
+    w = torch.tensor(3.0, requires_grad=True)
+    assert torch.autograd.grad(total(w, fs.remat), w)[0] == 2 * 3 + 50
+    text = refusal(lambda: grad(total)(torch.tensor(3.0), fs.remat), kind=TransformError)
+    assert "writes into its arguments would be lost" in text and "kept[0] is new" in text
