@@ -27,6 +27,9 @@ from fsharding.sharding.leaf_plan import kind_text
 
 __all__ = ["checked_ids", "embedding", "look_up"]
 
+_SUMS_WIDE = ("cuda",)
+"""Types of device whose kernel for the gradient of an embedding sums in float32 whatever the dtype of the table."""
+
 _ADDED_IN_ORDER = (torch.float32, torch.float64)
 """The dtypes in which `index_add_` sums the vectors of a token as the gradient of `F.embedding` does."""
 
@@ -83,7 +86,7 @@ def embedding(
 def look_up(tokens: Tensor, table_VD: Tensor, padding_idx: int | None = None) -> Tensor:
     """As `F.embedding`, but that the gradient of the table is summed in float32 at least."""
     tracked = table_VD.requires_grad or _functorch.in_functorch()
-    if tracked and table_VD.dtype not in _ADDED_IN_ORDER and table_VD.device.type == "cpu":
+    if tracked and table_VD.dtype not in _ADDED_IN_ORDER and table_VD.device.type not in _SUMS_WIDE:
         # Torch's kernel adds row by row in the dtype of the table there: a sum of ones in bfloat16 stops at 256.
         return F.embedding(tokens, table_VD.to(wide(table_VD.dtype)), padding_idx).to(table_VD.dtype)
     if padding_idx is not None or table_VD.dtype not in _ADDED_IN_ORDER or not takes_terms(table_VD):

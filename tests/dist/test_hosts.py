@@ -214,7 +214,7 @@ def test_a_save_into_separate_directories_is_one_error_that_leaves_nothing(answe
 
 def test_a_load_needs_the_checkpoint_on_every_host_and_no_shared_directory(answers):
     for rank in answers[1]:
-        assert rank["one_has_it"][0].startswith(
+        assert rank["one_has_it"].startswith(
             "CheckpointError: fs.checkpoint.load failed on 2 of 4 ranks.\n"
             "  ranks 2, 3: fs.checkpoint.load finds no checkpoint at /tmp/run/copy: there is no such directory.\n"
         )

@@ -43,11 +43,28 @@ def other_draws(mesh):
     fs.make_train_step(loss_fn, opt)(state, torch.ones(4, 4))
 
 
-def other_buffers(mesh):
-    module = torch.nn.Linear(4, 4)
-    module.register_buffer("table", torch.randn(4, generator=torch.Generator().manual_seed(dist.get_rank())))
-    net = fs.functionalize(module, ())
+def other_module(mesh):
+    torch.manual_seed(dist.get_rank())
+    net = fs.functionalize(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4)}), ())
     fs.init_state(net, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(net, mesh))
+
+
+def other_tensors(mesh):
+    fs.shard({"w": torch.full((4, 4), float(dist.get_rank()))}, fs.NamedSharding(mesh, fs.P("dp")))
+
+
+def other_leaves(mesh):
+    state, opt = started(mesh)
+    here = fs.NamedSharding(mesh, fs.P())
+    leaf = here.to_dtensor(torch.full((4, 4), float(dist.get_rank())), (4, 4))
+    fs.make_train_step(loss_fn, opt)(state.replace(params={"w": leaf}), torch.ones(4, 4))
+
+
+def other_steps(mesh):
+    state, opt = started(mesh)
+    step = fs.make_train_step(loss_fn, opt)
+    state, _ = step(state, torch.ones(4, 4))
+    step(state.replace(step=state.step + 4 * dist.get_rank()), torch.ones(4, 4))
 
 
 def other_shapes(mesh):
@@ -108,7 +125,10 @@ MISTAKES = {
     "ranks that make other meshes": other_meshes,
     "ranks with other settings": other_microbatches,
     "parameters drawn by `torch.randn`": other_draws,
-    "a module whose buffers each rank draws for itself": other_buffers,
+    "a module, an adapter or buffers that each rank draws for itself": other_module,
+    "different tensors given to `fs.shard`": other_tensors,
+    "leaves that each rank made for itself, in `state.replace` or `fs.state_from_params`": other_leaves,
+    "`state.step` or `state.key` replaced on one rank": other_steps,
     "`leaf.full_tensor()` of a leaf that is fused over `tp`, or owned by a pipeline stage": full_tensor_of_a_part,
     "units in another order on one rank": other_order,
     "other rows on ranks along `tp`": other_rows,
