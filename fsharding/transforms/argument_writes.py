@@ -36,16 +36,16 @@ def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bo
     """`fn(*args)`, which must not write into `args`.
 
     Args:
-        closure: nor into what it closes over: under torch.func that is lost, too.
+        closure: nor tensors into lists, dicts and sets that it closes over: under torch.func these are lost, too.
 
     Raises:
         TransformError: it has; all changed arguments are listed.
     """
-    watched = [*zip(names_of(fn, len(args)), args, strict=True)]
-    if closure:
-        cells = getattr(fn, "__closure__", None) or ()
-        names = fn.__code__.co_freevars if cells else ()
-        watched += [(name, x) for name, cell in zip(names, cells, strict=True) if (x := _content(cell)) is not None]
+    watched = [(name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True)]
+    cells = getattr(fn, "__closure__", None) or ()
+    if closure and cells:
+        held = zip(fn.__code__.co_freevars, map(_content, cells), strict=True)
+        watched += [(name, x, False) for name, x in held if isinstance(x, list | dict | set | deque)]
     before = _held(watched)
     out = fn(*args)
     after = _held(watched)
@@ -82,11 +82,11 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _held(watched: Iterable[tuple[str, Any]]) -> dict[str, tuple[Any, int]]:
-    """What named values hold, by path: entries of containers, tensors anywhere, each with its version."""
+def _held(watched: Iterable[tuple[str, Any, bool]]) -> dict[str, tuple[Any, int]]:
+    """What named values hold, by path: tensors anywhere, each with its version, and, if asked, other entries."""
     found: dict[str, tuple[Any, int]] = {}
     seen = set[int]()
-    todo = deque((name, x, True) for name, x in watched)
+    todo = deque(watched)
     for _ in range(_MOST):
         if not todo:
             break
