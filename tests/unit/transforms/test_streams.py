@@ -31,7 +31,9 @@ def stepped(
     """The log of some steps, and the state after them."""
     with fake_ranks(1, **axes) as mesh, large_from(large) if large else nullcontext():
         how = replace(precision, sums=sums)
-        layout = fs.plan_layout(init(fs.random.key(0)), mesh, strategy=strategy, names=NAMES, precision=how)
+        layout = fs.plan_layout(
+            init(fs.random.key(0)), mesh, strategy=strategy, names=NAMES, precision=how, tp="replicate"
+        )
         opt = optimizer("adamw")
         state = fs.init_state(init, opt, fs.random.key(0), layout)
         step = fs.make_train_step(
