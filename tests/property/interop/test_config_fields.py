@@ -233,7 +233,7 @@ def test_each_field_alone_is_read_as_transformers_reads_it_or_refused_by_name(na
         if got is None:
             refusals[field] = why
             # A size that does not fit the weights is refused by the leaf.
-            named = ALIASES.get(field, field) in why or field in FIELDS[kind].read
+            named = ALIASES.get(field, field) in why or field in {*FIELDS[kind].read, *READ}
             assert named, (field, value, why)
         else:
             assert want is not None, (field, value, "is read here and not by transformers")

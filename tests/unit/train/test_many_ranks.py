@@ -15,6 +15,7 @@ from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Native
 from fsharding.comm.reduce import sums_at_once
 from fsharding.comm.transport import start_sum
+from fsharding.mesh import unit_order
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import axis_group
 from tests.helpers import fake_groups_write, fake_ranks, slow
@@ -78,6 +79,7 @@ NAMES = {"blocks": {"w": ("layers", None, None), "b": ("layers", None)}, "head":
 
 def step_of(strategy, axes):
     """Operations and lines of a step, when all has been planned: two microbatches, clipping, AdamW."""
+    unit_order._code.cache_clear()  # of notes about the key and the number of a step, which both meshes have
     with fake_ranks(1, **axes) as mesh:
         layout = fs.plan_layout(init(fs.random.key(0)), mesh, strategy=strategy, names=NAMES)
         opt = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
