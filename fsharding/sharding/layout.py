@@ -450,8 +450,8 @@ def plan_layout(
             is left out is cut by the rules.
         align: data axes cut on the borders of the blocks of `precision.gather`: where the rules say if that is one,
             else along another dim. Without it a block may be on several ranks, which costs a small collective a unit.
-        tp: "shard" refuses a `tp` axis of more than one rank that shards no leaf, and warns if it shards less than half of
-            the bytes; "replicate" says that such replicas are meant.
+        tp: "shard" refuses a `tp` axis of more than one rank that shards no leaf, and warns if it shards less than half
+            of the bytes; "replicate" says that such replicas are meant.
 
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
