@@ -16,11 +16,11 @@ from fsharding.base import _compat, tree
 from fsharding.base.calls import public_name
 from fsharding.base.errors import DiskError, message
 from fsharding.comm.disk import extent_sizes, reserve
-from fsharding.comm.step_agreement import numbers_of_all
+from fsharding.comm.step_agreement import compare_facts, numbers_of_all
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.consistency import agree
-from fsharding.mesh.device_mesh import everyone, is_member
-from fsharding.mesh.failures import is_fake_world, meet, naming_lost, world_size
+from fsharding.mesh.consistency import refuse_differences
+from fsharding.mesh.device_mesh import is_member
+from fsharding.mesh.failures import is_fake_world, naming_lost
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding
@@ -73,10 +73,8 @@ def take_room(layout: Layout, leaves: Iterable[Planned]) -> None:
     if _compat.makes_fakes() or is_fake_world() or not is_member(mesh) or isinstance(mesh, AbstractMesh):
         return
     with naming_lost(public_name(), mesh):
-        group = everyone(mesh)
         facts = {"layout.strategy.memory": ", ".join(map(str, layout.strategy.memory)) or "all on the device"}
-        ask = meet if group.size == world_size() else None
-        agree(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type, ask=ask)
+        refuse_differences(compare_facts(facts, mesh))
         if any(choice.kind == "disk" for choice in layout.strategy.memory):
             _take_room(layout, planned_extents(layout, leaves))
         else:

@@ -115,7 +115,7 @@ class Move:
             index = axis_group(self.mesh, first.axes).index
             return self.rest.start([_slice(x, dim, sizes, index) for x, dim in zip(leaves, dims, strict=True)], into)
         if first.kind == "gather":
-            compare_plans(axis_group(self.mesh, first.axes), leaves[0].device.type, self.outline)
+            compare_plans(axis_group(self.mesh, first.axes), leaves[0].device.type, lambda: self.outline)
             lengths = [lengths[0] for lengths in self.lengths]
             gathered = _gather(leaves, lengths, dims, first.axes, self.mesh, into if last else None)
             return gathered.then(lambda x: [*x] if last else self.rest.run(x, into), communicates=not last)
@@ -239,7 +239,7 @@ class Filling:
         if len(self.filled) < len(self._shapes):
             empty = [i for i in range(len(self._shapes)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
-        compare_plans(reduction_group(move.mesh, move.steps[0][0].axes), self._device.type, move.outline)
+        compare_plans(reduction_group(move.mesh, move.steps[0][0].axes), self._device.type, lambda: move.outline)
         handle = first.start()
         if move.rest.is_empty:
             return handle

@@ -179,8 +179,9 @@ def _start(pieces: Sequence[_Piece], agreed: Sequence[Any], mesh: Mesh) -> Handl
     leaves = [piece.part.leaf for piece in pieces]
     axes = pieces[0].part.axes
     if axes:
-        parts = repr([(piece.part.rows, piece.part.leaf.wire) for piece in pieces])
-        compare_plans(axis_group(mesh, axes), pieces[0].shard.device.type, parts)
+        device_type = pieces[0].shard.device.type
+        outline = lambda: repr([(piece.part.rows, piece.part.leaf.wire) for piece in pieces])  # noqa: E731
+        compare_plans(axis_group(mesh, axes), device_type, outline)
     payload = leaves[0].wire.payload(leaves, axis_sizes(mesh, axes))
 
     def noise(number: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,12 +25,12 @@ from fsharding.base._compat import cache_on_mesh
 from fsharding.comm.transport import start_sum
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.consistency import digest, gather_numbers
+from fsharding.mesh.consistency import compare, digest, gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, coordinate, data_axes, everyone
-from fsharding.mesh.failures import is_fake_world, order_here
+from fsharding.mesh.failures import is_fake_world, meet, order_here, world_size
 from fsharding.mesh.unit_order import Comparison, UnitOrder, UnlikeRanks
 
-__all__ = ["SAME_ROWS", "StepAgreement", "compare_plans", "comparison_of", "numbers_of_all"]
+__all__ = ["SAME_ROWS", "StepAgreement", "compare_facts", "compare_plans", "comparison_of", "numbers_of_all"]
 
 SAME_ROWS = ("pp", "tp")
 """Axes along which ranks read the same rows."""
@@ -150,16 +150,28 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
     return Comparison(group.ranks, functools.partial(_numbers_of, group, getattr(mesh, "device_type", "cpu")))
 
 
-def compare_plans(group: Group, device_type: str, outline: str) -> None:
+def compare_plans(group: Group, device_type: str, outline: Callable[[], str]) -> None:
     """Check that the members of a group plan the same collective, inside `fs.debug.compare_units`. Collective there.
 
     Args:
-        outline: what is sent together and in which order; it must not follow from a rank's own sizes or memory.
+        outline: tells what is sent together and in which order, which must not follow from a rank's own sizes or
+            memory; called only if plans are compared.
     """
     order = order_here()
     if order is not None and order.compares_plans and group.process_group is not None and not is_fake_world():
-        own = digest(outline)
-        assert all(other == own for other in _numbers_of(group, device_type, own)), f"{group.ranks} differ: {outline}"
+        own = digest(outline())
+        assert all(other == own for other in _numbers_of(group, device_type, own)), f"{group.ranks} differ: {outline()}"
+
+
+def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, str]]:
+    """Compare facts over the ranks of a mesh, as `consistency.compare` does. Collective.
+
+    If these are all ranks there are, they first make sure that they are in the same call.
+    """
+    ranks = everyone(mesh)
+    ask = meet if ranks.size == world_size() else None
+    device = getattr(mesh, "device_type", "cpu")
+    return compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
 
 
 def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:

@@ -20,10 +20,10 @@ from fsharding.base import _compat, tree
 from fsharding.base.errors import BatchError, RankError, message
 from fsharding.base.shared import rows_of
 from fsharding.base.tree import Tree
-from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, comparison_of, numbers_of_all
-from fsharding.mesh.consistency import compare, facts_of, refuse_differences
-from fsharding.mesh.device_mesh import Mesh, abstract, everyone, world_size
-from fsharding.mesh.failures import is_fake_world, meet
+from fsharding.comm.step_agreement import SAME_ROWS, StepAgreement, compare_facts, comparison_of, numbers_of_all
+from fsharding.mesh.consistency import facts_of, refuse_differences
+from fsharding.mesh.device_mesh import Mesh, abstract, everyone
+from fsharding.mesh.failures import is_fake_world
 from fsharding.mesh.unit_order import UnlikeRanks
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import hides_owners
@@ -63,14 +63,11 @@ def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, mic
     facts = {"mesh": repr(abstract(layout.mesh)), **inputs, **facts_of("layout.precision", layout.precision)}
     if abstract(layout.mesh).axis_size("pp") == 1:
         settings = {name: text for name, text in settings.items() if name != "schedule"}
-    ranks = everyone(layout.mesh)
-    device = getattr(layout.mesh, "device_type", "cpu")
     facts |= {**settings, **leaves, "batch": "\n".join(uneven(batch, microbatches))}
     facts |= {f"state.{path}": _kind_of(x) for path, x in tree.named_leaves(state).items()}
     if not _compat.is_fake(state.step):
         facts |= {"state.key": str(state.key.tolist()), "state.step": str(int(state.step))}
-    ask = meet if ranks.size == world_size() else None
-    by_rank = compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=device, ask=ask)
+    by_rank = compare_facts(facts, layout.mesh)
     uncuttable = {rank: of_rank.pop("batch") for rank, of_rank in by_rank.items()}
     refuse_differences(by_rank)
     if any(uncuttable.values()):

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, _functorch
 from fsharding.base.calls import public_name
 from fsharding.base.errors import ArgumentError, ConfigError, message
-from fsharding.comm.step_agreement import numbers_of_all
+from fsharding.comm.step_agreement import compare_facts, numbers_of_all
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.consistency import checksum, compare, differences, digest
-from fsharding.mesh.device_mesh import Mesh, abstract, everyone, is_member, world_size
-from fsharding.mesh.failures import among, is_fake_world, meet, naming_lost
+from fsharding.mesh.consistency import checksum, differences, digest
+from fsharding.mesh.device_mesh import Mesh, abstract, everyone, is_member
+from fsharding.mesh.failures import among, is_fake_world, naming_lost
 from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.named_sharding import home_of, local_of, typeof
 from fsharding.sharding.random import LazyTensor
@@ -74,13 +74,8 @@ def same_values(
         return _kept
     assert isinstance(mesh, DeviceMesh)
     told = {path: _told(x, held=sync is not None) for path, x in named.items()}
-    ranks = everyone(mesh)
-    ask = meet if ranks.size == world_size() else None
     with naming_lost(public_name(), mesh):
-        answers = compare(
-            {"sync": repr(sync), **(facts or {}), **told},
-            ranks=ranks.ranks, group=ranks.process_group, device=mesh.device_type, ask=ask,
-        )  # fmt: skip
+        answers = compare_facts({"sync": repr(sync), **(facts or {}), **told}, mesh)
     if rows := differences(answers, each=True):
         different = [x for name, x in named.items() if len({own.get(name) for own in answers.values()}) > 1]
         raise ConfigError(message("got other first values on different ranks.", rows, _mend(different, sync, mend)))
