@@ -301,7 +301,7 @@ def test_of_a_module(name, folders, tmp_path_factory, data):
 
 
 def test_token_ids_and_generation_config_are_those_that_transformers_writes(tmp_path):
-    model = model_of("llama3")
+    model = copy.deepcopy(model_of("llama3"))
     model.generation_config.update(temperature=0.6, do_sample=True, eos_token_id=[2, 5])
     model.save_pretrained(tmp_path / "theirs")
     config, net = hf.config_of(tmp_path / "theirs"), fs.functionalize(model)
