@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fsharding"
 TESTS = ROOT / "tests"
 MAX_EXAMPLE_LINES = 149
-MIN_DOCSTRING_LINES = 3
 README_SECONDS = 110
 
 # A module imports its own room and rooms that stand before it. A room is a folder, or a module that is in none.
@@ -258,11 +257,7 @@ def undocumented(node: Documented, path: str) -> Iterator[tuple[str, int]]:
 
 
 def docstring_offences(module: Module) -> list[str]:
-    size = sum(1 for line in (ast.get_docstring(module.tree) or "").splitlines() if line.strip())
-    least = 1 if module.is_package or module.name == "__main__" else MIN_DOCSTRING_LINES
-    found: list[str] = []
-    if size < least:
-        found.append(f"{module.where(1)}: a module docstring of {size} lines, fewer than {least}")
+    found = [] if ast.get_docstring(module.tree) else [f"{module.where(1)}: no module docstring"]
     names = declared_names(module) or []
     for node in statements(module.tree.body):
         if isinstance(node, Documented) and node.name in names:
@@ -458,7 +453,7 @@ PAIRS: list[tuple[str, str, str, str]] = [
         "def f():\n    g()\n    raise NotImplementedError",
         "def f():\n    'doc'\n    raise NotImplementedError",
     ),
-    ("docstrings", "a.py", DOC, '"""One."""'),
+    ("docstrings", "a.py", '"""One."""', "x = 1"),
     ("docstrings", "a.py", DOC + "def f(): ...", DOC + "__all__ = ['f']\ndef f(): ..."),
     ("docstrings", "a.py", DOC, DOC + "__all__ = ['A']\nclass A:\n    'doc'\n    def f(self): ..."),
     ("declared_names", "a.py", "__all__ = ['x']\nif y:\n    x: int = 1", "__all__ = ['x']"),
