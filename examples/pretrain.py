@@ -65,18 +65,13 @@ class Config:
         return fs.data.open_data(self.data, batch_size=recipe.rows, seq_len=recipe.length)
 
 
-def group_of(path: str, leaf: Any) -> str:
-    """Norms are not decayed. Blocks are stacked, so that their vectors have two dims."""
-    return "vector" if leaf.ndim == 1 + path.startswith("blocks.") else "matrix"
-
-
 def train(config: Config) -> tuple[list[float], Any]:
     """What each rank runs: the losses, and of the small model the whole weights at the end."""
     recipe, data, mesh = RECIPES[config.preset], config.tokens(), fs.make_mesh(**config.axes())
     model, options = fs.models.decoder(recipe.model), {"microbatches": recipe.microbatches}
-    decays = {"matrix": DECAY, "vector": 0.0}
+    decays = {"decay": DECAY, "no_decay": 0.0}
     groups = {name: fs.adamw(recipe.rate, b1=B1, b2=B2, weight_decay=decay) for name, decay in decays.items()}
-    opt = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.multi_transform(groups, group_of))
+    opt = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.multi_transform(groups, fs.optim.no_decay))
     start = fs.random.key(0), config.strategy
     state, step = fs.setup(model, None, opt, *start, mesh=mesh, precision=recipe.precision, donate=True, **options)
     evaluate = fs.evaluate(model, **options)
@@ -109,7 +104,11 @@ def train_plainly(config: Config) -> tuple[list[float], Any]:
     draws = model.init(fs.random.split(fs.random.key(0))[0])  # of the key's two halves the run has the other
     params = fs.tree.map(lambda draw: draw.tensor().requires_grad_(), draws)
     named = fs.tree.named_leaves(params)
-    matrices, vectors = ([x for path, x in named.items() if group_of(path, x) == name] for name in ("matrix", "vector"))
+    # Blocks are stacked, so that their vectors have two dims.
+    matrices, vectors = (
+        [x for path, x in named.items() if (x.ndim == 1 + path.startswith("blocks.")) == is_vector]
+        for is_vector in (False, True)
+    )
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     opt, losses = torch.optim.AdamW(groups, betas=(B1, B2)), []
     for number in range(recipe.steps):
