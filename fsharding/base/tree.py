@@ -22,6 +22,7 @@ __all__ = [
     "NAMESPACE",
     "Tree",
     "at",
+    "children",
     "define_vdot",
     "flatten",
     "flatten_up_to",
@@ -279,6 +280,15 @@ def register_node(
     _registered.add(cls)
 
 
+def children(node: Tree) -> dict[str, Any] | None:
+    """The children of a node by the names that paths give them; None for a leaf."""
+    try:
+        parts, _, entries, _ = optree.tree_flatten_one_level(node, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    return dict(zip(_map(str, getattr(node, "_fields", entries)), parts, strict=True))
+
+
 @named("tree.at")
 def at(tree: Tree, path: str) -> Any:
     """The subtree at a dotted path.
@@ -312,14 +322,10 @@ def at(tree: Tree, path: str) -> Any:
 
 def _children_at(node: Tree, path: str) -> list[Any]:
     """The subtree whose keys, in the words of `paths`, are a path; [] if there is none. A key may hold dots."""
-    try:
-        children, _, entries, _ = optree.tree_flatten_one_level(node, namespace=NAMESPACE)
-    except ValueError:  # a leaf
-        return []
-    for entry, child in zip(entries, children, strict=True):
-        if path == str(entry):
+    for key, child in (children(node) or {}).items():
+        if path == key:
             return [child]
-        if path.startswith(f"{entry}.") and (found := _children_at(child, path[len(f"{entry}.") :])):
+        if path.startswith(f"{key}.") and (found := _children_at(child, path[len(f"{key}.") :])):
             return found
     return []
 

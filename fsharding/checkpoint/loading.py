@@ -14,6 +14,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,10 +37,9 @@ from fsharding.checkpoint.state_leaves import (
     StateLeaf,
     Want,
     device_of,
-    in_memory_of,
     leaves_in,
     main_wants,
-    saved_sharding,
+    saved_shardings,
 )
 from fsharding.checkpoint.writer import METADATA
 from fsharding.comm.disk_room import take_room
@@ -264,7 +264,7 @@ def _share(manifest: Manifest) -> dict[str, SavedFile]:
 # ------------------------------------------------------------------------------------------------------ what should be
 
 
-def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -> dict[str, Want]:
+def _wanted_leaves(layout: Layout, manifest: Manifest, of_opt: Sequence[str]) -> dict[str, Want]:
     """The leaves of a state in this layout; of the optimizer state, some paths."""
     mains = main_wants(layout)
     wanted = {leaf.path_in("params"): mains[leaf.path] for leaf in layout.leaves}
@@ -273,11 +273,15 @@ def _wanted_leaves(layout: Layout, manifest: Manifest, moments: Sequence[str]) -
     if layout.precision.loss_scale is not None and "loss_scale.scale" in manifest.tree:
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
+    homes = saved_shardings(manifest, layout) if of_opt else {}
     for path, saved in manifest.tree.items():
+        dtype = getattr(torch, saved.dtype)
         if path.startswith(BUFFERS):
-            wanted[path] = Want(saved.shape, getattr(torch, saved.dtype), None, device_of(layout))
-    of_opt = {path: manifest.tree[path] for path in moments if path.startswith("opt_state") and path in manifest.tree}
-    return {**wanted, **{path: _by_path(path, saved, layout) for path, saved in of_opt.items()}}
+            wanted[path] = Want(saved.shape, dtype, None, device_of(layout))
+        elif path.startswith("opt_state") and path in of_opt:
+            home = homes[path]
+            wanted[path] = Want(saved.shape, dtype, home, _CPU if home is None else device_of(layout))
+    return wanted
 
 
 def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | None) -> tuple[dict[str, Want], Tree]:
@@ -291,15 +295,16 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
             raise CheckpointError(message(rule, missing, mend))
         return _wanted_leaves(layout, manifest, paths), opt_state
     wanted = _wanted_leaves(layout, manifest, ())
-    moments = layout.precision.moments
-    whole, stacked = layout.meta_main(), layout.stacked
-    first = opt.start(_meta_main(layout), moments=moments, shardings=layout.main, whole=whole, stacked=stacked)
+    kept, whole, stacked = layout.precision.moments, layout.meta_main(), layout.stacked
+    first = opt.start(_meta_main(layout), moments=kept, shardings=layout.main, whole=whole, stacked=stacked)
     state = {"opt_state": first}
+    memory = {entry.path: entry.sharding.memory for entry in layout.moments(first).values() if entry.sharding}
     leaves = leaves_in(state, layout)
     saved_as = _in_other_groups(leaves, manifest)
     for path, leaf in leaves.items():
         device = device_of(layout) if leaf.local.is_meta else leaf.local.device
-        wanted[saved_as.get(path, path)] = Want(leaf.shape, leaf.local.dtype, in_memory_of(path, leaf, layout), device)
+        sharding = leaf.sharding and replace(leaf.sharding, memory=memory.get(path, "device"))
+        wanted[saved_as.get(path, path)] = Want(leaf.shape, leaf.local.dtype, sharding, device)
     return wanted, tree.map_with_path(lambda path, _: saved_as.get(path, path), state)["opt_state"]
 
 
@@ -313,13 +318,6 @@ def _in_other_groups(wanted: Collection[str], manifest: Manifest) -> dict[str, s
     others = {repr(at): path for path in manifest.tree if path not in wanted for at in without_group(path)}
     missing = [path for path in wanted if path not in manifest.tree] if others else []
     return {path: others[repr(at)] for path in missing for at in without_group(path) if repr(at) in others}
-
-
-def _by_path(path: str, saved: SavedLeaf, layout: Layout) -> Want:
-    """A leaf of the optimizer state of which we know what the manifest says alone: cut as the parameter of its path."""
-    home = saved_sharding(path, saved, layout)
-    device = _CPU if home is None else device_of(layout)
-    return Want(saved.shape, getattr(torch, saved.dtype), home, device)
 
 
 def _meta_main(layout: Layout) -> Tree:

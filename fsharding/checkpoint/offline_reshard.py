@@ -25,7 +25,7 @@ from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.saving import finish
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
-from fsharding.checkpoint.state_leaves import StateLeaf, saved_sharding
+from fsharding.checkpoint.state_leaves import StateLeaf, saved_shardings
 from fsharding.checkpoint.writer import Writer, Written
 from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape
 from fsharding.sharding import boxes
@@ -82,7 +82,7 @@ def reshard_checkpoint(
         manifest = directory.read_manifest(folder)
         leaves = open_source(folder, manifest)
     layout = layout_in(manifest, mesh, strategy)
-    homes = {path: saved_sharding(path, leaf, layout) for path, leaf in manifest.tree.items()}
+    homes = saved_shardings(manifest, layout)
     tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
     described = describe_layout(layout)
     versions = {"torch": str(torch.__version__), "fsharding": own_version()}

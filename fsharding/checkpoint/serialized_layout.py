@@ -9,7 +9,7 @@ Guarantee: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,16 @@ from fsharding.optim import (
     SgdState,
     TorchState,
 )
+from fsharding.sharding import entries
 from fsharding.sharding.block_scales import CODES, scales_name
+from fsharding.sharding.entries import Outline
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
 
 __all__ = [
     "KNOWN",
+    "outline_of",
     "LEAF",
     "describe",
     "describe_layout",
@@ -268,6 +271,35 @@ def describe(node: Tree) -> Any:
 def _name(kind: type) -> str:
     """The short name of a class that we know; the full one of any other, even if it is called the same."""
     return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
+    """The outline of a tree from plain data.
+
+    Args:
+        known: paths of all leaves, also of nodes of other classes, whose structure is not described.
+    """
+
+    def node(kind: str, items: Mapping[str, Any], means: Any = ()) -> Outline:
+        children = {key: outline_of(x, f"{path}.{key}", known) for key, x in items.items()}
+        return Outline(kind, path, children, means=dict(means))
+
+    match plain:
+        case None:
+            return Outline(entries.NONE, path, {})
+        case {"dict": dict(items)}:
+            return node("dict", items)
+        case {"tuple": list(items)} | {"list": list(items)}:
+            return node(next(iter(plain)), {str(i): x for i, x in enumerate(items)})
+        case {"namedtuple": str(name), "fields": dict(fields)}:
+            return node(name.rpartition(".")[2], fields, getattr(KNOWN.get(name), "MEANS_OVER", ()))
+        case {"coded": dict(format)} if (kept := _moments_in(format)) is not None:
+            return Outline(entries.CODED, path, {}, kept)
+        case {"other": _}:
+            rest = (leaf.removeprefix(f"{path}.").partition(".") for leaf in known if leaf.startswith(f"{path}."))
+            return node(entries.UNKNOWN, {key: {"other": ""} if inner else LEAF for key, _, inner in rest})
+        case _:
+            return Outline(entries.LEAF, path, {})
 
 
 def rebuild(

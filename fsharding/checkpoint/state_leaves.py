@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +25,21 @@ from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
-from fsharding.checkpoint.manifest import SavedLeaf, dtype_name
+from fsharding.checkpoint.manifest import Manifest, SavedLeaf, dtype_name
+from fsharding.checkpoint.serialized_layout import outline_of
 from fsharding.comm.disk import in_memory
 from fsharding.comm.leaf_memory import fill, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
+from fsharding.sharding.entries import Entry, entry_at, outline, places_in
 from fsharding.sharding.layout import Layout, LeafLayout
-from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
 
 __all__ = [
-    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "in_memory_of", "leaves_beside", "leaves_in",
-    "main_wants", "objections", "saved_sharding",
+    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "leaves_beside", "leaves_in",
+    "main_wants", "objections", "saved_shardings",
 ]  # fmt: skip
 
 BUFFERS = "buffers."
@@ -151,39 +152,37 @@ def _beside(state: TrainState) -> Tree:
 
 
 def leaves_in(values: Tree, layout: Layout) -> dict[str, StateLeaf]:
-    """The leaves of a tree by path, moments where their parameters are in a layout."""
-
-    def leaf(path: str, x: Any) -> StateLeaf:
-        return _leaf(x, owner_of(path, x.shape, layout.leaves) if isinstance(x, DTensor) else None)
-
-    return {path: leaf(path, x) for path, x in tree.named_leaves(values).items()}
+    """The leaves of a tree with an `opt_state` by path, moments as the layout has them."""
+    known = {entry.path: entry for entry in layout.moments(values["opt_state"]).values()}
+    return {path: _leaf(x, known.get(path)) for path, x in tree.named_leaves(values).items()}
 
 
-def _leaf(x: Any, owner: LeafLayout | None) -> StateLeaf:
+def _leaf(x: Any, of: Entry | LeafLayout | None) -> StateLeaf:
     if not isinstance(x, DTensor):
         return StateLeaf(tuple(getattr(x, "shape", ())), None, x.detach() if isinstance(x, Tensor) else x)
     local = local_of(x)
-    if owner is not None and owner.home.assigned and owner.home.shape_at_rest(owner.shape) == tuple(x.shape):
-        return StateLeaf(owner.shape, owner.home, local)
+    sharding = of.home if isinstance(of, LeafLayout) else of.sharding if of is not None else None
+    if of is None or sharding is None or not sharding.assigned:
+        return StateLeaf(tuple(x.shape), sharding_of(x), local)
+    if sharding.shape_at_rest(of.shape) == tuple(x.shape):
+        return StateLeaf(of.shape, sharding, local)
     return StateLeaf(tuple(x.shape), sharding_of(x), local)
 
 
-def saved_sharding(path: str, saved: SavedLeaf, layout: Layout) -> NamedSharding | None:
-    """Where a leaf of a checkpoint goes in a layout; whole if it is no parameter's, None for one that is on no mesh."""
-    if saved.spec is None:
-        return None
-    owner = owner_of(path, saved.shape, layout.leaves)
-    if owner is None:
-        return NamedSharding(layout.mesh)
-    return owner.moments if path.startswith("opt_state") else owner.home
-
-
-def in_memory_of(path: str, leaf: StateLeaf, layout: Layout) -> NamedSharding | None:
-    """The sharding of a leaf of an optimizer state, with the kind of memory that the layout has for it."""
-    owner = owner_of(path, leaf.shape, layout.leaves)
-    return (
-        leaf.sharding if leaf.sharding is None or owner is None else replace(leaf.sharding, memory=owner.moment_memory)
-    )
+def saved_shardings(manifest: Manifest, layout: Layout) -> dict[str, NamedSharding | None]:
+    """Where each leaf of a checkpoint goes in a layout; None for one that is on no mesh."""
+    homes = {leaf.path_in("params"): leaf.home for leaf in layout.leaves}
+    leaves = {leaf.path: leaf for leaf in layout.leaves}
+    described = outline_of(manifest.structure, "opt_state", manifest.tree)
+    found = dict(places_in(described, outline(tree.unflatten(layout.structure, [*leaves]))))
+    result: dict[str, NamedSharding | None] = {}
+    for path, saved in manifest.tree.items():
+        entry = None
+        if (place := found.get(path)) is not None:
+            entry = entry_at(path, place, leaves[place.param], saved.shape, getattr(torch, saved.dtype))
+        home = homes.get(path) if entry is None else entry.sharding
+        result[path] = None if saved.spec is None else home or NamedSharding(layout.mesh)
+    return result
 
 
 def device_of(layout: Layout) -> torch.device:

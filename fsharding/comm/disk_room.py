@@ -6,13 +6,12 @@ A step writes a new state beside the old one, so twice the bytes of a state are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
-from fsharding.base import _compat, tree
+from fsharding.base import _compat
 from fsharding.base.calls import public_name
 from fsharding.base.errors import DiskError, message
 from fsharding.comm.disk import extent_sizes, reserve
@@ -22,26 +21,12 @@ from fsharding.mesh.consistency import refuse_differences
 from fsharding.mesh.device_mesh import is_member
 from fsharding.mesh.failures import is_fake_world, naming_lost
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["leaves_of_state", "planned_extents", "take_room"]
+__all__ = ["Planned", "planned_extents", "take_room"]
 
 Planned: TypeAlias = tuple[NamedSharding, tuple[int, ...], torch.dtype]
 """The sharding of a leaf, its global shape, and its dtype."""
-
-
-def leaves_of_state(layout: Layout, opt: Any) -> Iterator[Planned]:
-    """Yield all leaves of a state that will be made: parameters, main parameters and moments."""
-    for leaf in layout.leaves:
-        yield leaf.params, leaf.shape, layout.param_dtype(leaf)
-        if leaf.trainable and layout.has_main:
-            yield leaf.main, leaf.shape, layout.precision.main_dtype(leaf.init)
-    state = opt.start(layout.meta_main(), moments=layout.precision.moments, shardings=layout.main)
-    for path, x in tree.named_leaves(state).items():
-        owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves) if isinstance(x, Tensor) and x.is_meta else None
-        if owner is not None:
-            yield owner.moments, owner.shape, x.dtype
 
 
 def planned_extents(layout: Layout, leaves: Iterable[Planned]) -> list[int]:

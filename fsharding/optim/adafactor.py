@@ -70,6 +70,8 @@ class AdafactorState(NamedTuple):
     col: Tree
     full: Tree
 
+    MEANS_OVER = (("row", -1), ("col", -2))
+
 
 class _Leaf(NamedTuple):
     """One leaf of an update.

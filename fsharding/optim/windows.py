@@ -18,7 +18,6 @@ can be read. If a file fails, no leaf changes. All ranks have the same windows, 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ from fsharding.comm.redistribute import in_buckets
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
 from fsharding.optim.coded_moment import is_coded
+from fsharding.sharding.entries import places
 from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import like, local_of, sharding_of
 
@@ -212,22 +212,12 @@ def _leaves(values: _Values) -> dict[str, Any]:
 
 
 def _owners(values: _Values) -> dict[str, str]:
-    """Map the path of each gradient, moment and parameter to its parameter.
-
-    The path of a moment ends with the path of its parameter. If several parameters fit, prefer one at whose place in
-    the state there is a tree of all parameters, then the longest path.
-    """
-    names = {*tree.paths(values.params)}
-    result = {_at(field, name): name for field in ("grads", "params") for name in names}
+    """Map the path of each gradient, moment and parameter to its parameter."""
+    result = {_at(field, name): name for field in ("grads", "params") for name in tree.paths(values.params)}
     held = tree.named_leaves(values.state, is_leaf=is_coded)
-    paths = {path for path, x in held.items() if is_coded(x) or isinstance(x, DTensor)}
-    has_all = functools.cache(lambda before: all(before + name in paths for name in names))
-    for path in paths:
-        parts = path.split(".")
-        fitting = [name for name in (".".join(parts[i:]) for i in range(len(parts))) if name in names]
-        whole = [name for name in fitting if has_all(path[: len(path) - len(name)])]
-        if fitting:
-            result[_at("state", path)] = (whole or fitting)[0]
+    for path, place in places(values.state, values.params).items():
+        if is_coded(x := held.get(path)) or isinstance(x, DTensor):
+            result[_at("state", path)] = place.param
     return result
 
 

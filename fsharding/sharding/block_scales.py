@@ -10,13 +10,15 @@ Guarantee: the boxes of the scales tile the grid of blocks, and a rank's boxes c
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from fsharding.base import tree
 from fsharding.base._compat import cache_on_mesh
-from fsharding.formats import E4M3, Blocks
+from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
@@ -24,15 +26,13 @@ from fsharding.sharding.boxes import Runs
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
-__all__ = ["CODES", "SMALLEST", "BlockScales", "coded_part", "has_codes", "plan_scales", "scales_name"]
+__all__ = ["CODES", "SMALLEST", "BlockScales", "CodedMoment", "has_codes", "is_coded", "plan_scales", "scales_name"]
 
 SMALLEST = 4096
 """Elements of a leaf from which on its moments are kept as codes."""
 
 CODES = "codes"
 """The last part of the path of codes."""
-
-_SCALES = re.compile(r"scales_(?:(\d+)x(\d+)|(row|tensor))")
 
 
 class BlockScales(NamedTuple):
@@ -59,23 +59,46 @@ def scales_name(format: Blocks) -> str:
     return f"scales_{format.block_text}"
 
 
-def coded_part(path: str) -> tuple[str, Blocks | None] | None:
-    """The path of a moment, from the path of its codes or scales; None for another one.
+@dataclass(frozen=True, eq=False)
+class CodedMoment:
+    """A moment of one leaf in low precision: a node of a state's tree, with two leaves.
 
-    Returns:
-        The path, and for scales some format with their blocks.
+    Attributes:
+        codes: uint8, in the shape and the sharding of the parameter.
+        scales: of its blocks: cut as the parameter along dims whose cuts are on borders of blocks, else whole.
+        format: of both.
+        root: what is kept is the root of the moment.
+
+    Example:
+        >>> opt = fs.adamw(1e-3, moments=fs.formats.MXFP8)
+        >>> nu = opt.init({"w": torch.zeros(64, 64)}).nu["w"]
+        >>> nu.codes.dtype, nu.scales.shape, nu.root
+        (torch.uint8, torch.Size([64, 2]), True)
     """
-    moment, _, last = path.rpartition(".")
-    if last == CODES:
-        return moment, None
-    taken = _SCALES.fullmatch(last)
-    if taken is None:
-        return None
-    if taken[3]:
-        return moment, Blocks(E4M3, taken[3])  # pyright: ignore[reportArgumentType]  # one of the two words
-    rows = int(taken[1])
-    columns = int(taken[2])
-    return (moment, Blocks(E4M3, (rows, columns))) if rows and columns else None
+
+    codes: Tensor
+    scales: Tensor
+    format: Blocks
+    root: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        # The path of the scales says of which blocks they are.
+        if not name.startswith("_") and name == scales_name(self.format):
+            return self.scales
+        raise AttributeError(name)
+
+
+tree.register_node(
+    CodedMoment,
+    lambda m: ((m.codes, m.scales), (m.format, m.root), (CODES, scales_name(m.format))),
+    lambda static, children: CodedMoment(*children, *static),
+    fields=True,
+)
+
+
+def is_coded(x: Any) -> bool:
+    """Whether something is a moment in low precision."""
+    return isinstance(x, CodedMoment)
 
 
 def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -> BlockScales:

@@ -29,6 +29,7 @@ from fsharding.formats.precision import FP32, PatternLeaf, Precision, check_prec
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.block_scales import has_codes, plan_scales
+from fsharding.sharding.entries import Entry, joined, moments
 from fsharding.sharding.leaf_names import MEND, objections_to_names
 from fsharding.sharding.leaf_plan import (
     LAYERS,
@@ -39,7 +40,6 @@ from fsharding.sharding.leaf_plan import (
     is_stacked,
     is_trainable,
     objections_to_cuts,
-    owner_of,
     plan_leaf,
     type_text,
 )
@@ -227,6 +227,46 @@ class Layout:
         frozen = tuple(leaf.path for leaf in self.leaves if not leaf.trainable)
         return replace(precision, keep=(*precision.keep, *frozen), rounded=rounded) if frozen or rounded else precision
 
+    def entries(self, opt: Any = None) -> tuple[Entry, ...]:
+        """List the leaves of a state of this layout with shapes, dtypes and shardings; no memory is taken.
+
+        Args:
+            opt: a `GradientTransformation`, whose `init` runs on the meta device; without it, parameters alone.
+
+        Example:
+            >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.AbstractMesh(("dp",), (2,)), strategy=fs.zero(3))
+            >>> [(entry.path, entry.shape, str(entry.sharding)) for entry in layout.entries(fs.sgd(0.1, momentum=0.9))]
+            [('params.w', (4,), "P('dp')"), ('opt_state.count', (), 'None'), ('opt_state.mu.w', (4,), "P('dp')")]
+        """
+        result: list[Entry] = []
+        for leaf in self.leaves:
+            dtype = self.param_dtype(leaf)
+            result.append(Entry(leaf.path_in("params"), leaf.shape, dtype, leaf.params, "params", leaf))
+            if leaf.trainable and self.has_main:
+                dtype = self.precision.main_dtype(leaf.init)
+                result.append(Entry(leaf.path_in("main"), leaf.shape, dtype, leaf.main, "main", leaf))
+        if opt is None:
+            return tuple(result)
+        check_optimizer(opt)
+        kept = self.precision.moments
+        state = opt.start(self.meta_main(), moments=kept, shardings=self.main, stacked=self.stacked)
+        known = self.moments(state)
+        for path, x in tree.named_leaves(state).items():
+            if isinstance(x, Tensor):
+                other = Entry(joined("opt_state", path), tuple(x.shape), x.dtype, None, "other", None)
+                # Tensors that an `init` makes on a device are the same on every rank.
+                result.append(known.get(path, other) if x.is_meta else other)
+        return tuple(result)
+
+    def moments(self, opt_state: Tree) -> dict[str, Entry]:
+        """Describe the moments of an optimizer state by their path in it.
+
+        Args:
+            opt_state: at rest, or on the meta device, where tensors have full shapes. Leaves that belong to no
+                parameter, or have another shape than its moment, are left out.
+        """
+        return moments(self.leaves, self.structure, opt_state)
+
     @named("Layout.memory")
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
@@ -255,30 +295,18 @@ class Layout:
             coord: the same.
             compute: only of leaves that are updated there.
         """
-        leaves = [leaf for leaf in self.leaves if compute in (None, leaf.compute)]
-        trained = [leaf for leaf in leaves if leaf.trainable]
-
-        def size(sharding: NamedSharding, leaf: LeafLayout, dtype: torch.dtype) -> int:
-            return math.prod(sharding.local_shape(leaf.shape, coord)) * dtype.itemsize
-
-        precision = self.precision
-        kept: dict[str, Counter[MemoryKind]] = {}
-        kept["params"] = _by_kind((size(x.params, x, self.param_dtype(x)), x.params.memory) for x in leaves)
-        kept["grads"] = _by_kind(
-            (size(x.grads, x, precision.grad_dtype(precision.main_dtype(x.init))), x.grads.memory) for x in trained
-        )
-        kept["main"] = _by_kind(
-            (size(x.main, x, precision.main_dtype(x.init)), x.main.memory) for x in (trained if self.has_main else ())
-        )
-        if opt is not None:
-            check_optimizer(opt)
-        if opt is None:
-            held = [(2 * self._moment_bytes(leaf, coord), leaf) for leaf in trained]
-        else:
-            state = opt.start(self.meta_main(), moments=precision.moments, shardings=self.main, stacked=self.stacked)
-            held = [self._bytes_here(path, x, coord) for path, x in tree.named_leaves(state).items()]
-            held = [(size, x) for size, x in held if compute is None or (x is not None and x.compute == compute)]
-        kept["opt_state"] = _by_kind((size, "device" if leaf is None else leaf.moment_memory) for size, leaf in held)
+        kept: dict[str, Counter[MemoryKind]] = {name: Counter() for name in ("params", "grads", "main", "opt_state")}
+        for entry in self.entries(opt):
+            if compute is None or (entry.of is not None and entry.of.compute == compute):
+                kind = "device" if entry.sharding is None else entry.sharding.memory
+                kept[entry.field][kind] += entry.local_bytes(coord)
+        for leaf in self.leaves:
+            if not leaf.trainable or compute not in (None, leaf.compute):
+                continue
+            dtype = self.precision.grad_dtype(self.precision.main_dtype(leaf.init))
+            kept["grads"][leaf.grads.memory] += math.prod(leaf.grads.local_shape(leaf.shape, coord)) * dtype.itemsize
+            if opt is None:
+                kept["opt_state"][leaf.moment_memory] += 2 * self._moment_bytes(leaf, coord)
         return kept
 
     def _moment_bytes(self, leaf: LeafLayout, coord: dict[str, int] | None) -> int:
@@ -289,15 +317,6 @@ class Layout:
             return elements * self.precision.moment_dtype(self.precision.main_dtype(leaf.init)).itemsize
         scales = plan_scales(leaf.main, leaf.shape, format)
         return elements + math.prod(scales.sharding.local_shape(scales.shape, coord)) * format.scale_dtype.itemsize
-
-    def _bytes_here(self, path: str, x: Any, coord: dict[str, int] | None) -> tuple[int, LeafLayout | None]:
-        """Bytes that one rank has of a leaf of an optimizer state, which is whole on the meta device; and its owner."""
-        if not isinstance(x, Tensor):
-            return 0, None
-        owner = owner_of(f"opt_state.{path}", x.shape, self.leaves) if x.is_meta else None
-        if owner is None:
-            return x.nbytes, None
-        return math.prod(owner.main.local_shape(owner.shape, coord)) * x.dtype.itemsize, owner
 
     def meta_main(self) -> Tree:
         """Whole main parameters as plain tensors on the meta device; None for frozen leaves."""
@@ -401,14 +420,6 @@ class Layout:
             for leaf in self.leaves
         ]
         return "\n".join([head, *rows])
-
-
-def _by_kind(sizes: Iterable[tuple[int, MemoryKind]]) -> Counter[MemoryKind]:
-    """Bytes by kind of memory."""
-    result: Counter[MemoryKind] = Counter()
-    for size, kind in sizes:
-        result[kind] += size
-    return result
 
 
 def on_mesh(layout: Layout, mesh: Mesh) -> Layout:

@@ -26,7 +26,6 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
-from fsharding.sharding.block_scales import coded_part, plan_scales
 from fsharding.sharding.memory_kinds import MemoryKind
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, rule_name
@@ -38,7 +37,6 @@ __all__ = [
     "LAYERS",
     "LeafLayout",
     "NamedLeaf",
-    "STATISTICS",
     "check_leaves",
     "check_stages",
     "is_stacked",
@@ -46,7 +44,6 @@ __all__ = [
     "kind_text",
     "mean_over",
     "objections_to_cuts",
-    "owner_of",
     "plan_leaf",
     "type_text",
 ]
@@ -57,9 +54,6 @@ LAYERS = "layers"
 
 EXPERT = "expert"
 """The dim name of experts; the axes that a rule puts on it own them as `tp` owns heads, even if they are data axes."""
-
-STATISTICS = {"row": -1, "col": -2}
-"""Trees of an optimizer state whose leaves are means over one dim of the parameters, by name; the dim stays, as 1."""
 
 
 @dataclass(frozen=True)
@@ -440,9 +434,6 @@ def _leaves_open(axis: str, strategy: Strategy) -> bool:
     return axis == "replica" or not strategy.grads
 
 
-# ------------------------------------------------------------------------------------------- leaves of optimizer states
-
-
 def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
     """Where a mean over one dim of a leaf is: cut as the leaf along all others, whole along this one.
 
@@ -453,57 +444,3 @@ def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
     assigned = tuple(a for a in sharding.assigned if a.dim != ndim + dim)
     owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
     return replace(sharding, spec=P(*spec), assigned=assigned, owned=owned)
-
-
-def owner_of(
-    path: str, shape: Sequence[int], leaves: Sequence[LeafLayout], *, local: bool = False
-) -> LeafLayout | None:
-    """The leaf of a layout that a leaf of a state belongs to, as a parameter, its main copy, or one of its moments.
-
-    The path of a moment ends with that of its parameter; of several the longest counts. Under one of the names in
-    `STATISTICS` it is a mean over a dim of the parameter; then shape and sharding are those of the mean. Of a moment in
-    low precision the path ends with what `block_scales` calls codes and scales; of scales, shape and sharding are
-    theirs.
-
-    Args:
-        path: of the leaf, such as `params.blocks.wq`, or `opt_state.states.1.mu.blocks.wq`.
-        shape: of a moment, whole, or as the DTensor of a leaf with explicit owners has it.
-        local: the shape may also be that of this rank's part, as a plain tensor has it.
-
-    Returns:
-        None for a leaf that belongs to none of them, such as a count.
-    """
-    field, _, rest = path.partition(".")
-    if field in ("params", "main"):
-        return next((leaf for leaf in leaves if leaf.path == rest), None)
-    held = tuple(shape)
-    result = list[tuple[int, LeafLayout]]()
-    for leaf in leaves:
-        ending = f".{leaf.path}" if leaf.path else ""
-        if not f".{path}".endswith(ending):
-            continue
-        dim = STATISTICS.get(path[: len(path) - len(ending)].rpartition(".")[2])
-        if dim is not None and len(leaf.shape) >= -dim:
-            at = len(leaf.shape) + dim
-            mean = (*leaf.shape[:at], min(leaf.shape[at], 1), *leaf.shape[at + 1 :])
-            result.append((len(leaf.path), replace(leaf, shape=mean, main=mean_over(leaf.main, len(mean), dim))))
-        result.append((len(leaf.path), leaf))
-    if (coded := coded_part(path)) is not None:
-        moment, blocks = coded
-        for leaf in leaves:
-            if len(leaf.shape) > 1 and f".{moment}".endswith(f".{leaf.path}" if leaf.path else ""):
-                longer = len(leaf.path) + len(path) - len(moment)
-                result.append((longer, leaf if blocks is None else _of_scales(leaf, blocks)))
-    fits = ((length, leaf) for length, leaf in result if _can_hold(leaf, held, local))
-    return max(fits, key=lambda both: both[0], default=(0, None))[1]
-
-
-def _of_scales(leaf: LeafLayout, blocks: Blocks) -> LeafLayout:
-    scales = plan_scales(leaf.main, leaf.shape, blocks)
-    return replace(leaf, shape=scales.shape, main=scales.sharding)
-
-
-def _can_hold(leaf: LeafLayout, held: tuple[int, ...], local: bool) -> bool:
-    if local:
-        return leaf.trainable and held in (leaf.shape, leaf.main.local_shape(leaf.shape))
-    return held in (leaf.shape, leaf.main.shape_at_rest(leaf.shape))

@@ -27,8 +27,9 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
 from fsharding.optim.stacked import whole_shape
+from fsharding.sharding.entries import Entry, entry_at, places
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import LeafLayout, owner_of, type_text
+from fsharding.sharding.leaf_plan import LeafLayout, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
 from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
 from fsharding.train.state_check import check_state
@@ -195,7 +196,10 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
         rest["loss_scale"] = state.loss_scale
     flat, spec = tree.flatten(rest)
     ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
-    others = [_other(path, x, old, layout, ranks) for path, x in zip(tree.paths(rest), flat, strict=True)]
+    known = _moment_pairs(state, layout)
+    others = [
+        _other(path, x, known.get(path), old, layout, ranks) for path, x in zip(tree.paths(rest), flat, strict=True)
+    ]
     moved = [*(m for pair in parameters for m in pair if m is not None), *others]
     device = getattr(layout.mesh, "device_type", "cpu")
 
@@ -218,18 +222,32 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     return moved, rebuild
 
 
-def _other(path: str, x: Any, old: Layout, new: Layout, ranks: Sequence[int]) -> Moving:
+def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Entry, Entry]]:
+    """By path, each moment of a state as it is and as it will be."""
+    found = places(state.opt_state, state.params)
+    leaves = {leaf.path: leaf for leaf in layout.leaves}
+    result: dict[str, tuple[Entry, Entry]] = {}
+    for path, old in state.layout.moments(state.opt_state).items():
+        place = found[path]
+        new = entry_at(old.path, place, leaves[place.param], old.shape, old.dtype)
+        assert new is not None, "the layouts are of one model"
+        result[old.path] = old, new
+    return result
+
+
+def _other(
+    path: str, x: Any, moment: tuple[Entry, Entry] | None, old: Layout, new: Layout, ranks: Sequence[int]
+) -> Moving:
     """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
     if not isinstance(x, DTensor):
         here = reshard_plan.everywhere(abstract(old.mesh).members)
         there = reshard_plan.everywhere(ranks)
         return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
-    owner = owner_of(path, x.shape, old.leaves)
-    if owner is None:
+    if moment is None:
         return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
-    target_owner = owner_of(path, owner.shape, [leaf for leaf in new.leaves if leaf.path == owner.path])
-    assert target_owner is not None, "the layouts are of one model"
-    return Moving(path, owner.shape, owner.main, target_owner.moments, x.dtype, local_of(x))
+    source, target = (entry.sharding for entry in moment)
+    assert source is not None and target is not None, "moments have shardings"
+    return Moving(path, moment[0].shape, source, target, x.dtype, local_of(x))
 
 
 def _placed(moving: Moving, local: Tensor) -> Tensor:
@@ -371,11 +389,9 @@ def _origins_in(state: TrainState, field: str) -> list[tuple[NamedSharding | Non
         return [(leaf.params, leaf.shape) for leaf in leaves]
     if field == "main":
         return [(leaf.main, leaf.shape) for leaf in leaves if leaf.trainable and values is not None]
-    owners = [
-        owner_of(f"{field}.{path}", x.shape, leaves) if isinstance(x, DTensor) else None
-        for path, x in tree.named_leaves(values).items()
-    ]
-    return [(None, None) if owner is None else (owner.main, owner.shape) for owner in owners]
+    known = state.layout.moments(values) if field == "opt_state" else {}
+    found = [known.get(path) for path in tree.paths(values)]
+    return [(None, None) if entry is None else (entry.sharding, entry.shape) for entry in found]
 
 
 @named(_FUNCTION)

@@ -8,7 +8,7 @@ Guarantee: the first state is bitwise the same in every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -33,7 +33,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.disk_room import leaves_of_state, take_room
+from fsharding.comm.disk_room import Planned, take_room
 from fsharding.comm.leaf_memory import copied, to_memory
 from fsharding.comm.redistribute import redistribute
 from fsharding.comm.rounded_moves import start_rounded
@@ -46,8 +46,8 @@ from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.windows import start_in_windows
 from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.entries import places
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.buffers import Buffers
@@ -409,7 +409,7 @@ def init_state(
         first = {name: whole(x) for name, x in first.items()}
         _put(constants, whole)
         run_key = run_key.clone()
-    take_room(layout, leaves_of_state(layout, opt))
+    take_room(layout, _planned(layout, opt))
     params = init_params(draws, layout, whole=whole)
     main = init_params(draws, layout, "main", whole) if layout.has_main else None
     step = torch.zeros((), dtype=torch.int64)
@@ -419,6 +419,11 @@ def init_state(
     opt_state = _first_moments(opt, trained, layout)
     scale = layout.precision.init_scale()
     return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout, _placed(first, layout)))
+
+
+def _planned(layout: Layout, opt: GradientTransformation) -> Iterator[Planned]:
+    # A generator: only a layout with a file asks the optimizer for the leaves of its state.
+    yield from (entry.planned for entry in layout.entries(opt) if entry.planned is not None)
 
 
 def _first_buffers(buffers: Any) -> Buffers:
@@ -447,16 +452,20 @@ def _placed(buffers: Buffers, layout: Layout) -> Buffers:
 
 def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -> Tree:
     """The first state of an optimizer in a layout."""
-    moments = layout.precision.moments
+    kept = layout.precision.moments
     whole = layout.meta_main()
 
     def start(params: Tree) -> Tree:
-        state = opt.start(params, moments=moments, shardings=layout.main, whole=whole, stacked=layout.stacked)
-        return tree.map_with_path(place, state)
+        state = opt.start(params, moments=kept, shardings=layout.main, whole=whole, stacked=layout.stacked)
+        known = layout.moments(state)
 
-    def place(path: str, x: Any) -> Any:
-        owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves) if isinstance(x, DTensor) else None
-        return x if owner is None or local_of(x).is_meta else like(x, to_memory(local_of(x), owner.moments))
+        def place(path: str, x: Any) -> Any:
+            entry = known.get(path) if isinstance(x, DTensor) else None
+            if entry is None or entry.sharding is None or local_of(x).is_meta:
+                return x
+            return like(x, to_memory(local_of(x), entry.sharding))
+
+        return tree.map_with_path(place, state)
 
     paths = [leaf.path for leaf in layout.leaves if leaf.trainable]
     away = [leaf.moment_memory != "device" for leaf in layout.leaves if leaf.trainable]
@@ -535,7 +544,7 @@ def state_from_params(
     named = {f"buffers.{name}": x for name, x in first.items()}
     same_values(named, layout.mesh, facts={"key": str(run_key.tolist())}, mend="")
     same_replicas({f"params.{path}": x for path, x in tree.named_leaves(params).items()}, layout.mesh)
-    take_room(layout, leaves_of_state(layout, opt))
+    take_room(layout, _planned(layout, opt))
     computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
     kept = main if layout.has_main else None
     trained = _slices(computed, layout) if kept is None else kept
@@ -563,8 +572,8 @@ def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> 
     before = tree.named_leaves(state.opt_state, is_leaf=is_coded)
     kept = {leaf.path for leaf in layout.leaves if leaf.trainable}
     gone = before.keys() - tree.named_leaves(fresh.opt_state, is_leaf=is_coded).keys()
-    owners = {path: owner_of(f"opt_state.{path}", getattr(before[path], "shape", ()), old.leaves) for path in gone}
-    if rows := [f"opt_state.{path}" for path, owner in owners.items() if owner is None or owner.path in kept]:
+    owners = places(state.opt_state, state.params)
+    if rows := [f"opt_state.{path}" for path in gone if path not in owners or owners[path].param in kept]:
         raise TreeError(message("got a state of another optimizer.", rows, "Give the optimizer of this state: opt=..."))
 
     def same(new: Tree, of_old: Tree) -> Tree:

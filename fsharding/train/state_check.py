@@ -19,7 +19,6 @@ from fsharding.base.errors import LayoutError, message
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import is_in_memory, memory_of
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.leaf_plan import owner_of
 from fsharding.sharding.memory_kinds import IN_WORDS
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
 
@@ -184,12 +183,11 @@ def _rows(values: Tree, layout: Layout, kind: str) -> list[str]:
 
 def _moments(values: Tree, layout: Layout) -> list[str]:
     result: list[str] = []
+    known = layout.moments(values)
     for path, x in tree.named_leaves(values).items():
-        if not isinstance(x, Tensor):
-            continue
-        owner = owner_of(f"opt_state.{path}", x.shape, layout.leaves, local=not isinstance(x, DTensor))
-        if owner is not None and (isinstance(x, DTensor) or x.ndim):
-            result += _objection(f"opt_state.{path}", x, (owner.shape, None, owner.moments))
+        entry = known.get(path)
+        if entry is not None and entry.sharding is not None:
+            result += _objection(entry.path, x, (entry.shape, None, entry.sharding))
         elif isinstance(x, DTensor):
             result += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
     return result

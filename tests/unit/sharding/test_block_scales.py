@@ -1,9 +1,7 @@
-"""Where scales of blocks are: laws over shapes, cuts and owners, and the leaves that paths mean."""
+"""Where scales of blocks are: laws over shapes, cuts and owners."""
 
 import itertools
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +9,7 @@ import fsharding as fs
 from fsharding import formats
 from fsharding.optim.chunked_update import ChunkedLeaf
 from fsharding.sharding import boxes
-from fsharding.sharding.block_scales import coded_part, has_codes, plan_scales, scales_name
-from fsharding.sharding.leaf_plan import owner_of
+from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.named_sharding import Assigned, NamedSharding
 from fsharding.sharding.partition_spec import P
 from tests.helpers import examples
@@ -62,28 +59,5 @@ def test_scales_tile_the_blocks_and_cover_what_a_rank_has(leaf, format, limit):
             assert boxes.volume(chunk.box) <= max(limit, block[0] * block[1])
 
 
-def test_paths_of_codes_and_scales_mean_leaves():
-    names = {"wq": ("embed", "heads"), "codes": ("embed", "heads")}
-    model = {name: torch.empty(64, 96, device="meta") for name in names}
-    layout = fs.plan_layout(model, fs.AbstractMesh(("dp", "tp"), (2, 3)), strategy=fs.zero(3), names=names)
-    leaf = next(leaf for leaf in layout.leaves if leaf.path == "wq")
-    codes = owner_of("opt_state.mu.wq.codes", (64, 96), layout.leaves)
-    scales = owner_of("opt_state.mu.wq.scales_1x32", (64, 3), layout.leaves)
-    assert codes == leaf
-    assert scales is not None and (scales.shape, str(scales.main)) == ((64, 3), "P('dp', 'tp')")
-    wide = owner_of("opt_state.mu.wq.scales_1x64", (64, 2), layout.leaves)
-    assert wide is not None and str(wide.main) == "P('dp')", "a cut goes through a block"
-    assert owner_of("opt_state.mu.wq.scales_1x32", (64, 4), layout.leaves) is None
-    named = owner_of("opt_state.mu.codes.codes", (64, 96), layout.leaves)
-    assert named is not None and named.path == "codes"
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_a_name_tells_the_blocks(format):
-    moment, blocks = coded_part(f"mu.w.{scales_name(format)}") or ("", None)
-    assert moment == "mu.w" and blocks is not None and blocks.block == format.block
-
-
-def test_other_names_tell_none():
-    assert coded_part("mu.w.scales_0x32") is None and coded_part("mu.w.scales") is None and coded_part("mu.w") is None
+def test_small_leaves_have_no_codes():
     assert has_codes((64, 64)) and not has_codes((63, 64)) and not has_codes((5000,))

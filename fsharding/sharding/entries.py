@@ -1,0 +1,235 @@
+"""What is in a state: one table of parameters, main parameters and moments, which all that walks a state reads.
+
+A tree of an optimizer state that has the structure of the parameters has one leaf for each of them. No path is guessed:
+parameters may have the names of an optimizer's own fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsharding.base import tree
+from fsharding.base.tree import Tree
+from fsharding.formats import Blocks
+from fsharding.sharding.block_scales import CODES, is_coded, plan_scales, scales_name
+from fsharding.sharding.leaf_plan import LeafLayout, mean_over
+from fsharding.sharding.named_sharding import NamedSharding
+
+__all__ = [
+    "CODED",
+    "LEAF",
+    "NONE",
+    "UNKNOWN",
+    "Entry",
+    "Outline",
+    "Place",
+    "Role",
+    "entry_at",
+    "joined",
+    "moments",
+    "outline",
+    "places",
+    "places_in",
+]
+
+Role: TypeAlias = Literal["params", "main", "moment", "other"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One leaf of a state.
+
+    Attributes:
+        path: in the state, such as `opt_state.mu.blocks.wq`.
+        shape: global shape.
+        dtype: as it is kept.
+        sharding: where it is, with its kind of memory; None for a tensor that every rank has, such as a count.
+        role: what it is.
+        of: the parameter that it belongs to; None for other leaves.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: NamedSharding | None
+    role: Role
+    of: LeafLayout | None
+
+    @property
+    def planned(self) -> tuple[NamedSharding, tuple[int, ...], torch.dtype] | None:
+        """Sharding, global shape and dtype; None without a sharding."""
+        return None if self.sharding is None else (self.sharding, self.shape, self.dtype)
+
+    @property
+    def field(self) -> str:
+        """The field of the state that has it."""
+        return self.path.partition(".")[0]
+
+    def local_bytes(self, coord: dict[str, int] | None = None) -> int:
+        """Bytes of one rank: by default this process."""
+        shape = self.shape if self.sharding is None else self.sharding.local_shape(self.shape, coord)
+        return math.prod(shape) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """The parameter at whose place a leaf of an optimizer state is, and which part of its moment the leaf is.
+
+    Attributes:
+        param: the parameter's path.
+        blocks: of a moment in low precision, whose scales the leaf has.
+        mean_over: the dim of the parameter, from the end, over which the leaf is a mean; it stays, with size 1.
+    """
+
+    param: str
+    blocks: Blocks | None = None
+    mean_over: int | None = None
+
+
+def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_state: Tree) -> dict[str, Entry]:
+    """Describe the moments of an optimizer state by path, as `Layout.moments` does."""
+    found = places(opt_state, tree.unflatten(structure, [leaf.path for leaf in leaves]))
+    by_path = {leaf.path: leaf for leaf in leaves}
+    result: dict[str, Entry] = {}
+    for path, x in tree.named_leaves(opt_state).items():
+        place = found.get(path)
+        if place is None or not isinstance(x, Tensor):
+            continue
+        at_rest = isinstance(x, DTensor) or x.is_meta
+        # A plain number, such as a count of updates, is no moment even of a parameter without dims.
+        if not at_rest and not x.ndim:
+            continue
+        leaf = by_path[place.param]
+        entry = entry_at(joined("opt_state", path), place, leaf, tuple(x.shape), x.dtype, local=not at_rest)
+        if entry is not None:
+            result[path] = entry
+    return result
+
+
+def entry_at(
+    path: str, place: Place, leaf: LeafLayout, shape: Sequence[int], dtype: torch.dtype, *, local: bool = False
+) -> Entry | None:
+    """Describe a tensor at a parameter's place; None if its shape is no moment's.
+
+    Args:
+        shape: global, or as a DTensor at rest has it.
+        local: the shape may be this rank's, as a plain tensor has it.
+    """
+    for full, sharding in _forms(place, leaf):
+        others = [sharding.local_shape(full)] if local else [sharding.shape_at_rest(full)]
+        if tuple(shape) in (full, *others):
+            return Entry(path, full, dtype, replace(sharding, memory=leaf.moment_memory), "moment", leaf)
+    return None
+
+
+def _forms(place: Place, leaf: LeafLayout) -> Iterator[tuple[tuple[int, ...], NamedSharding]]:
+    """Shapes and shardings that a moment may have at a place."""
+    shape = leaf.shape
+    if place.blocks is not None:
+        if len(shape) > 1:
+            scales = plan_scales(leaf.main, shape, place.blocks)
+            yield scales.shape, scales.sharding
+        return
+    if place.mean_over is not None and len(shape) >= -place.mean_over:
+        dim = len(shape) + place.mean_over
+        yield (*shape[:dim], min(shape[dim], 1), *shape[dim + 1 :]), mean_over(leaf.main, len(shape), place.mean_over)
+    yield shape, leaf.main
+
+
+# ------------------------------------------------------------------------------------------------------------- places
+LEAF, NONE, CODED = "<leaf>", "<none>", "<coded>"
+UNKNOWN = "<unknown>"
+"""The kind of a node of which only the paths of its leaves are known."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The structure of a tree, also of one that is only described, such as in a manifest.
+
+    Attributes:
+        kind: `LEAF`, `NONE`, `CODED`, the name of the node's class, or `UNKNOWN`.
+        path: dotted.
+        children: by key.
+        blocks: of a moment in low precision.
+        means: fields of an optimizer state whose leaves are means over a dim of the parameters, as its class declares
+            in `MEANS_OVER`.
+    """
+
+    kind: str
+    path: str
+    children: Mapping[str, Outline]
+    blocks: Blocks | None = None
+    means: Mapping[str, int] = field(default_factory=dict)
+
+
+def places(opt_state: Tree, params: Tree) -> dict[str, Place]:
+    """Map paths of leaves of an optimizer state to the parameters at whose places they are.
+
+    Args:
+        params: any tree with the structure of the parameters; the state may lack some of them.
+    """
+    return _places(*(tree.flatten(x)[1] for x in (opt_state, params)))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _places(opt_state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> dict[str, Place]:
+    state, model = (outline(tree.unflatten(spec, [0] * spec.num_leaves)) for spec in (opt_state, params))
+    return dict(places_in(state, model))
+
+
+def places_in(node: Outline, params: Outline, mean_over: int | None = None) -> Iterator[tuple[str, Place]]:
+    """Find the subtrees with the structure of the parameters, the largest first, and pair their leaves."""
+    if _alike(node, params):
+        yield from _paired(node, params, mean_over)
+        return
+    for key, child in node.children.items():
+        yield from places_in(child, params, node.means.get(key, mean_over))
+
+
+def _alike(node: Outline, params: Outline) -> bool:
+    """Whether a node has the structure of the parameters; it may lack some."""
+    if node.kind == NONE:
+        return True
+    if params.kind == LEAF:
+        return node.kind in (LEAF, CODED)
+    if node.kind not in (params.kind, UNKNOWN) or not node.children.keys() <= params.children.keys():
+        return False
+    return all(_alike(child, params.children[key]) for key, child in node.children.items())
+
+
+def _paired(node: Outline, params: Outline, mean_over: int | None) -> Iterator[tuple[str, Place]]:
+    if node.kind == CODED:
+        assert node.blocks is not None
+        yield node.path, Place(params.path)
+        yield joined(node.path, CODES), Place(params.path)
+        yield joined(node.path, scales_name(node.blocks)), Place(params.path, node.blocks)
+    elif node.kind == LEAF:
+        yield node.path, Place(params.path, None, mean_over)
+    for key, child in node.children.items():
+        yield from _paired(child, params.children[key], mean_over)
+
+
+def outline(node: Tree, path: str = "") -> Outline:
+    """Outline a tree."""
+    if node is None:
+        return Outline(NONE, path, {})
+    if is_coded(node):
+        return Outline(CODED, path, {}, node.format)
+    children = tree.children(node)
+    if children is None:
+        return Outline(LEAF, path, {})
+    parts = {key: outline(child, joined(path, key)) for key, child in children.items()}
+    return Outline(type(node).__name__, path, parts, means=dict(getattr(type(node), "MEANS_OVER", ())))
+
+
+def joined(path: str, key: str) -> str:
+    """Join two dotted paths, of which one may be empty."""
+    return ".".join(filter(None, (path, key)))
