@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import fsharding as fs
-from fsharding.apps.bench.timeline import Rates, timeline_of
 from fsharding.comm.stream_log import recording_streams
 from fsharding.models.decoder import decoder
 from fsharding.models.presets import recipe
 from fsharding.train.foresight import fake_step
+from fsharding.train.timeline import Rates, timeline_of
 from tests import sim_device
 
 KEPT: dict[str, dict[str, Any]] = {

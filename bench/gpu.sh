@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call and without a download: the tests of tests/gpu, then `fsharding bench` on one
+# Everything that needs a GPU, in one call and without a download: the tests of tests/gpu, then `python -m bench` on one
 # process and on as many ranks as there are GPUs: NCCL 2.28 refuses two ranks on one GPU. Without a GPU it does the same
 # on the CPU at a tiny size.
 #
@@ -30,14 +30,14 @@ measure() { # name, then the command
     wanted "$name" || return 0
     echo "== $name: $*"
     if timeout 540 "$@" >"$out/$name.json" 2>"$out/$name.log"; then
-        "$python" bench/show_rows.py "$out/$name.json"
+        "$python" -m bench.show_rows "$out/$name.json"
     else
         echo "   failed with status $?; the end of $out/$name.log:"; tail -n 5 "$out/$name.log" | sed 's/^/   /'; failed=1
     fi
 }
 step() { # ranks, then options
     local ranks="$1"; shift
-    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m fsharding bench step --json \
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m bench step --json \
         --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length" --rounds "$rounds" "$@"
 }
 export -f step; export python preset dtype batch length rounds
@@ -65,8 +65,8 @@ for ranks in 2 4 8; do
         measure "ranks-$ranks-replicated" bash -c "step $ranks --contenders ddp fsharding-zero0 fsharding-zero1 fsharding-zero2"
     fi
 done
-measure memory "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench memory --json \
+measure memory "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m bench memory --json \
     --preset "$preset" --dtype "$dtype" --batch "$batch" --seq-len "$length"
-measure overhead "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m fsharding bench overhead --json
-measure optimizer "$python" -m fsharding bench optimizer --json --preset "$preset"
+measure overhead "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m bench overhead --json
+measure optimizer "$python" -m bench optimizer --json --preset "$preset"
 exit "$failed"

@@ -1,10 +1,10 @@
-"""Prints the rows of one `fsharding bench --json` object as a table: `python bench/show_rows.py FILE`."""
+"""Prints the rows of one `python -m bench --json` object as a table: `python -m bench.show_rows FILE`."""
 
 import json
 import sys
 from pathlib import Path
 
-from fsharding.apps.bench.rounds import print_rows
+from bench.rounds import print_rows
 
 SKIP = ("compiled", "dtype", "ranks")
 

@@ -1,6 +1,6 @@
 """Draws the pictures of the pages, each from a layout or a schedule that the library planned.
 
-`python docs/figures/draw.py` writes them as SVG files beside this one, which are kept under version control;
+`python -m docs.figures.draw` writes them as SVG files beside this one, which are kept under version control;
 tests/unit/test_figures.py compares them with what this file draws.
 """
 
@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 import fsharding as fs
-from fsharding.apps.bench.options import OverlapConfig
-from fsharding.apps.bench.overlap import step_timeline
-from fsharding.apps.bench.timeline import timeline_figure
+from bench.options import OverlapConfig
+from bench.overlap import step_timeline
+from fsharding.train.timeline import timeline_figure
 
 HERE = Path(__file__).parent
 COLORS = ["#6f9bd1", "#7fb77e", "#e0a458", "#c47fb0"]  # of rank 0, 1, 2, 3
@@ -118,7 +118,7 @@ def schedule(name: str, microbatches: int = 4, **options: Any) -> Callable[[Path
 
 
 def timeline(path: Path) -> None:
-    """A step of a rank under zero(3), as `fsharding bench overlap` places it in time."""
+    """A step of a rank under zero(3), as `python -m bench overlap` places it in time."""
     config = OverlapConfig(preset="bench-34m", ranks=8, seq_len=2048, link_gbs=50.0)
     save(timeline_figure(step_timeline(config, "zero3", 1), "one step of a rank, zero(3)"), path)
 

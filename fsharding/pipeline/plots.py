@@ -1,6 +1,6 @@
-"""Pictures of a run, of a pipeline schedule and of a benchmark.
+"""Pictures of a run and of a pipeline schedule.
 
-In: the `metrics.jsonl` that training writes, a `Schedule`, or bars. Out: a PNG, written whole or not at all; a schedule
+In: the `metrics.jsonl` that training writes, or a `Schedule`. Out: a PNG, written whole or not at all; a schedule
 may also be an SVG, which has the same bytes each time, so that it can be kept under version control.
 matplotlib is in the extra `plot`; without it there is a clear error, before training starts.
 """
@@ -12,9 +12,9 @@ import io
 import math
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
@@ -26,19 +26,10 @@ from fsharding.pipeline.schedule import Schedule
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Bar", "draw_bars", "draw_schedule", "metrics_rows", "plot_loss", "read_metrics", "require_matplotlib"]
+__all__ = ["draw_schedule", "metrics_rows", "plot_loss", "read_metrics", "require_matplotlib", "save_figure"]
 
 _MOST_LABELS = 800  # more than this cannot be read, and take seconds to draw
 _COLORS = {"F": "#6f9bd1", "B": "#7fb77e", "I": "#7fb77e", "W": "#e0a458"}
-
-
-class Bar(NamedTuple):
-    """A row of `draw_bars`: its length, the width of its spread, and the least that it can be, if that is known."""
-
-    name: str
-    length: float
-    spread: float = 0.0
-    limit: float | None = None
 
 
 def has_matplotlib() -> bool:
@@ -132,7 +123,7 @@ def plot_loss(metrics: Path, out: Path) -> None:
     norm.set_xlabel("step")
     for axes in (loss, norm):
         axes.grid(alpha=0.3)
-    _save(figure, out)
+    save_figure(figure, out)
 
 
 def _number(row: dict[str, Any], key: str) -> float:
@@ -204,41 +195,11 @@ def draw_schedule(
     axes.set_xlim(0, times.total * (1 + 2.2 / figure.get_figwidth()))
     axes.set_xlabel("time")
     axes.set_title(f"{schedule.name}, {schedule.microbatches} microbatches: {times.bubble_share:.1%} bubbles", size=9)
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))
 
 
-def draw_bars(rows: Sequence[Bar], path: str | Path, *, title: str, unit: str, limit: str) -> None:
-    """Draws one bar a row, with its spread, and the least that it can be as a line across it.
-
-    Args:
-        limit: what the line across a bar is.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    require_matplotlib("bars", instead=", or leave --plot out")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # lazy: an extra, and slow to import
-    from matplotlib.figure import Figure  # lazy: as above
-
-    figure = Figure(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    spreads = [row.spread / 2 for row in rows]
-    axes.barh(range(len(rows)), [row.length for row in rows], xerr=spreads, height=0.7, color=_COLORS["F"])
-    limits = [(i, row.limit) for i, row in enumerate(rows) if row.limit is not None]
-    if limits:
-        ends = [i - 0.45 for i, _ in limits], [i + 0.45 for i, _ in limits]
-        axes.vlines([at for _, at in limits], *ends, color=_COLORS["W"], linewidth=2, label=limit)
-        axes.legend(fontsize=7)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(unit)
-    axes.set_title(title, size=9)
-    _save(figure, Path(path))
-
-
-def _save(figure: Figure, out: Path) -> None:
-    """Writes a picture beside its place and moves it there."""
+def save_figure(figure: Figure, out: Path) -> None:
+    """Write a picture to a temporary file and rename it."""
     import matplotlib  # lazy: an extra, and slow to import
 
     part = out.with_name(f".{out.name}.partial")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.apps.bench.hosts import arguments_of, on_two_hosts
-from fsharding.apps.bench.options import StepConfig
+from bench.hosts import arguments_of, on_two_hosts
+from bench.options import StepConfig
 from fsharding.base.errors import ConfigError, RankError
 from fsharding.testing import HostPair, assert_bitwise_equal, run_ranks
 from tests import on_hosts
@@ -338,5 +338,5 @@ def test_the_ranks_of_a_measurement_get_the_options_that_were_given(tmp_path):
         "--hosts", "2", "--contenders", "ddp", "--compiled", "--seq-len", "16", "--plot", str(tmp_path / "bars.png"),
     ]  # fmt: skip
     assert refusal(on_two_hosts, StepConfig(hosts=2, ranks=3)) == (
-        "fsharding bench step cannot put 3 ranks on 2 hosts.\nGive an even number: --ranks 4 --hosts 2."
+        "cannot put 3 ranks on 2 hosts.\nGive an even number: --ranks 4 --hosts 2."
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fsharding as fs
+from bench.rounds import allocated
 from fsharding import checkpoint, optim, random
-from fsharding.apps.bench.rounds import allocated
 from fsharding.formats.precision import Precision
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.sharding.named_sharding import local_of

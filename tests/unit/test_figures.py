@@ -29,7 +29,7 @@ def test_a_picture_is_as_its_script_draws_it(name, draw, tmp_path):
         pytest.skip("drawn with torch 2.13: the operators of a step differ between releases")
     draw.PICTURES[name](tmp_path / name)
     same = (tmp_path / name).read_bytes() == (DOCS / "figures" / name).read_bytes()
-    assert same, f"{name} is not what `python docs/figures/draw.py` draws: run it, and look at the picture"
+    assert same, f"{name} is not what `python -m docs.figures.draw` draws: run it, and look at the picture"
 
 
 @pytest.mark.parametrize("name", PICTURES)

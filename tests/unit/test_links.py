@@ -13,6 +13,7 @@ import pytest
 import tyro
 import yaml
 
+from bench.__main__ import main as bench
 from fsharding.apps.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def words_of_pods(text):
 
 
 def commands(path):
-    """The arguments of each call of `fsharding` in the blocks of a page, or in a script or manifest."""
+    """The arguments of each call of `fsharding` or `python -m bench` in the blocks of a page, a script or a manifest."""
     text = path.read_text(encoding="utf-8")
     kinds = {".sh": "bash", ".yaml": "yaml"}
     for kind, block in FENCE.findall(text) if path.suffix == ".md" else [(kinds[path.suffix], text)]:
@@ -84,6 +85,8 @@ def commands(path):
         for words in lines:
             if "fsharding" in words and (words[0] in ("fsharding", "srun") or "-m" in words or "=" in words[0]):
                 yield words[words.index("fsharding") + 1 :]
+            elif words[1:3] == ["-m", "bench"]:
+                yield words[2:]
 
 
 COMMANDS = [(name_of(path), " ".join(words)) for path in (*PAGES, *LAUNCH) for words in commands(path)]
@@ -108,7 +111,7 @@ def test_the_command_line_takes_what_pages_show(page, line, monkeypatch, tmp_pat
     with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         try:
             with pytest.raises(EOFError):
-                command_line.main(words)
+                bench(words[1:]) if words[0] == "bench" else command_line.main(words)
         except SystemExit as end:
             raise AssertionError(output.getvalue()) from end
 

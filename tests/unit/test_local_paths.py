@@ -72,7 +72,6 @@ def test_data_and_tokenizers_refuse_urls(tmp_path, monkeypatch):
         *(["train", "--out", "run", f"--{option}", URL] for option in ("out", "data", "val-data", "tokenizer", "resume", "config")),
         ["export", ".", "out", "--format", "torch", "--names", URL],
         ["generate", ".", "--model", URL], ["generate", ".", "--tokenizer", URL],
-        ["bench", "checkpoint", "--dir", URL], ["bench", "step", "--trace", URL], ["bench", "step", "--plot", URL],
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""The command line: `fsharding train`, `plan`, `bench`, `inspect`, `reshard`, `export`."""
+"""The command line: `fsharding train`, `plan`, `inspect`, `reshard`, `export`."""

@@ -11,31 +11,19 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from fsharding.apps.bench.options import (
-    CheckpointConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    OverheadConfig,
-    OverlapConfig,
-    PipelineConfig,
-    RanksConfig,
-    ReshardBenchConfig,
-    ScalingConfig,
-    StepConfig,
-)
 from fsharding.apps.cli.config_file import with_config_file
 from fsharding.apps.cli.options import (
     DoctorConfig,
     ExportConfig,
     GenerateConfig,
     InspectConfig,
-    ListConfig,
     PlanConfig,
     ReshardConfig,
     TrainConfig,
@@ -46,21 +34,6 @@ from fsharding.base.errors import ConfigError, FshardingError, did_you_mean, rep
 from fsharding.base.version import own_version
 
 __all__ = ["main"]
-
-_BENCHES = {
-    "step": (StepConfig, "A training step, beside DDP and FSDP2."),
-    "memory": (MemoryConfig, "Memory of a step, beside DDP and FSDP2."),
-    "scaling": (ScalingConfig, "How a step grows with ranks, units and parameters."),
-    "ranks": (RanksConfig, "What a rank of thousands does by itself, beside FSDP2's."),
-    "overhead": (OverheadConfig, "Host overhead of a step, beside FSDP2's."),
-    "overlap": (OverlapConfig, "Which share of communication is hidden, at given rates."),
-    "optimizer": (OptimizerConfig, "An update of AdamW, beside torch's fused one."),
-    "checkpoint": (CheckpointConfig, "Saving and loading, beside torch's own."),
-    "pipeline": (PipelineConfig, "Schedules of a pipeline, one beside the other."),
-    "reshard": (ReshardBenchConfig, "Resharding, beside a raw all-to-all."),
-    "list": (ListConfig, "List what can be measured."),
-}
-"""Measurements by name, each with its options and a line of help."""
 
 
 def _subcommands(table: Mapping[str, tuple[Any, str]]) -> Any:
@@ -75,7 +48,6 @@ _VERBS = {
     "train": (TrainConfig, "Train a decoder on bytes or tokens."),
     "generate": (GenerateConfig, "Continue a prompt with the model of a checkpoint."),
     "plan": (PlanConfig, "Show what a preset takes on a mesh of any size."),
-    "bench": (_subcommands(_BENCHES), "Measure side by side with what people use."),
     "doctor": (DoctorConfig, "Look at this machine as ranks will see it."),
     "inspect": (InspectConfig, "Show a checkpoint and verify it."),
     "reshard": (ReshardConfig, "Write a checkpoint in another layout."),
@@ -93,6 +65,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     if given == ["--version"]:
         print(f"fsharding {own_version()}")
         sys.exit(0)
+    if given[:1] == ["bench"]:
+        print(f"In a checkout of the repository, type: {shlex.join(['python', '-m', *given])}", file=sys.stderr)
+        sys.exit(2)
     status = 0
     try:
         _check_verbs(given)
@@ -130,23 +105,15 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _command(args: Sequence[str]) -> tuple[str, type[Any] | None, Sequence[str]]:
     """The words that say what to do, the options of that if there are such words, and the arguments after them."""
-    if args and args[0] == "bench":
-        name = args[1] if len(args) > 1 and args[1] in _BENCHES else ""
-        return (f"fsharding bench {name}", _BENCHES[name][0], args[2:]) if name else ("fsharding bench", None, args[1:])
     name = args[0] if args and args[0] in _VERBS else ""
     return (f"fsharding {name}", _VERBS[name][0], args[1:]) if name else ("fsharding", None, args)
 
 
 def _check_verbs(args: Sequence[str]) -> None:
-    """Refuses a verb, or a measurement of `bench`, that there is not; the parser would not say which one is near."""
+    """Refuse a verb that does not exist; the parser would not say which one is near."""
     if args and args[0].startswith("--") and args[0] not in _OPTIONS and not args[0].startswith("--tyro-"):
         mend = f"Write one of {', '.join(_VERBS)} first.{did_you_mean(args[0], _OPTIONS)}"
         raise ConfigError(report(f"fsharding has no {args[0]}.", mend=mend))
-    for place, (name, names) in enumerate((("fsharding", _VERBS), ("fsharding bench", _BENCHES))):
-        if len(args) <= place or args[place].startswith("-"):
-            return
-        if args[place] not in names:
-            mend = f"Write one of {', '.join(names)}.{did_you_mean(args[place], names)}"
-            raise ConfigError(report(f"{name} has no {args[place]!r}.", mend=mend))
-        if args[0] != "bench":
-            return
+    if args and not args[0].startswith("-") and args[0] not in _VERBS:
+        mend = f"Write one of {', '.join(_VERBS)}.{did_you_mean(args[0], _VERBS)}"
+        raise ConfigError(report(f"fsharding has no {args[0]!r}.", mend=mend))

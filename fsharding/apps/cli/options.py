@@ -17,7 +17,6 @@ __all__ = [
     "ExportConfig",
     "GenerateConfig",
     "InspectConfig",
-    "ListConfig",
     "PlanConfig",
     "ReshardConfig",
     "TrainConfig",
@@ -286,15 +285,4 @@ class ExportConfig:
     names: Path | None = None
     what: Literal["params", "all"] = "params"
     max_file_bytes: int = 5 << 30
-    json: bool = False
-
-
-@dataclass(frozen=True)
-class ListConfig:
-    """The measurements of `fsharding bench`.
-
-    Attributes:
-        json: print one JSON object.
-    """
-
     json: bool = False

@@ -1,4 +1,4 @@
-"""Refuses arguments of a command that are wrong by themselves: options, names and paths that there are not, numbers.
+"""Refuses arguments of a command that are wrong by themselves: options, names and paths that there are not.
 
 In: arguments, or the options that the parser has made of them. Out: one error with all that is wrong.
 The names that options take stand here apart from what they stand for; tests compare the two.
@@ -36,8 +36,6 @@ TRACKERS = ("tensorboard", "wandb", "json")
 """Names that `--log` takes."""
 
 _NAMES = {"dtype": DTYPES, "policy": POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-_COUNTS = {"microbatches", "batch", "seq_len", "rounds", "units", "leaves", "size", "mb", "budget_mb", "blocks"}
-"""Numbers of a measurement, each at least 1."""
 _ARGUMENTS = ("path", "source")
 """Checkpoints, which stand on the command line without a name."""
 _TEXT_PATHS = ("data", "val_data", "resume")
@@ -74,10 +72,10 @@ def _options(options: type[Any]) -> list[str]:
 
 
 def check_values(command: str, config: Any) -> None:
-    """Refuses names that options do not take, axes and paths that there are not, and numbers of measurements below 1.
+    """Refuses names that options do not take, and axes and paths that there are not.
 
     Raises:
-        ConfigError: an unknown name, a URL, nothing at a path, or a number that is too small.
+        ConfigError: an unknown name, a URL, or nothing at a path.
         MeshError: an unknown axis.
     """
     values = vars(config)
@@ -97,10 +95,6 @@ def check_values(command: str, config: Any) -> None:
         if axis not in AXES:
             raise MeshError(report(f"{command} --mesh {values['mesh']} {unknown_axis(axis)}"))
     _check_paths(command, values)
-    if command.startswith("fsharding bench"):
-        rows = [f"{name}: {n}" for name, n in values.items() if name in _COUNTS and _least(n) < 1]
-        if rows:
-            raise ConfigError(report(f"{command} cannot measure this.", rows, "Numbers are at least 1."))
 
 
 def _check_paths(command: str, values: Mapping[str, Any]) -> None:
@@ -129,8 +123,3 @@ def _refuse(command: str, option: str, value: str, known: Iterable[str]) -> None
 def _plain(preset: str) -> str:
     """A preset without its signs: `-` and `.` are as good as `_`."""
     return preset.replace("-", "_").replace(".", "_")
-
-
-def _least(number: int | tuple[int, ...] | None) -> int:
-    """The least of the numbers of an option; one that is left out is large enough."""
-    return min(number, default=1) if isinstance(number, tuple) else 1 if number is None else number

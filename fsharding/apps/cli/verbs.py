@@ -6,37 +6,12 @@ a launcher has started them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from fsharding import checkpoint
-from fsharding.apps.bench.checkpoint import bench_checkpoint
-from fsharding.apps.bench.hosts import on_two_hosts
-from fsharding.apps.bench.memory import bench_memory, check_memory
-from fsharding.apps.bench.optimizer import bench_optimizer
-from fsharding.apps.bench.options import (
-    CheckpointConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    OverheadConfig,
-    OverlapConfig,
-    PipelineConfig,
-    RanksConfig,
-    ReshardBenchConfig,
-    ScalingConfig,
-    StepConfig,
-)
-from fsharding.apps.bench.overhead import overhead
-from fsharding.apps.bench.overlap import bench_overlap
-from fsharding.apps.bench.pipeline import bench_pipeline, check_pipeline
-from fsharding.apps.bench.ranks import bench_ranks
-from fsharding.apps.bench.reshard import bench_reshard
-from fsharding.apps.bench.scaling import bench_scaling
-from fsharding.apps.bench.step import bench_step
-from fsharding.apps.bench.step import check as check_step
 from fsharding.apps.cli.checkpoints import run_tool
 from fsharding.apps.cli.config import check
 from fsharding.apps.cli.config_file import config_text
@@ -47,7 +22,6 @@ from fsharding.apps.cli.options import (
     ExportConfig,
     GenerateConfig,
     InspectConfig,
-    ListConfig,
     PlanConfig,
     ReshardConfig,
     TrainConfig,
@@ -110,49 +84,6 @@ def _generate(config: GenerateConfig) -> int:
     return max(launch_ranks(generate, ranks, config))
 
 
-def _on_ranks(measure: Callable[[Any], None], check: Callable[[Any], object] = lambda _: None) -> Callable[[Any], None]:
-    """A measurement on the ranks of a launcher, or on new ones; one is started, too: DDP and FSDP2 want a group.
-
-    Args:
-        check: refuses options before ranks start.
-    """
-
-    def bench(config: Any) -> None:
-        check(config)
-        ranks = _ranks(config.ranks, default=2)
-        if under_launcher():
-            measure(config)
-        else:
-            launch_ranks(measure, ranks, config)
-
-    return bench
-
-
-def _step(config: StepConfig) -> int:
-    """The step on ranks of this machine, or of two hosts."""
-    check_step(config, "fsharding bench step")
-    if config.hosts == 1 or under_launcher():
-        _on_ranks(bench_step)(config)
-        return 0
-    return on_two_hosts(config)
-
-
-def _list(config: ListConfig) -> None:
-    names = (
-        "step",
-        "memory",
-        "scaling",
-        "ranks",
-        "overhead",
-        "overlap",
-        "optimizer",
-        "checkpoint",
-        "pipeline",
-        "reshard",
-    )
-    print(json.dumps({"benches": names}) if config.json else ", ".join(names))
-
-
 @named("fsharding")
 def _ranks(asked: int | None, *, default: int) -> int:
     """How many ranks will run: those that a launcher started, or those that were asked for."""
@@ -178,15 +109,4 @@ _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     InspectConfig: run_tool,
     ReshardConfig: run_tool,
     ExportConfig: run_tool,
-    StepConfig: _step,
-    OverheadConfig: _on_ranks(overhead),
-    MemoryConfig: _on_ranks(bench_memory, check_memory),
-    CheckpointConfig: _on_ranks(bench_checkpoint),
-    PipelineConfig: _on_ranks(bench_pipeline, check_pipeline),
-    ReshardBenchConfig: _on_ranks(bench_reshard),
-    ScalingConfig: bench_scaling,
-    RanksConfig: bench_ranks,
-    OverlapConfig: bench_overlap,
-    OptimizerConfig: bench_optimizer,
-    ListConfig: _list,
 }

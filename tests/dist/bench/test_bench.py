@@ -2,20 +2,24 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from fsharding.apps.bench import memory, overhead, pipeline
-from fsharding.apps.bench.optimizer import bench_optimizer
-from fsharding.apps.bench.options import OptimizerConfig, OverheadConfig, PipelineConfig, StepConfig
-from fsharding.apps.bench.rounds import agree
-from fsharding.apps.bench.step import OURS, PEERS, bench_step, measure
+from bench import memory, overhead, pipeline
+from bench.optimizer import bench_optimizer
+from bench.options import OptimizerConfig, OverheadConfig, PipelineConfig, StepConfig
+from bench.rounds import agree
+from bench.step import OURS, PEERS, check, measure
 from fsharding.base.errors import ConfigError
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.testing import run_ranks
-from tests.helpers import full
+from tests.commands import clean_environment
+from tests.helpers import full, slow
 
 ALL = ("compute-only", "ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero2", "fsharding-zero3")
 SMALL = {"preset": "tiny", "batch": 1, "seq_len": 16, "rounds": 2}
@@ -74,10 +78,8 @@ def test_schedules_train_the_same_and_are_compared_with_the_first():
     assert [row["simulated_ratio"] for row in resting] == [1.0, 25 / 30, 25 / 30]
     # Each of 2 blocks a rank rests three times for each of 4 microbatches, if nothing else took any time.
     assert all(row["median_ms"] >= 24 for row in resting)
-    with pytest.raises(ConfigError, match=r"rest: -1\.0"):
-        pipeline.bench_pipeline(PipelineConfig(rest=-1.0))
     with pytest.raises(ConfigError, match=r"zbw: not known\. Did you mean 'zbv'"):
-        pipeline.bench_pipeline(PipelineConfig(schedules=("zbw",)))
+        pipeline.check(PipelineConfig(schedules=("zbw",)))
 
 
 def test_a_time_counts_only_where_losses_agree():
@@ -93,8 +95,6 @@ def test_an_update_is_that_of_torch_and_is_measured(capsys):
         (name, leaves) for leaves in (12, 20) for name in ("fsharding", "torch-fused")
     ]
     assert [row["elements"] for row in rows[2:]] == [1400, 1400] and all(row["median_ms"] > 0 for row in rows)
-    with pytest.raises(ConfigError, match="rounds: 0"):
-        bench_optimizer(OptimizerConfig(rounds=0))
 
 
 @full
@@ -111,11 +111,66 @@ def test_other_dtypes_and_compiled_blocks(how):
 def test_what_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
     with pytest.raises(ConfigError) as caught:
-        bench_step(StepConfig(contenders=("ddp", "deepspeed-zero3", "ours"), rounds=0))
+        check(StepConfig(contenders=("ddp", "deepspeed-zero3", "ours")))
     assert str(caught.value) == (
-        "fsharding bench step cannot measure this.\n"
-        "  rounds: 0\n"
-        "  ours: not known\n"
+        "cannot measure this.\n"
         "  deepspeed-zero3: its package is not installed\n"
-        f"Numbers are at least 1; contenders are {', '.join([*PEERS, *OURS])}."
+        "  ours: not known\n"
+        f"Contenders are {', '.join([*PEERS, *OURS])}."
     )
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def bench(*args):
+    command = [sys.executable, "-W", "error", "-m", "bench", *args]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, env=clean_environment(), cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)["rows"]
+
+
+@slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("overhead --units 2 --leaves 2 --rounds 1", ["fsharding-zero3", "fsdp2"]),
+        ("memory --preset tiny --seq-len 16 --contenders ddp fsharding-zero3", ["ddp", "fsharding-zero3"]),
+        (
+            "scaling --ranks 1 2 --units 1 2 --dims 64 --rounds 1",
+            ["fsharding-zero3"] * 2 + ["fsdp2", "fsharding-zero3"] * 2,
+        ),
+        ("checkpoint --mb 1 --rounds 1", ["fs.checkpoint.save", "dcp.save", "fs.checkpoint.load", "dcp.load"]),
+        ("reshard --mb 1 --rounds 1", ["dp4 -> tp4", "dp2·tp2 -> pp2·dp2"]),
+        ("pipeline --preset tiny --microbatches 2 --seq-len 16 --rounds 1 --schedules 1f1b zbv", ["1f1b", "zbv"]),
+    ],
+)
+def test_the_command_starts_ranks_and_prints_what_it_measured(line, names):
+    rows = bench(*line.split(), "--json")
+    first = {"checkpoint": "call", "reshard": "case", "pipeline": "schedule"}.get(line.split()[0], "contender")
+    assert [row[first] for row in rows] == names
+
+
+@slow
+@pytest.mark.timeout(300)
+def test_a_step_is_drawn(tmp_path):
+    path = tmp_path / "bars.png"
+    bench(
+        *[
+            "step",
+            "--preset",
+            "tiny",
+            "--seq-len",
+            "16",
+            "--rounds",
+            "1",
+            "--json",
+            "--contenders",
+            "compute-only",
+            "fsharding-zero3",
+            "--plot",
+        ],
+        str(path),
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import tyro
 
-from fsharding.apps.bench.options import OverheadConfig
-from fsharding.apps.bench.overhead import measure
+from bench.options import OverheadConfig
+from bench.overhead import measure
 from fsharding.apps.cli.config import check, schedule_of, stages
 from fsharding.apps.cli.main import main
 from fsharding.apps.cli.options import TrainConfig
@@ -334,13 +334,6 @@ def measured() -> list[dict[str, Any]]:
 
 def test_host_overhead_beside_fsdp2_is_measured_and_shown(capsys: pytest.CaptureFixture[str]):
     compared(run_ranks(measured, 2)[0], capsys)
-
-
-@full
-def test_the_bench_prints_what_it_measured(capsys: pytest.CaptureFixture[str]):
-    done = fsharding("bench", "overhead", "--units", "20", "--rounds", "5", "--json")
-    assert done.returncode == 0, done.stderr
-    compared(json.loads(done.stdout)["rows"], capsys)
 
 
 def compared(found: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import fsharding as fs
+from bench.rounds import allocated
 from fsharding import checkpoint, ops
-from fsharding.apps.bench.rounds import allocated
 from fsharding.base.errors import CheckpointError, ConfigError, RankError
 from fsharding.foreign.safetensors_layout import tensor_files
 from fsharding.interop import hf

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.apps.bench.rounds import allocated
+from bench.rounds import allocated
 from fsharding.testing import assert_bitwise_equal, run_ranks
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.run_options import GradsTo, RunOptions

@@ -5,7 +5,7 @@ import math
 import torch
 
 import fsharding as fs
-from fsharding.apps.bench.rounds import allocated
+from bench.rounds import allocated
 from fsharding.testing import run_ranks
 
 CONFIG = fs.models.DecoderConfig(vocab_size=64, dim=128, layers=6, heads=4, kv_heads=2, intermediate_size=384)

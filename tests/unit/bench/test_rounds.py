@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from fsharding.apps.bench.options import MemoryConfig, ReshardBenchConfig, ScalingConfig, StepConfig
-from fsharding.apps.bench.peers import PEERS
-from fsharding.apps.bench.rounds import counted_rounds, in_turn
-from fsharding.apps.bench.step import OURS
+from bench.options import MemoryConfig, ReshardConfig, ScalingConfig, StepConfig
+from bench.peers import PEERS
+from bench.rounds import counted_rounds, in_turn
+from bench.step import OURS
 from fsharding.comm.reshard_plan import BUDGET
 
 
@@ -33,7 +33,7 @@ def test_a_measurement_says_how_long_it_will_take(capsys):
 
 def test_options_have_the_defaults_of_what_they_are_for():
     """They stand apart from what measures, which imports torch."""
-    assert ReshardBenchConfig().budget_mb == BUDGET >> 20
+    assert ReshardConfig().budget_mb == BUDGET >> 20
     for config in (StepConfig(), MemoryConfig(), ScalingConfig()):
         assert {*config.contenders} <= {*PEERS, *OURS}
     assert StepConfig().contenders[-4:] == tuple(f"fsharding-zero{level}" for level in range(4))

@@ -2,7 +2,7 @@
 
 import json
 
-from fsharding.apps.bench.rounds import WIDTH, print_rows, say
+from bench.rounds import WIDTH, print_rows, say
 
 COLUMNS = {
     name: (lambda row, name=name: f"{row[name]:.1f}")

@@ -1,17 +1,15 @@
-"""Timelines: when streams do what a log says, at given rates, and what `fsharding bench overlap` makes of them."""
+"""Timelines: when streams do what a log says, at given rates, and what `python -m bench overlap` makes of them."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from fsharding.apps.bench.options import OverlapConfig
-from fsharding.apps.bench.overlap import bench_overlap, step_timeline
-from fsharding.apps.bench.timeline import Rates, timeline_of
-from fsharding.base.errors import ConfigError
+from bench.options import OverlapConfig
+from bench.overlap import bench_overlap, step_timeline
 from fsharding.comm.stream_log import Row
 from fsharding.pipeline.schedule import SCHEDULES
-from tests.helpers import refusal
+from fsharding.train.timeline import Rates, timeline_of
 
 RATES = Rates(flops=10.0, memory=100.0, link=2.0, latency=0.5)
 TINY = OverlapConfig(preset="tiny", ranks=4, strategies=("zero3",), depths=(1,), batch=2, seq_len=64)
@@ -126,14 +124,3 @@ def test_the_command_prints_rows_and_writes_traces(capsys, tmp_path):
     assert row["schedule"] == "1f1b" and 0 <= row["hidden"] <= 1
     events = json.loads((tmp_path / "line-zero3-1f1b.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"link_gbs": 0.0}, {"ranks": 0}, {"stages": 0}, {"microbatches": 0}, {"depths": (-1,)}, {"latency_us": -1.0}],
-    ids=str,
-)
-def test_rates_and_sizes_are_above_zero(wrong):
-    [name] = wrong
-    text = refusal(bench_overlap, replace(TINY, **wrong), kind=ConfigError)
-    assert text.startswith("fsharding bench overlap cannot place this in time.") and name.rstrip("s") in text

@@ -29,19 +29,16 @@ from tests.helpers import slow
         ("--version", 0),
         ("--help", 0),
         ("train --help", 0),
-        ("bench step --help", 0),
         ("", 2),
         ("trains", 2),
         ("train --out x --steps many", 2),
         ("train --config no-such-file", 2),
-        ("bench stpe", 2),
         ("train --stepss 3", 2),
         ("train --out x --strategy fsdp", 2),
         ("train --out x --preset llama3", 2),
         ("train --out x --dtype bf16", 2),
         ("train --out x --log tensorbord", 2),
         ("plan tiny --mesh data=2", 2),
-        ("bench step --rounds 0", 2),
         ("inspect nowhere", 2),
     ],
 )
@@ -62,7 +59,6 @@ except SystemExit as end:
     ("args", "rule", "near"),
     [
         (["trains"], "fsharding has no 'trains'.", "train"),
-        (["bench", "stpe", "--rounds", "3"], "fsharding bench has no 'stpe'.", "step"),
     ],
 )
 def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys: pytest.CaptureFixture[str]):
@@ -84,8 +80,7 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
             "fsharding train does not have 2 of these options.\n  --otu: Did you mean '--out'?\n"
             "  --no-plto: Did you mean '--no-plot'?\nfsharding train --help lists its options.",
         ),
-        ("bench step --rnks 2", "fsharding bench step has no --rnks.\nfsharding bench step --help lists its options."),
-        ("--verson", "fsharding has no --verson.\nWrite one of train, generate, plan, bench, "),
+        ("--verson", "fsharding has no --verson.\nWrite one of train, generate, plan, doctor, "),
         ("--verson", " first. Did you mean '--version'?"),
         (
             "generate x --dtype bf16",
@@ -95,8 +90,6 @@ def test_a_verb_that_is_not_there(args: list[str], rule: str, near: str, capsys:
         ("plan tiny --strategy FULL_SHARD", " Here that is 'zero3'."),
         ("plan llama3", "fsharding plan knows no preset 'llama3'.\nPresets are tiny, "),
         ("reshard a b --mesh dpp=2", "MeshError: fsharding reshard --mesh dpp=2 knows no axis 'dpp'."),
-        ("bench scaling --units 0 2", "fsharding bench scaling cannot measure this.\n  units: (0, 2)\nNumbers are "),
-        ("bench step --contenders ours", "fsharding bench step cannot measure this.\n  ours: not known\n"),
         ("inspect nowhere", "fsharding inspect finds nothing at 1 of its paths.\n  nowhere\nCorrect them; relative "),
         ("generate . --model a --tokenizer b", "finds nothing at 2 of its paths.\n  --tokenizer b\n  --model a\n"),
         ("train --out x --data no --val-data nil", "ConfigError: fsharding train finds nothing at 2 of its paths.\n"),
@@ -120,7 +113,7 @@ def test_names_of_options_are_those_of_what_they_stand_for():
 
 
 def test_every_option_of_every_verb_is_known():
-    for name, (kind, _) in [*front._VERBS.items(), *front._BENCHES.items()]:
+    for name, (kind, _) in front._VERBS.items():
         if isinstance(kind, type):
             config = typing.get_type_hints(kind, include_extras=True)
             named = [
@@ -131,6 +124,10 @@ def test_every_option_of_every_verb_is_known():
 
 
 def test_every_verb_has_a_function():
-    named = [*front._VERBS.values(), *front._BENCHES.values()]
-    options = {kind for kind, _ in named if isinstance(kind, type)}
-    assert options == {*verbs._VERBS}
+    assert {kind for kind, _ in front._VERBS.values()} == {*verbs._VERBS}
+
+
+def test_a_measurement_is_a_module_of_the_checkout(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "step", "--rounds", "3"])
+    assert "type: python -m bench step --rounds 3\n" in capsys.readouterr().err

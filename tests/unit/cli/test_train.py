@@ -143,12 +143,6 @@ def test_a_run_without_matplotlib_trains_and_says_that_no_plot_was_drawn(config,
     assert not (config.out / "loss.png").exists() and len(losses(config)) == 1
 
 
-def test_the_benches_as_json(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", "list", "--json"])
-    assert "step" in json.loads(capsys.readouterr().out)["benches"]
-
-
 def test_a_world_size_that_is_no_number(monkeypatch, config, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "x")

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding.apps.bench.options import RanksConfig
-from fsharding.apps.bench.ranks import measure_ranks
+from bench.options import RanksConfig
+from bench.ranks import measure_ranks
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Native
 from fsharding.comm.reduce import sums_at_once

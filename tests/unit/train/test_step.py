@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fsharding as fs
-from fsharding.apps.bench.rounds import allocated
+from bench.rounds import allocated
 from fsharding.base.errors import DonatedError, NonFiniteError
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import full, slow, token_batch

@@ -1,14 +1,10 @@
-"""When streams would do what logs say that they were given, on devices of given rates: a timeline of a step.
+"""When the operations of stream logs run on devices of given rates: a timeline of a step, and how much is hidden.
 
-In: rows of the log of each rank, such as `recording_streams` gives, and rates. Out: spans, one for each operation, and
-which share of communication is hidden.
-
-A stream does one operation after the other, and each begins when the events that its stream waits for have happened.
+A stream runs one operation after the other, and each begins when the events that its stream waits for have fired.
 An operation takes as long as its floating-point operations or its bytes take, whichever is more, and a collective its
-latency and its bytes. All that a rank sends shares one link, so that two collectives at once take as long as one after
-the other, and so do copies to the host, and copies from it. A message begins when its sender and its receiver have come
-to it. Ranks without a log are taken to be where this one is. The host is ahead of the device at all times, and kernels
-reach the given rates, which those of small tensors do not.
+latency and its bytes. All that a rank sends shares one link, and so do copies to the host, and copies from it. A
+message begins when its sender and its receiver have reached it. Ranks without a log are assumed to be where this one
+is. The host is always ahead of the device, and kernels reach the given rates, which small tensors do not.
 """
 
 from __future__ import annotations
@@ -34,24 +30,16 @@ __all__ = ["Rates", "Span", "Timeline", "draw_timeline", "timeline_figure", "tim
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """What a device does in a second."""
 
-    Attributes:
-        flops: floating-point operations of matrix products.
-        memory: bytes of its memory that are read and written.
-        link: bytes that a rank sends.
-        latency: seconds that a collective takes besides its bytes.
-        host: bytes that are copied to the host, or from it.
-    """
-
-    flops: float
-    memory: float
-    link: float
-    latency: float
-    host: float = math.inf
+    flops: float  # of matrix products
+    memory: float  # bytes of its memory that are read and written
+    link: float  # bytes that a rank sends
+    latency: float  # seconds that a collective takes besides its bytes
+    host: float = math.inf  # bytes that are copied to the host, or from it
 
     def seconds(self, row: Row, link: Link) -> float:
-        """How long an operation takes on the link that carries it."""
+        """Return how long an operation takes on its link."""
         if communicates(row.stream):
             return self.latency + row.nbytes / self.link
         if link in _COPIES:
@@ -66,67 +54,31 @@ _COPIES = ("from host", "to host")
 
 
 class Span(NamedTuple):
-    """An operation in time.
+    """An operation in time."""
 
-    Attributes:
-        rank: by the order of the logs.
-        stream: which does it.
-        text: the operator.
-        unit: which unit of the step it is for, by the order in which units are gathered.
-        begin: seconds after the begin of the step.
-        end: the same.
-        link: which carries it.
-    """
-
-    rank: int
+    rank: int  # by the order of the logs
     stream: str
     text: str
-    unit: int
-    begin: float
+    unit: int  # by the order in which units are gathered
+    begin: float  # seconds after the step's
     end: float
     link: Link = ""
 
 
 class Timeline(NamedTuple):
-    """A step in time.
+    """A step in time; of several ranks, means."""
 
-    Attributes:
-        spans: in the order in which the host of each rank issues them.
-        seconds: of the step.
-        compute: seconds in which the compute stream computes; of several ranks, their mean, as all that follows.
-        communication: seconds of all collectives and messages.
-        hidden: the share of communication during which the compute stream computes; 1 where nothing is sent.
-        copies: seconds of all copies to the host and from it.
-        copies_hidden: their share during which the compute stream computes; 1 where nothing is copied.
-    """
-
-    spans: list[Span]
+    spans: list[Span]  # in the order in which the host of each rank issues them
     seconds: float
-    compute: float
-    communication: float
-    hidden: float
-    copies: float = 0.0
-    copies_hidden: float = 1.0
+    compute: float  # seconds in which the compute stream computes
+    communication: float  # seconds of all collectives and messages
+    hidden: float  # share of communication during which the compute stream computes; 1 if nothing is sent
+    copies: float = 0.0  # seconds of all copies to and from the host
+    copies_hidden: float = 1.0  # share during which the compute stream computes; 1 if nothing is copied
 
 
 def timeline_of(logs: Sequence[Sequence[Row]], rates: Rates) -> Timeline:
-    """Place the rows of each rank in time, in the order of events and messages.
-
-    Args:
-        logs: of ranks that send messages to each other, in the order of their group; else of one rank.
-
-    Raises:
-        ValueError: the ranks wait for each other.
-
-    Example:
-        >>> from fsharding.apps.bench.timeline import Rates, timeline_of
-        >>> from fsharding.comm.stream_log import Row
-        >>> rates = Rates(flops=10.0, memory=1e9, link=2.0, latency=0.0)
-        >>> sent = Row("gather's collectives", "run", "all-gather", nbytes=4)
-        >>> line = timeline_of([[sent, Row("compute", "run", "mm", flops=30)]], rates)
-        >>> line.seconds, line.communication, line.hidden
-        (3.0, 2.0, 1.0)
-    """
+    """Place the rows of each rank in time; several logs are those of one group, in its order."""
     clock = _Clock(logs, rates)
     while clock.advance():
         pass
@@ -148,7 +100,7 @@ def _computes(span: Span) -> bool:
 
 
 def _hidden(spans: Sequence[Span], chosen: Callable[[Span], bool]) -> tuple[float, float]:
-    """Seconds of some spans, and the share of them during which the compute stream of their rank computes."""
+    """Return the seconds of some spans, and their share during which the compute stream of their rank computes."""
     busy: dict[int, list[tuple[float, float]]] = {}
     for x in spans:
         if _computes(x) and x.end > x.begin:
@@ -164,7 +116,7 @@ def _hidden(spans: Sequence[Span], chosen: Callable[[Span], bool]) -> tuple[floa
 
 
 def _sends(stream: str) -> bool:
-    """Whether this rank's link carries what the stream does: all but the messages of others."""
+    """Return whether the stream uses this rank's link: all but the messages of others."""
     return communicates(stream) and not stream.startswith("messages from ")
 
 
@@ -172,7 +124,7 @@ _Queue: TypeAlias = tuple[int, str]
 
 
 class _Clock:
-    """The streams of all ranks on their way through their logs."""
+    """The streams of all ranks, each at its place in its log."""
 
     def __init__(self, logs: Sequence[Sequence[Row]], rates: Rates) -> None:
         self._logs, self._rates = logs, rates
@@ -188,7 +140,7 @@ class _Clock:
         self._placed: dict[tuple[int, int], tuple[float, float]] = {}
 
     def advance(self) -> bool:
-        """Place the operation that begins first; False where none is left."""
+        """Place the operation that begins first; return False if none is left."""
         while sum(self._follow(queue) for queue in self._queues):
             pass
         begins = {queue: begin for queue in self._queues if (begin := self._begin(queue)) is not None}
@@ -211,7 +163,7 @@ class _Clock:
         return "sent" if _sends(stream) else self._copies[rank].get(self._queues[queue][0], "")
 
     def _follow(self, queue: _Queue) -> int:
-        """Pass what takes no time; how much that was."""
+        """Pass what takes no time; return how many rows."""
         rows = self._queues[queue]
         before = len(rows)
         while rows and (row := self._next(queue)).kind != "run":
@@ -226,14 +178,14 @@ class _Clock:
         return before - len(rows)
 
     def _peer(self, queue: _Queue) -> _Queue | None:
-        """The other end of the message that is next, if its rank has a log."""
+        """Return the other end of the next message, if its rank has a log."""
         rank, row = queue[0], self._next(queue)
         if row.peer < 0 or len(self._logs) == 1:
             return None
         return row.peer, messages("from" if _sends(queue[1]) else "to", rank)
 
     def _begin(self, queue: _Queue) -> float | None:
-        """When the next operation could begin; None if there is none, or its peer has not come to it."""
+        """Return when the next operation could begin; None if there is none, or its peer has not reached it."""
         if not self._queues[queue] or self._next(queue).kind != "run":
             return None
         ends = [queue]
@@ -252,7 +204,7 @@ class _Clock:
             self._links[rank, link] = end
 
     def spans(self) -> list[Span]:
-        """All operations."""
+        """Return all operations."""
         result: list[Span] = []
         for rank, rows in enumerate(self._logs):
             units = _units(rows)
@@ -281,7 +233,7 @@ def _copies(rows: Sequence[Row]) -> dict[int, Link]:
 
 
 def _units(rows: Sequence[Row]) -> list[int]:
-    """The unit of each row: computed is the one that was gathered last, and gathered the one that is ready next."""
+    """Return the unit of each row: computed is the one gathered last, gathered the one that is ready next."""
     recorded = {row.event: row.stream for row in rows if row.kind == "record"}
     waits = [row.kind == "wait" and row.stream == COMPUTE and recorded.get(row.event) == "gather" for row in rows]
     ready = {row.event for row, is_ready in zip(rows, waits, strict=True) if is_ready}
@@ -296,11 +248,7 @@ def _units(rows: Sequence[Row]) -> list[int]:
 
 # ------------------------------------------------------------------------------------------------------------ pictures
 def write_trace(line: Timeline, path: Path) -> None:
-    """Write a timeline as a trace for Perfetto or chrome://tracing, a process for each rank, a row for each stream.
-
-    Args:
-        path: of a JSON file.
-    """
+    """Write a timeline as a trace for Perfetto or chrome://tracing, a process for each rank, a row for each stream."""
     streams = [*dict.fromkeys((span.rank, span.stream) for span in line.spans)]
     rows: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": stream}}
@@ -319,22 +267,14 @@ def write_trace(line: Timeline, path: Path) -> None:
 
 
 def draw_timeline(line: Timeline, path: Path, title: str) -> None:
-    """Draw a timeline.
-
-    Args:
-        path: of a PNG or SVG.
-        title: above it.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw a timeline as a PNG or SVG."""
     require_matplotlib(path.name, instead=", or leave --plot out")
     path.parent.mkdir(parents=True, exist_ok=True)
     timeline_figure(line, title).savefig(path)
 
 
 def timeline_figure(line: Timeline, title: str) -> Figure:
-    """A timeline as a figure: streams are rows, units are colors. An operation of no length is not drawn."""
+    """Make a figure: streams are rows, units are colors. Operations of no length are not drawn."""
     from matplotlib import colormaps  # lazy: an extra, and slow to load
     from matplotlib.figure import Figure  # lazy: the same
 
@@ -356,7 +296,7 @@ def timeline_figure(line: Timeline, title: str) -> Figure:
 
 
 def _bars(spans: Sequence[Span], gap: float) -> list[tuple[int, float, float]]:
-    """Unit, begin and end of what one stream does for a unit without a gap: a picture needs no more."""
+    """Merge the spans of one stream and unit that have no gap between them; return unit, begin and end."""
     result: list[tuple[int, float, float]] = []
     for span in spans:
         if result and result[-1][0] == span.unit and span.begin - result[-1][2] < gap:

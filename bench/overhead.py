@@ -1,14 +1,11 @@
-"""Host overhead of a step: many tiny units and next to no compute, ours beside torch's FSDP2.
+"""Host overhead of a step: many tiny units and next to no compute, beside torch's FSDP2.
 
-In: an `OverheadConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. Contenders run in the same
-processes on the same values, one step each in turn, so that a noisy machine hits all alike.
-Guarantee: losses agree before a time counts.
+Contenders run in the same processes on the same values, one step each in turn. Losses must agree before a time counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -18,49 +15,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fsharding as fs
-from fsharding.apps.bench.options import OverheadConfig
-from fsharding.apps.bench.rounds import agree, print_rows, take_turns
-from fsharding.apps.bench.step import sending_mesh, transport_of
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
-from fsharding.mesh.device_mesh import make_mesh, own_rank
+from bench.options import OverheadConfig
+from bench.rounds import agree, cell, own_mesh, print_rows, ratio, take_turns
+from bench.step import sending_mesh, transport_of
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["measure", "overhead"]
-
+__all__ = ["bench_overhead", "measure"]
 
 _RATE = 1e-5
 """Low enough that no loss comes near zero, where it would have no digits left to compare."""
 _SENT = "fsharding-zero3, every byte sent"
 
 
-@named("fsharding bench overhead")
-def overhead(config: OverheadConfig) -> None:
-    """Measures on the ranks that are there, and prints on rank 0.
-
-    Raises:
-        ConfigError: a number below 1.
-    """
-    if min(config.units, config.leaves, config.rounds) < 1:
-        raise ConfigError(message("needs units, leaves and rounds of at least 1."))
-    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=60))
-    try:
-        rows = measure(config, mesh)
-        if own_rank() == 0:
-            _show(config, rows, mesh.size())
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def bench_overhead(config: OverheadConfig) -> None:
+    """Measure on the ranks that are there."""
+    with own_mesh(dp=-1) as mesh:
+        _show(config, measure(config, mesh), mesh.size())
 
 
 def measure(config: OverheadConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """One row for each contender: its median and quartiles in milliseconds, and its last loss. Collective.
-
-    Where ranks share memory, ours is measured a second time in turn, with every byte sent.
-    """
+    """Return a row for each contender: median and quartiles in milliseconds, and the last loss. Collective."""
+    # If ranks share memory, ours is measured a second time in turn, with every byte sent.
     contenders = {"fsharding-zero3": _ours(config, mesh)}
     if dist.is_initialized():
         contenders["fsdp2"] = _fsdp2(config, mesh)
@@ -136,11 +114,11 @@ def _show(config: OverheadConfig, rows: list[dict[str, Any]], ranks: int) -> Non
     peer = next((row["median_ms"] for row in rows if row["contender"] == "fsdp2"), None)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "contender": lambda row: row["contender"],
-        "median ms": lambda row: f"{row['median_ms']:.1f}",
-        "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
+        "median ms": cell("median_ms", 1),
+        "iqr ms": cell("iqr_ms", 1),
         "a unit, us": lambda row: f"{1e3 * row['median_ms'] / config.units:.0f}",
-        "to fsdp2": lambda row: f"{row['median_ms'] / peer:.2f}" if peer else "-",
-        "every byte sent": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
+        "to fsdp2": ratio(rows, "median_ms", "fsdp2"),
+        "every byte sent": cell("sent_ms", 1),
         "that to fsdp2": lambda row: f"{row['sent_ms'] / peer:.2f}" if row["sent_ms"] and peer else "-",
     }
     title = f"host overhead of a step: {config.units} units of {config.leaves} leaves, {ranks} ranks"

@@ -1,48 +1,38 @@
 """How the time of a step grows with ranks, units and parameters, ours and FSDP2's.
 
-In: a `ScalingConfig`. Out: one object of rows, printed as a table or as JSON: the time of each point, and for each
-number of ranks and width the line through its points, milliseconds a step + milliseconds a unit. One set of processes
-for each number of ranks; in it contenders take turns as for `fsharding bench step`.
-Guarantee: a line says how well it fits.
+For each number of ranks and width a line goes through the points, milliseconds a step + milliseconds a unit, with how
+well it fits. Each number of ranks has its own processes, in which contenders run in turn as for `python -m bench step`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from fsharding.apps.bench.options import ScalingConfig, StepConfig
-from fsharding.apps.bench.rounds import cell, print_rows, say
-from fsharding.apps.bench.step import check, measure
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
-from fsharding.mesh.device_mesh import make_mesh
+from bench.options import ScalingConfig, StepConfig
+from bench.rounds import cell, own_mesh, print_rows, say
+from bench.step import check as check_step
+from bench.step import measure
+from fsharding.base.errors import ConfigError, report
 from fsharding.mesh.launch import launch_ranks
 from fsharding.mesh.rendezvous import under_launcher
 from fsharding.models.decoder import DecoderConfig
 
-__all__ = ["bench_scaling", "fit"]
+__all__ = ["bench_scaling", "check", "fit"]
 
 
-@named("fsharding bench scaling")
-def bench_scaling(config: ScalingConfig) -> None:
-    """Starts each number of ranks in turn, and prints.
-
-    Raises:
-        ConfigError: a number below 1, an unknown contender, or one whose package is not there; or it runs under
-            torchrun.
-    """
-    check(_step(config, config.contenders), "fsharding bench scaling")
-    if min(*config.ranks, *config.units, *config.dims, 1) < 1 or any(dim % 64 for dim in config.dims):
-        mend = "Numbers are at least 1; dims are multiples of 64."
-        raise ConfigError(message("cannot measure these points.", mend=mend))
+def check(config: ScalingConfig) -> None:
+    """Refuse unknown contenders, widths without full heads, and a launcher."""
+    check_step(_step(config, config.contenders))
+    if any(dim % 64 for dim in config.dims):
+        raise ConfigError(report("cannot measure these points.", mend="Give dims that are multiples of 64."))
     if under_launcher():
-        mend = "Run it without torchrun."
-        raise ConfigError(message("starts its own ranks.", mend=mend))
+        raise ConfigError(report("starts its own ranks.", mend="Run it without torchrun."))
+
+
+def bench_scaling(config: ScalingConfig) -> None:
+    """Start each number of ranks in turn, and print."""
     rows: list[dict[str, Any]] = []
     for ranks in config.ranks:
         rows += points(config) if ranks == 1 else launch_ranks(points, ranks, config)[0]
@@ -54,13 +44,12 @@ def _step(config: ScalingConfig, contenders: tuple[str, ...]) -> StepConfig:
 
 
 def points(config: ScalingConfig) -> list[dict[str, Any]]:
-    """One row for each contender, number of units and width, on the ranks that are there. Collective."""
-    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
-    alone = mesh.size() == 1
-    contenders = tuple(name for name in config.contenders if not alone or name.startswith("fsharding-zero"))
-    step = _step(config, contenders)
+    """Return a row for each contender, number of units and width, on the ranks that are there. Collective."""
     rows: list[dict[str, Any]] = []
-    try:
+    with own_mesh(dp=-1) as mesh:
+        alone = mesh.size() == 1
+        contenders = tuple(name for name in config.contenders if not alone or name.startswith("fsharding-zero"))
+        step = _step(config, contenders)
         for dim in config.dims if contenders else ():
             for units in config.units:
                 sizes = DecoderConfig(
@@ -68,19 +57,11 @@ def points(config: ScalingConfig) -> list[dict[str, Any]]:
                 )
                 say(f"{mesh.size()} ranks, width {dim}, {units} units")
                 rows += [{**row, "units": units, "dim": dim} for row in measure(step, mesh, sizes)]
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return rows
 
 
 def fit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to each row the line through all points of its contender, ranks and width.
-
-    Returns:
-        The rows with `fixed_ms`, `unit_ms` and `r2`, the share of the variance that the line explains (least squares);
-        None where there is one point.
-    """
+    """Add to each row the least-squares line through all points of its contender, ranks and width."""
     lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,10 +1,8 @@
 """Schedules of a pipeline side by side: the same decoder on the same ranks of `pp`, one step of each schedule in turn.
 
-In: a `PipelineConfig`. Out: one object of rows, printed as a table or as JSON by rank 0; beside each time the share of
-it in which the schedule has a rank wait if all computes take equally long, as `fs.pipeline.simulate` counts it, and the
-ratio of times to the first schedule that follows from it. Where ranks are more than cores no rank is idle: blocks that
-rest instead of computing show what a schedule gains where each rank has a device of its own.
-Guarantee: losses agree before a time counts.
+Beside each time stands the idle share of `fs.pipeline.simulate` if all computes take equally long, and the ratio of
+times that follows from it. Blocks that rest instead of computing show what a schedule gains if each rank has a device
+of its own. Losses must agree before a time counts.
 """
 
 from __future__ import annotations
@@ -12,20 +10,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding.apps.bench.options import PipelineConfig
-from fsharding.apps.bench.rounds import agree, print_rows, take_turns
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, did_you_mean, message
-from fsharding.mesh.device_mesh import make_mesh, own_rank
+from bench.options import PipelineConfig
+from bench.rounds import agree, cell, own_mesh, print_rows, take_turns
+from fsharding.base.errors import ConfigError, did_you_mean, report
 from fsharding.models.decoder import decoder
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
@@ -39,53 +33,28 @@ from fsharding.sharding.strategy import zero
 from fsharding.train.state import init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["bench_pipeline", "check_pipeline", "measure"]
+__all__ = ["bench_pipeline", "check", "measure"]
 
 _RATE = 1e-5
 
 
 def bench_pipeline(config: PipelineConfig) -> None:
-    """Measures on the ranks that are there, all of them along `pp`, and prints on rank 0.
-
-    Raises:
-        ConfigError: a number below 1, an unknown schedule, or none.
-        ScheduleError: a schedule cannot have so many ranks or microbatches.
-    """
-    check_pipeline(config)
-    mesh = make_mesh(pp=int(os.environ.get("WORLD_SIZE", "1")), timeout=timedelta(minutes=5))
-    try:
-        rows = measure(config, mesh)
-        if own_rank() == 0:
-            _show(config, rows)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """Measure on the ranks that are there, all of them along `pp`."""
+    with own_mesh(pp=int(os.environ.get("WORLD_SIZE", "1"))) as mesh:
+        _show(config, measure(config, mesh))
 
 
-@named("fsharding bench pipeline")
-def check_pipeline(config: PipelineConfig) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-        ConfigError: a number below 1, an unknown schedule, or none; all are listed.
-    """
-    wrong = [
-        f"{name}: {n}" for name in ("microbatches", "batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1
-    ]
-    wrong += [f"rest: {config.rest}"] if not 0 <= config.rest < 1e4 else []
-    wrong += [
-        f"{name}: not known.{did_you_mean(name, SCHEDULES)}" for name in config.schedules if name not in SCHEDULES
-    ]
-    if not config.schedules:
-        wrong.append("schedules: none")
-    if wrong:
-        mend = f"Numbers are at least 1, rest is milliseconds from 0; schedules are {', '.join(SCHEDULES)}."
-        raise ConfigError(message("cannot measure this.", wrong, mend))
+def check(config: PipelineConfig) -> None:
+    """Refuse schedules that are unknown."""
+    wrong = [f"{x}: not known.{did_you_mean(x, SCHEDULES)}" for x in config.schedules if x not in SCHEDULES]
+    if wrong or not config.schedules:
+        wrong = wrong or ["schedules: none"]
+        raise ConfigError(report("cannot measure this.", wrong, f"Schedules are {', '.join(SCHEDULES)}."))
     recipe(config.preset)
 
 
 def measure(config: PipelineConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
-    """One row for each schedule: its median and quartiles in milliseconds, its idle share, its loss. Collective."""
+    """Return a row for each schedule: median and quartiles in milliseconds, idle share, loss. Collective."""
     model = resting(config.rest, 2 * mesh.size()) if config.rest else decoder(recipe(config.preset).config)
     tokens = _batch(config, mesh)
     schedules = {name: plan_schedule(name, mesh.size(), config.microbatches) for name in config.schedules}
@@ -106,7 +75,7 @@ def measure(config: PipelineConfig, mesh: DeviceMesh) -> list[dict[str, Any]]:
 
 
 def _batch(config: PipelineConfig, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Random tokens, the same on all ranks."""
+    """Return random tokens, the same on all ranks."""
     source = torch.Generator().manual_seed(0)
     vocab = recipe(config.preset).config.vocab_size
     rows = config.batch * config.microbatches
@@ -145,7 +114,7 @@ class _Rest(Function):
 
 
 def resting(milliseconds: float, layers: int) -> Model:
-    """A model of equal blocks that hardly compute: each sleeps in its forward and in each half of its backward."""
+    """Make a model of equal blocks, each of which sleeps in its forward and in each half of its backward."""
     dim = 8
     vocab = 256
 
@@ -191,11 +160,11 @@ def _run(
 def _show(config: PipelineConfig, rows: list[dict[str, Any]]) -> None:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "schedule": lambda row: row["schedule"],
-        "median ms": lambda row: f"{row['median_ms']:.1f}",
-        "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
-        f"to {config.schedules[0]}": lambda row: f"{row['ratio']:.2f}",
+        "median ms": cell("median_ms", 1),
+        "iqr ms": cell("iqr_ms", 1),
+        f"to {config.schedules[0]}": cell("ratio", 2),
         "idle of the table": lambda row: f"{row['idle']:.1%}",
-        "its ratio": lambda row: f"{row['simulated_ratio']:.2f}",
+        "its ratio": cell("simulated_ratio", 2),
     }
     what = f"blocks that rest {config.rest:g} ms" if config.rest else config.preset
     title = f"schedules: {what}, {rows[0]['ranks']} ranks along pp, {config.microbatches} microbatches"

@@ -1,17 +1,13 @@
-"""Resharding in memory, beside one raw all-to-all of the same bytes and beside a save and a load.
+"""Resharding in memory on 4 ranks, beside one raw all-to-all of the same bytes and beside a save and a load.
 
-In: a `ReshardBenchConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. The raw all-to-all sends
-what the plan sends, between buffers that are warm; the reshard packs, sends, unpacks and makes its results afresh.
-Guarantee: what arrives is bitwise what was sent, and the bytes that are counted equal the plan's, before a time
-counts.
+The raw all-to-all sends between warm buffers; the reshard packs, sends, unpacks and allocates its results. The result
+must be right bit by bit, and the bytes sent those of the plan, before a time counts.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,11 +18,9 @@ import torch
 import torch.distributed as dist
 
 import fsharding as fs
+from bench.options import ReshardConfig
+from bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows, shared_folder
 from fsharding import checkpoint
-from fsharding.apps.bench.options import ReshardBenchConfig
-from fsharding.apps.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
 from fsharding.comm.counters import count_bytes
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.sharding.layout import Layout, plan_layout
@@ -44,27 +38,19 @@ _WIDTH = 1024
 _CASES = {"dp4 -> tp4": ({"dp": 4}, {"tp": 4}), "dp2·tp2 -> pp2·dp2": ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 2})}
 
 
-@named("fsharding bench reshard")
-def bench_reshard(config: ReshardBenchConfig) -> None:
-    """Measures on 4 ranks, and prints on rank 0.
-
-    Raises:
-        ConfigError: a number below 1.
-    """
-    if min(config.mb, config.rounds, config.budget_mb) < 1:
-        raise ConfigError(message("needs mb, rounds and budget of at least 1."))
+def bench_reshard(config: ReshardConfig) -> None:
+    """Measure on 4 ranks."""
     rows: list[dict[str, Any]] = []
     try:
         for name, (source, target) in _CASES.items():
             rows.append({"case": name, "mb": config.mb, **_case(config, source, target)})
-        if dist.get_rank() == 0:
-            _show(config, rows)
+        _show(config, rows)
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _layout(config: ReshardBenchConfig, axes: dict[str, int]) -> Layout:
+def _layout(config: ReshardConfig, axes: dict[str, int]) -> Layout:
     size: dict[str, Any] = dict(axes)
     mesh = make_mesh(timeout=timedelta(seconds=120), **size)
     strategy = OPTIM_GRADS_PARAMS if "dp" in axes else NO_SHARD
@@ -76,12 +62,12 @@ def _leaf_names() -> list[str]:
     return [f"w{i}" for i in range(_LEAVES)]
 
 
-def _draws(config: ReshardBenchConfig, key: torch.Tensor) -> fs.tree.Tree:
+def _draws(config: ReshardConfig, key: torch.Tensor) -> fs.tree.Tree:
     width = max(4, (config.mb << 20) // (4 * _LEAVES * _LAYERS * _WIDTH) // 4 * 4)
     return {name: fs.random.normal(key, (_LAYERS, _WIDTH, width)) for name in _leaf_names()}
 
 
-def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, int]) -> dict[str, Any]:
+def _case(config: ReshardConfig, source: dict[str, int], target: dict[str, int]) -> dict[str, Any]:
     a = _layout(config, source)
     b = _layout(config, target)
     opt = fs.optim.sgd(1e-3)
@@ -93,18 +79,14 @@ def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, 
     assert traffic.bytes == plan.sent, (traffic.bytes, plan.sent)
     assert_bitwise_equal(reshard(moved, a), state)
     del moved
-    folder = _shared_folder(config)
-    contenders: dict[str, Callable[[], object]] = {
-        "reshard": lambda: reshard(state, b, budget=budget),
-        "raw": _raw(plan.plan.rounds),
-        "save_load": lambda: _save_and_load(folder, state, b),
-    }
-    try:
+    with shared_folder(config.dir) as folder:
+        contenders: dict[str, Callable[[], object]] = {
+            "reshard": lambda: reshard(state, b, budget=budget),
+            "raw": _raw(plan.plan.rounds),
+            "save_load": lambda: _save_and_load(folder, state, b),
+        }
         times = _interleaved(contenders, config.rounds)
         extra = _extra_memory(state, b, budget)
-    finally:
-        dist.barrier()
-        shutil.rmtree(folder, ignore_errors=True)
     return {
         "bytes_sent": plan.total, "rounds": len(plan.plan.rounds),
         **{f"{name}_ms": 1e3 * result for name, result in times.items()},
@@ -113,19 +95,13 @@ def _case(config: ReshardBenchConfig, source: dict[str, int], target: dict[str, 
     }  # fmt: skip
 
 
-def _shared_folder(config: ReshardBenchConfig) -> Path:
-    made: list[Any] = [tempfile.mkdtemp(prefix="fsharding-bench-", dir=config.dir) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    return Path(made[0])
-
-
 def _save_and_load(folder: Path, state: TrainState, layout: Layout) -> None:
     checkpoint.save(folder / "state", state)
     checkpoint.load(folder / "state", layout)
 
 
 def _raw(rounds: Any) -> Callable[[], object]:
-    """One all-to-all with the sizes of all rounds together."""
+    """Return one all-to-all with the sizes of all rounds together."""
     ranks = range(dist.get_world_size())
     me = dist.get_rank()
     pieces = [piece for one in rounds for piece in one]
@@ -137,7 +113,7 @@ def _raw(rounds: Any) -> Callable[[], object]:
 
 
 def _interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, one of each in turn, after one round of warm-up; the slowest rank counts."""
+    """Return the median seconds of each, one of each in turn, after one round of warm-up; the slowest rank counts."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in counted_rounds(rounds, 1, ", ".join(contenders)):
         for name in in_turn([*contenders], number):
@@ -153,7 +129,7 @@ def _interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> di
 
 
 def _extra_memory(state: TrainState, layout: Layout, budget: int) -> int:
-    """Most bytes that were resident on any rank, besides the old and the new state."""
+    """Return the most bytes that were resident on any rank, besides the old and the new state."""
     give_back()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -169,7 +145,7 @@ def _status(name: str) -> int:
     return 1024 * int(result[1])
 
 
-def _show(config: ReshardBenchConfig, rows: list[dict[str, Any]]) -> None:
+def _show(config: ReshardConfig, rows: list[dict[str, Any]]) -> None:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "case": lambda row: row["case"],
         "MiB sent": cell("bytes_sent", 0, 2**20),

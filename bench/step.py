@@ -1,8 +1,7 @@
 """A training step beside its peers, and beside the least time that it can take.
 
-In: a `StepConfig`. Out: one object of rows, printed as a table or as JSON by rank 0, and a chart. Every contender
-trains the same decoder on the same tokens from the same weights, in the same processes, one step each in turn.
-Guarantee: losses agree before a time counts.
+All contenders train the same decoder on the same tokens from the same weights, in the same processes, one step each in
+turn. Losses must agree before a time counts.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsharding as fs
-from fsharding.apps.bench.options import StepConfig
-from fsharding.apps.bench.peers import B1, B2, PEERS, RATE, Task, first_dims, missing
-from fsharding.apps.bench.rounds import Steps, agree, allocated, print_rows, take_turns
+from bench.options import StepConfig
+from bench.peers import B1, B2, PEERS, RATE, Task, first_dims, missing
+from bench.rounds import Steps, agree, allocated, cell, own_mesh, print_rows, ratio, take_turns
 from fsharding.base import devices
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.errors import ConfigError, report
 from fsharding.comm.counters import count_bytes
 from fsharding.comm.native import Native
 from fsharding.comm.transport import choice_for
@@ -37,7 +34,7 @@ from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
 from fsharding.models.stacks import stacks_of
-from fsharding.pipeline.plots import Bar, draw_bars, require_matplotlib
+from fsharding.pipeline.plots import require_matplotlib, save_figure
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.strategy import HSDP, Strategy
 from fsharding.train.state import init_state
@@ -58,19 +55,12 @@ __all__ = [
 
 
 class Ours(NamedTuple):
-    """A contender of ours.
-
-    Attributes:
-        strategy: its own.
-        replicas: how many the mesh has.
-        captured: the step is one CUDA graph.
-        first: data axes cut the first dim of each leaf, as FSDP2 does, and not the one that the default rules name.
-    """
+    """A contender of ours."""
 
     strategy: Strategy
     replicas: int = 1
-    captured: bool = False
-    first: bool = False
+    captured: bool = False  # the step is one CUDA graph
+    first: bool = False  # data axes cut the first dim of each leaf, as FSDP2 does, not the one of the default rules
 
 
 OURS: dict[str, Ours] = {f"fsharding-zero{level}": Ours(Strategy.parse(f"zero{level}")) for level in range(4)}
@@ -84,72 +74,48 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
-@named("fsharding bench step")
 def bench_step(config: StepConfig) -> None:
-    """Measures on the ranks that are there, and prints on rank 0.
-
-    Raises:
-        ConfigError: a number below 1, an unknown contender, or one whose package is not there.
-    """
-    check(config, "fsharding bench step")
-    replica = 2 if "fsharding-hybrid" in config.contenders else 1
-    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
-    try:
-        if mesh.size() % replica:
+    """Measure on the ranks that are there."""
+    with own_mesh(dp=-1) as mesh:
+        if "fsharding-hybrid" in config.contenders and mesh.size() % 2:
             text = f"cannot run fsharding-hybrid on {mesh.size()} ranks."
-            raise ConfigError(message(text, mend="Use an even number of ranks."))
-        rows = measure(config, mesh)
-        if own_rank() == 0:
-            _show(config, rows)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            raise ConfigError(report(text, mend="Use an even number of ranks."))
+        _show(config, measure(config, mesh))
 
 
-def check(config: StepConfig, command: str) -> None:
-    """Refuses what cannot be measured.
-
-    Raises:
-        ConfigError: a number below 1, an unknown contender, or one whose package is not there; all are listed.
-    """
-    wrong = [f"{name}: {n}" for name in ("batch", "seq_len", "rounds") if (n := getattr(config, name)) < 1]
-    wrong += [f"{name}: not known" for name in config.contenders if name not in PEERS and name not in OURS]
-    wrong += [f"{name}: its package is not installed" for name in config.contenders if name in PEERS and missing(name)]
+def check(config: StepConfig) -> None:
+    """Refuse contenders that are unknown or not installed, all in one error."""
     without = not devices.records_graphs(devices.accelerator())
-    wrong += [
-        f"{name}: needs a device that records graphs, such as CUDA"
-        for name in config.contenders
-        if name in OURS and OURS[name].captured and without
-    ]
+    wrong: list[str] = []
+    for name in config.contenders:
+        if name not in PEERS and name not in OURS:
+            wrong.append(f"{name}: not known")
+        elif name in PEERS and missing(name):
+            wrong.append(f"{name}: its package is not installed")
+        elif name in OURS and OURS[name].captured and without:
+            wrong.append(f"{name}: needs a device that records graphs, such as CUDA")
     if not config.contenders:
         wrong.append("contenders: none")
     if wrong:
-        mend = f"Numbers are at least 1; contenders are {', '.join([*PEERS, *OURS])}."
-        raise ConfigError(report(f"{command} cannot measure this.", wrong, mend))
+        raise ConfigError(report("cannot measure this.", wrong, f"Contenders are {', '.join([*PEERS, *OURS])}."))
     recipe(config.preset)
     if config.plot is not None:
         require_matplotlib("bars", instead=", or leave --plot out")
 
 
 def transport_of(mesh: Any) -> str:
-    """How the ranks of `dp` send, such as `shared_memory`. Collective."""
+    """Return how the ranks of `dp` send, such as `shared_memory`. Collective."""
     return choice_for(axis_group(mesh, ("dp",)), torch.device(mesh.device_type)).kind.name
 
 
 def sending_mesh(replicas: int = 1) -> Any:
-    """All ranks along `replica` and `dp`, which send every byte, as between machines, also where they share memory."""
+    """Make a mesh whose ranks send every byte, as between machines, even if they share memory."""
     return make_mesh(replica=replicas, dp=-1, transport="pairwise")
 
 
 def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -> list[dict[str, Any]]:
-    """One row for each contender: time, memory, loss, and the least time of ours. Collective.
-
-    Where ranks share memory, ours are measured a second time in turn, with every byte sent.
-
-    Args:
-        mesh: with the one axis `dp`.
-        sizes: of the decoder; by default the preset's.
-    """
+    """Return a row for each contender: time, memory, loss, and the least time of ours. Collective."""
+    # If ranks share memory, ours are measured a second time in turn, with every byte sent.
     task = make_task(config, mesh, recipe(config.preset).config if sizes is None else sizes)
     transport = transport_of(mesh)
     built: dict[str, Built] = {}
@@ -183,7 +149,7 @@ def measure(config: StepConfig, mesh: Any, sizes: DecoderConfig | None = None) -
 
 
 def make_task(config: StepConfig, mesh: Any, sizes: DecoderConfig) -> Task:
-    """The model and batch that all contenders train."""
+    """Return the model and batch that all contenders train."""
     return Task(_model(config, sizes), mesh, _batch(config, sizes, mesh), _DTYPES[config.dtype])
 
 
@@ -197,7 +163,7 @@ def _model(config: StepConfig, sizes: DecoderConfig) -> Model:
 
 
 def _batch(config: StepConfig, sizes: DecoderConfig, mesh: Any) -> dict[str, Tensor]:
-    """Random tokens of this rank."""
+    """Return random tokens of this rank."""
     source = torch.Generator().manual_seed(own_rank())
     tokens = torch.randint(sizes.vocab_size, (config.batch, config.seq_len + 1), generator=source).to(mesh.device_type)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -226,31 +192,18 @@ def _ours(kind: Ours, task: Task, *, sends: bool = False) -> Callable[[], Tensor
 
 
 class Built(NamedTuple):
-    """A contender that has done two steps.
+    """A contender that has done two steps; bytes are those of the fullest rank."""
 
-    Attributes:
-        run: does one more.
-        kept: bytes that it holds between steps, on the fullest rank.
-        peak: most bytes that it had allocated at once, on the fullest rank.
-        first: its first loss, the mean over ranks.
-        sent: bytes that this rank sent in a step, as far as `count_bytes` sees them.
-    """
-
-    run: Callable[[], Tensor]
-    kept: int
-    peak: int
-    first: float
-    sent: int
+    run: Callable[[], Tensor]  # does one more step
+    kept: int  # between steps
+    peak: int  # most bytes at once
+    first: float  # its first loss, the mean over ranks
+    sent: int  # bytes that this rank sent in a step, as `count_bytes` counts them
 
 
 def build(task: Task, name: str, *, sends: bool = False) -> Built:
-    """Makes a contender and lets it do two steps. Collective.
-
-    What it keeps is what building it and its first step left behind; what it needs besides shows in its second.
-
-    Args:
-        sends: one of ours sends every byte, as between machines, also where ranks share memory.
-    """
+    """Make a contender and let it do two steps; with `sends`, ours sends every byte. Collective."""
+    # What it keeps is what building it and its first step leave; its second shows what it needs besides.
     _ = task.weights  # Drawn before anything is counted.
     ours = name not in PEERS
     make = functools.partial(functools.partial(_ours, OURS[name], sends=sends) if ours else PEERS[name], task)
@@ -273,7 +226,7 @@ def build(task: Task, name: str, *, sends: bool = False) -> Built:
 
 
 def _trace(run: Callable[[], Tensor], path: Path) -> None:
-    """Profiles one step; rank 0 writes what it saw."""
+    """Profile one step; rank 0 writes the trace."""
     with torch.profiler.profile() as profile:
         run()
     if own_rank() == 0:
@@ -282,7 +235,7 @@ def _trace(run: Callable[[], Tensor], path: Path) -> None:
 
 
 def _wire_time(task: Task, sent: int) -> float:
-    """Milliseconds that so many bytes take alone: all-to-alls of one block between warm buffers, in a row."""
+    """Measure how many milliseconds so many bytes take alone: all-to-alls of one block between warm buffers."""
     if not sent:
         return 0.0
     group = axis_group(task.mesh, ("dp",))
@@ -306,7 +259,7 @@ def _wire_time(task: Task, sent: int) -> float:
 
 
 def _together(built: dict[str, Built], steps: dict[str, Steps]) -> dict[str, list[float]]:
-    """The losses that must agree; who trains alone has the first one, before its ranks go apart."""
+    """Return the losses that must agree; `compute-only` has the first alone, before its ranks diverge."""
     together = {name: [built[name].first, *result.losses] for name, result in steps.items() if name != "compute-only"}
     if "compute-only" in steps:
         together["compute-only"] = [built["compute-only"].first]
@@ -314,28 +267,43 @@ def _together(built: dict[str, Built], steps: dict[str, Steps]) -> dict[str, lis
 
 
 def _show(config: StepConfig, rows: list[dict[str, Any]]) -> None:
-    by_name = {row["contender"]: row["median_ms"] for row in rows}
-
-    def ratio(peer: str) -> Callable[[dict[str, Any]], str]:
-        return lambda row: f"{row['median_ms'] / by_name[peer]:.2f}" if peer in by_name else "-"
-
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "contender": lambda row: row["contender"],
-        "median ms": lambda row: f"{row['median_ms']:.1f}",
-        "iqr ms": lambda row: f"{row['iqr_ms']:.1f}",
-        "to fsdp2": ratio("fsdp2"),
-        "to ddp": ratio("ddp"),
-        "every byte sent": lambda row: f"{row['sent_ms']:.1f}" if row["sent_ms"] else "-",
-        "floor ms": lambda row: f"{row['floor_ms']:.1f}" if row["floor_ms"] else "-",
+        "median ms": cell("median_ms", 1),
+        "iqr ms": cell("iqr_ms", 1),
+        "to fsdp2": ratio(rows, "median_ms", "fsdp2"),
+        "to ddp": ratio(rows, "median_ms", "ddp"),
+        "every byte sent": cell("sent_ms", 1),
+        "floor ms": cell("floor_ms", 1),
         "to floor": lambda row: f"{row['median_ms'] / row['floor_ms']:.2f}" if row["floor_ms"] else "-",
-        "peak MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
-        "loss": lambda row: f"{row['loss']:.4f}",
+        "peak MiB": cell("peak_bytes", 0, 2**20),
+        "loss": cell("loss", 4),
     }
     precision = f"{config.dtype}, compiled" if config.compiled else config.dtype
     hosts = f" on {rows[0]['hosts']} hosts" if rows[0]["hosts"] > 1 else ""
     size = f"{config.batch} x {config.seq_len} tokens a rank, {rows[0]['ranks']} ranks{hosts} ({rows[0]['transport']})"
     title = f"a step of {config.preset}, {size}, {precision}"
     print_rows(title, columns, rows, as_json=config.json)
-    if config.plot is not None:
-        bars = [Bar(row["contender"], row["median_ms"], row["iqr_ms"], row["floor_ms"]) for row in rows]
-        draw_bars(bars, config.plot, title=title, unit="ms a step", limit="compute alone + bytes alone")
+    if config.plot is not None and own_rank() == 0:
+        _draw(rows, config.plot, title)
+
+
+def _draw(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw a bar for each row, with its spread, and the floor as a line across it."""
+    from matplotlib.figure import Figure  # lazy: an extra, and slow to import
+
+    figure = Figure(figsize=(8, 0.4 * len(rows) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    spreads = [row["iqr_ms"] / 2 for row in rows]
+    axes.barh(range(len(rows)), [row["median_ms"] for row in rows], xerr=spreads, height=0.7, color="#6f9bd1")
+    floors = [(i, row["floor_ms"]) for i, row in enumerate(rows) if row["floor_ms"] is not None]
+    if floors:
+        ends = [i - 0.45 for i, _ in floors], [i + 0.45 for i, _ in floors]
+        label = "compute alone + bytes alone"
+        axes.vlines([at for _, at in floors], *ends, color="#e0a458", linewidth=2, label=label)
+        axes.legend(fontsize=7)
+    axes.set_yticks(range(len(rows)), [row["contender"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms a step")
+    axes.set_title(title, size=9)
+    save_figure(figure, path)

@@ -1,8 +1,7 @@
-"""Rounds of a benchmark: contenders take turns in the same processes, and are compared by their medians.
+"""Rounds of a benchmark: contenders run in turn in the same processes and are compared by their medians.
 
-In: named functions that do one step each. Out: the time of each step, the slowest rank's, and what each step returned.
-Guarantee: everyone runs once before anyone runs again, so that a noisy machine hits all alike; and after each other one
-equally often, since what a step leaves behind, such as cold caches, is paid for by the next.
+Everyone runs once before anyone runs again, and after each other one equally often: what a step leaves behind, such as
+cold caches, slows the next one.
 """
 
 from __future__ import annotations
@@ -11,11 +10,16 @@ import ctypes
 import itertools
 import json
 import platform
+import shutil
 import statistics
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +28,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base import devices
 from fsharding.contrib.shared_memory import segments
-from fsharding.mesh.device_mesh import own_rank
+from fsharding.mesh.device_mesh import make_mesh, own_rank
 
 __all__ = [
     "WIDTH",
@@ -39,8 +44,11 @@ __all__ = [
     "give_back",
     "in_turn",
     "machine",
+    "own_mesh",
     "print_rows",
+    "ratio",
     "say",
+    "shared_folder",
     "take_turns",
 ]
 
@@ -52,40 +60,51 @@ _BORDER = 3
 
 
 class Steps(NamedTuple):
-    """The counted steps of one contender.
+    """The counted steps of one contender."""
 
-    Attributes:
-        times: milliseconds of each, on the slowest rank.
-        losses: the losses of each contender, after those of its warm-up.
-    """
-
-    times: list[float]
-    losses: list[float]
+    times: list[float]  # milliseconds, on the slowest rank
+    losses: list[float]  # means over ranks; those of the warm-up first
 
     @property
     def median(self) -> float:
-        """Milliseconds."""
+        """Return the median in milliseconds."""
         return statistics.median(self.times)
 
     @property
     def iqr(self) -> float:
-        """Milliseconds between the quartiles; 0 for a single step."""
+        """Return the milliseconds between the quartiles; 0 for a single step."""
         if len(self.times) < 2:
             return 0.0
         quarters = statistics.quantiles(self.times, n=4)
         return quarters[2] - quarters[0]
 
 
+@contextmanager
+def own_mesh(**axes: int) -> Generator[DeviceMesh]:
+    """Make a mesh of all ranks, and end its process group afterwards."""
+    mesh = make_mesh(timeout=timedelta(minutes=5), **axes)  # pyright: ignore[reportArgumentType]
+    try:
+        yield mesh
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def shared_folder(parent: Path | None) -> Generator[Path]:
+    """Make a temporary folder that all ranks use, and remove it afterwards. Collective."""
+    made = [tempfile.mkdtemp(prefix="fsharding-bench-", dir=parent)] if own_rank() == 0 else [""]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made)
+    try:
+        yield Path(made[0])
+    finally:
+        _meet()
+        shutil.rmtree(made[0], ignore_errors=True)
+
+
 def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, warm_up: int = 2) -> dict[str, Steps]:
-    """Runs one step of each contender in turn. Collective.
-
-    Args:
-        contenders: each does one step and returns its loss, this rank's or everyone's (0-d).
-        warm_up: steps of each before them.
-
-    Returns:
-        Times and losses, the losses as means over all ranks.
-    """
+    """Run one step of each contender in turn; each returns its loss, 0-d, of this rank or of all. Collective."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[Tensor]] = {name: [] for name in contenders}
     for number in counted_rounds(rounds, warm_up, ", ".join(contenders)):
@@ -100,11 +119,8 @@ def take_turns(contenders: Mapping[str, Callable[[], Tensor]], rounds: int, *, w
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round: a row of a balanced Latin square (Williams 1949).
-
-    In as many rounds as there are names, or twice as many if their number is odd, everyone comes directly after each
-    other one equally often, and is first equally often.
-    """
+    """Return the order of a round: a row of a balanced Latin square (Williams 1949)."""
+    # In len(names) rounds, or twice as many if that is odd, each comes directly after each other one equally often.
     n = len(names)
     zigzag = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(n)]
     order = [names[(place + number) % n] for place in zigzag]
@@ -112,14 +128,7 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 
 
 def counted_rounds(rounds: int, warm_up: int, title: str) -> Generator[int]:
-    """The numbers of all rounds, from 0; between them rank 0 says on standard error how many there are still to come.
-
-    On a terminal that is a bar; elsewhere lines: one before the warm-up, one after it with the seconds that the rounds
-    will take if each takes as long as the last of the warm-up, and then one for each fifth of the rounds.
-
-    Args:
-        warm_up: rounds before them, at least 1.
-    """
+    """Yield the numbers of all rounds; rank 0 shows the progress on standard error, as a bar or a few lines."""
     total = warm_up + rounds
     if own_rank():
         yield from range(total)
@@ -149,11 +158,7 @@ def say(text: str) -> None:
 
 
 def agree(losses: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Asserts that everyone has the losses of the first one, step by step, as far as each of them goes.
-
-    Args:
-        tolerance: by how much two may differ, as a share of the first one's.
-    """
+    """Assert that all have the losses of the first one, step by step, within a relative tolerance."""
     first, expected = next(iter(losses.items()))
     for name, result in losses.items():
         for step, (a, b) in enumerate(zip(expected, result, strict=False)):
@@ -193,7 +198,7 @@ def give_back() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The facts that the figures of a run depend on."""
+    """Return the facts that the figures of a run depend on."""
     return {
         "processor": platform.machine(),
         "python": platform.python_version(),
@@ -204,13 +209,9 @@ def machine() -> dict[str, Any]:
 
 
 def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Sequence[Any], *, as_json: bool) -> None:
-    """Print one JSON object of the machine and all rows, or tables of some of what is in them.
-
-    Columns that do not fit into `WIDTH` are in further tables, which repeat the first column.
-
-    Args:
-        columns: by name, what a row has there.
-    """
+    """Print, on rank 0, one JSON object of the machine and all rows, or tables that fit `WIDTH`."""
+    if own_rank():
+        return
     if as_json:
         print(json.dumps({"machine": machine(), "rows": list(rows)}), flush=True)
         return
@@ -226,17 +227,18 @@ def print_rows(title: str, columns: Mapping[str, Callable[[Any], str]], rows: Se
 
 
 def cell(name: str, digits: int, scale: float = 1) -> Callable[[dict[str, Any]], str]:
-    """The cell of a number of a row, divided by a scale; "-" where a row has none.
-
-    Args:
-        name: of the number in a row.
-        scale: such as 2**20 for bytes in MiB.
-    """
+    """Format a number of a row, divided by a scale such as 2**20 for MiB; "-" if it is None."""
     return lambda row: f"{row[name] / scale:.{digits}f}" if row[name] is not None else "-"
 
 
+def ratio(rows: Sequence[Mapping[str, Any]], name: str, peer: str) -> Callable[[dict[str, Any]], str]:
+    """Format a number of a row over the number of a peer; "-" if the peer does not take part."""
+    of_peer = next((row[name] for row in rows if row["contender"] == peer), None)
+    return lambda row: f"{row[name] / of_peer:.2f}" if of_peer else "-"
+
+
 def _fitting(widths: Mapping[str, int]) -> list[list[str]]:
-    """The columns of each table."""
+    """Return the columns of each table; each repeats the first column."""
     first, *rest = widths
     tables = [[first]]
     for name in rest:
@@ -247,16 +249,12 @@ def _fitting(widths: Mapping[str, int]) -> list[list[str]]:
 
 
 def _width(widths: Mapping[str, int], names: Iterable[str]) -> int:
-    """The width of a table of these columns, with its borders."""
+    """Return the width of a table of these columns, with its borders."""
     return sum(widths[name] + _BORDER for name in names) + 1
 
 
 def allocated(run: Callable[[], object]) -> tuple[int, int]:
-    """Runs a function, and says what it allocated: bytes that are still there at its end, and most bytes at once.
-
-    On an accelerator these are the allocator's own counts. On the CPU they are what the profiler heard of the
-    allocator, and the peak includes shared memory in use, which no allocator sees.
-    """
+    """Run a function; return the bytes that it left allocated, and the most bytes at once."""
     if devices.device_count():
         devices.synchronize()
         torch.accelerator.reset_peak_memory_stats()
@@ -264,6 +262,7 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
         run()
         devices.synchronize()
         return torch.accelerator.memory_allocated() - before, torch.accelerator.max_memory_allocated() - before
+    # On the CPU the profiler reports allocations. Shared memory, which no allocator sees, counts for the peak alone.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with (
         segments.watched() as taken,

@@ -1,8 +1,7 @@
-"""The update of an optimizer beside torch's own: AdamW on the leaves of a model, and on many small ones.
+"""The update of AdamW beside torch's fused one, in one process: on the leaves of a model, and on many small ones.
 
-In: an `OptimizerConfig`. Out: one object of rows, printed as a table or as JSON. Ours updates sharded leaves in place,
-as a train step with a donated state does; torch's is `torch.optim.AdamW(fused=True)` on plain tensors. One process.
-Guarantee: both have the same parameters before a time counts.
+Ours updates sharded leaves in place, as a train step with a donated state does. Both must have the same parameters
+before a time counts.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor
 
 import fsharding as fs
-from fsharding.apps.bench.options import OptimizerConfig
-from fsharding.apps.bench.rounds import agree, print_rows, take_turns
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
+from bench.options import OptimizerConfig
+from bench.rounds import agree, cell, print_rows, take_turns
 from fsharding.mesh.device_mesh import make_mesh
 from fsharding.models.decoder import decoder
 from fsharding.models.presets import recipe
@@ -32,32 +29,24 @@ _RATE = 1e-3
 _DECAY = 0.1
 
 
-@named("fsharding bench optimizer")
 def bench_optimizer(config: OptimizerConfig) -> None:
-    """Measures and prints.
-
-    Raises:
-        ConfigError: a number below 1, or an unknown preset.
-    """
-    wrong = [f"{name}: {n}" for name in ("leaves", "size", "rounds") if (n := getattr(config, name)) < 1]
-    if wrong:
-        raise ConfigError(message("cannot measure this.", wrong, "Numbers are at least 1."))
+    """Measure and print."""
     model = decoder(recipe(config.preset).config)
     shapes = [leaf.shape for leaf in plan_layout(model, make_mesh(dp=1)).leaves]
     rows = [*_measure(config, shapes), *_measure(config, [(config.size,)] * config.leaves)]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "contender": lambda row: row["contender"],
-        "leaves": lambda row: f"{row['leaves']}",
-        "elements": lambda row: f"{row['elements']}",
-        "median ms": lambda row: f"{row['median_ms']:.2f}",
-        "iqr ms": lambda row: f"{row['iqr_ms']:.2f}",
-        "to torch": lambda row: f"{row['ratio']:.2f}",
+        "leaves": cell("leaves", 0),
+        "elements": cell("elements", 0),
+        "median ms": cell("median_ms", 2),
+        "iqr ms": cell("iqr_ms", 2),
+        "to torch": cell("ratio", 2),
     }
     print_rows("an update of AdamW", columns, rows, as_json=config.json)
 
 
 def _measure(config: OptimizerConfig, shapes: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """A row for each contender."""
+    """Return a row for each contender."""
     noise = torch.Generator().manual_seed(0)
     values, grads = ([torch.randn(shape, generator=noise) for shape in shapes] for _ in range(2))
     steps = take_turns({"fsharding": _ours(values, grads), "torch-fused": _torch(values, grads)}, config.rounds)

@@ -1,8 +1,7 @@
 """Peers on the same decoder: torch alone, DDP and FSDP2, and by an extra SimpleFSDP and DeepSpeed.
 
-In: a `Task`. Out: a function that does one training step and returns this rank's loss. The modules hold the weights of
-the same draws and call the same pure functions as ours, so what differs is how weights and gradients travel.
-Guarantee: what a contender computes is what `fsharding` computes, in the same dtype, from the same values.
+Their modules hold the same weights and call the same pure functions as ours: only weights and gradients are sent in
+another way, and what a contender computes is what `fsharding` computes, in the same dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsharding as fs
-from fsharding.apps.bench.rounds import allocated
+from bench.rounds import allocated
 from fsharding.models.model import Model
 from fsharding.models.stacks import stacks_of
 from fsharding.sharding.leaf_plan import LAYERS
@@ -37,22 +36,15 @@ B2 = 0.95
 
 @dataclass(frozen=True)
 class Task:
-    """The model and batch that all contenders train.
+    """The model and batch that all contenders train."""
 
-    Attributes:
-        model: a decoder, whose blocks may be compiled.
-        mesh: of one axis, `dp`.
-        batch: this rank's, `{"tokens", "targets"}` of int64[B, T].
-        dtype: of compute; weights, sums of gradients and moments are float32.
-    """
-
-    model: Model
-    mesh: DeviceMesh
-    batch: dict[str, Tensor]
-    dtype: torch.dtype
+    model: Model  # blocks may be compiled
+    mesh: DeviceMesh  # of one axis, `dp`
+    batch: dict[str, Tensor]  # of this rank
+    dtype: torch.dtype  # of compute; weights, sums of gradients and moments are float32
 
     def draws(self) -> fs.tree.Tree:
-        """Everyone's first weights, lazily: those that `init_state` draws with `random.key(0)`."""
+        """Return the first weights of all, lazily: those that `init_state` draws with `random.key(0)`."""
         return self.model.init(fs.random.split(fs.random.key(0))[0])
 
     @functools.cached_property
@@ -62,11 +54,7 @@ class Task:
 
 
 def first_dims(names: fs.tree.Tree) -> fs.tree.Tree:
-    """Names of dims without rules for data axes, so that these cut the first dim of each leaf, as FSDP2 does.
-
-    Args:
-        names: of a model; the names of layers stay.
-    """
+    """Drop the names of dims but for layers, so that data axes shard the first dim of each leaf, as FSDP2 does."""
     return fs.tree.map(
         lambda of_leaf: tuple(name if name == LAYERS else None for name in of_leaf),
         names,
@@ -75,7 +63,7 @@ def first_dims(names: fs.tree.Tree) -> fs.tree.Tree:
 
 
 class _Unit(nn.Module):
-    """A pure function and the weights that it takes, which it sees in the dtype of compute."""
+    """A pure function with its weights, cast to the dtype of compute."""
 
     def __init__(self, fn: Callable[..., Any], values: fs.tree.Tree, task: Task) -> None:
         super().__init__()
@@ -125,13 +113,11 @@ def _trained(module: nn.Module, task: Task) -> Callable[[], Tensor]:
 
 
 def forward_bytes(task: Task) -> int:
-    """Most bytes that a forward of the whole model, not cut, has allocated at once: what it keeps for backward.
-
-    Weights that are cast for compute are not among them: they are gathered units, which others count.
-    """
+    """Return the most bytes that a forward of the full, unsharded model allocates at once."""
     module = _Decoder(task)
     losses: list[Tensor] = []
     _, peak = allocated(lambda: losses.append(module(task.batch)))
+    # Without the weights that are cast for compute: they are gathered units, which others count.
     cast_bytes = sum(x.numel() * task.dtype.itemsize for x in module.parameters() if x.dtype != task.dtype)
     return peak - cast_bytes
 
@@ -145,7 +131,7 @@ def _ddp(task: Task) -> Callable[[], Tensor]:
 
 
 def fsdp2_module(task: Task, sums: torch.dtype) -> tuple[nn.Module, list[FSDPModule]]:
-    """The decoder cut by FSDP2, and its units in the order of forward."""
+    """Return the decoder sharded by FSDP2, and its units in the order of forward."""
     module = _Decoder(task)
     policy = MixedPrecisionPolicy(param_dtype=task.dtype, reduce_dtype=sums, cast_forward_inputs=False)
     units = [fully_shard(unit, mesh=task.mesh, mp_policy=policy) for unit in (module.embed, *module.blocks)]
@@ -156,12 +142,12 @@ def fsdp2_module(task: Task, sums: torch.dtype) -> tuple[nn.Module, list[FSDPMod
 
 
 def _fsdp2_default(task: Task) -> Callable[[], Tensor]:
-    """As torch's tutorial has it."""
+    """Build FSDP2 as torch's tutorial does."""
     return _trained(fsdp2_module(task, torch.float32)[0], task)
 
 
 def _fsdp2(task: Task, sums: torch.dtype = torch.float32) -> Callable[[], Tensor]:
-    """As its authors advise where the host is slow: each unit's gather starts one unit ahead, in both directions."""
+    """Build FSDP2 as its authors advise for a slow host: gathers start one unit ahead, in both directions."""
     module, units = fsdp2_module(task, sums)
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
@@ -186,7 +172,7 @@ def _simple_fsdp(task: Task) -> Callable[[], Tensor]:
 
 
 def _simple_fsdp_compiled(task: Task) -> Callable[[], Tensor]:
-    """Whole, as it is meant: the compiler sees the gathers as well."""
+    """Compile the full step: the compiler sees the gathers as well."""
     return _trained(cast(nn.Module, torch.compile(_simple_fsdp_module(task))), task)
 
 
@@ -240,6 +226,6 @@ _PACKAGES = {"simple-fsdp": "torchtitan", "deepspeed": "deepspeed"}
 
 
 def missing(name: str) -> bool:
-    """Whether the package of a peer is not there."""
+    """Return whether the package of a peer is not installed."""
     package = next((p for start, p in _PACKAGES.items() if name.startswith(start)), "torch")
     return importlib.util.find_spec(package) is None

@@ -1,19 +1,14 @@
 """Saving and loading a state, beside plain `torch.distributed.checkpoint` on the same leaves in the same processes.
 
-In: a `CheckpointConfig`. Out: one object of rows, printed as a table or as JSON by rank 0. All files are synced, and
-each contender loads into memory that is fresh from the system; they take turns, so that a noisy disk hits both alike.
-Guarantee: what both load is what both saved, bit by bit, before a time counts.
+All files are synced, each contender loads into fresh memory, and both must load what both saved before a time counts.
 """
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharding as fs
+from bench.options import CheckpointConfig
+from bench.rounds import cell, counted_rounds, give_back, in_turn, own_mesh, print_rows, shared_folder
 from fsharding import checkpoint
-from fsharding.apps.bench.options import CheckpointConfig
-from fsharding.apps.bench.rounds import cell, counted_rounds, give_back, in_turn, print_rows
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
 from fsharding.checkpoint.state_leaves import content
-from fsharding.mesh.device_mesh import make_mesh
 from fsharding.sharding.layout import plan_layout
 from fsharding.sharding.named_sharding import local_of, sharding_of
 from fsharding.sharding.strategy import zero
@@ -43,35 +35,14 @@ __all__ = ["bench_checkpoint"]
 _LEAVES = 12
 
 
-@named("fsharding bench checkpoint")
 def bench_checkpoint(config: CheckpointConfig) -> None:
-    """Measures on the ranks that are there, and prints on rank 0.
-
-    Raises:
-        ConfigError: a number below 1.
-    """
-    if min(config.mb, config.rounds) < 1:
-        raise ConfigError(message("needs mb and rounds of at least 1."))
-    mesh = make_mesh(dp=-1, timeout=timedelta(seconds=120))
-    folder = [tempfile.mkdtemp(prefix="fsharding-bench-", dir=config.dir)]
-    try:
-        if dist.is_initialized():
-            own = folder[0]
-            dist.broadcast_object_list(folder)
-            if own != folder[0]:
-                Path(own).rmdir()
-        times = _measured(_state(config, mesh), Path(folder[0]), config.rounds)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            _show(config, times, mesh.size())
-    finally:
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        shutil.rmtree(folder[0], ignore_errors=True)
+    """Measure on the ranks that are there."""
+    with own_mesh(dp=-1) as mesh, shared_folder(config.dir) as folder:
+        _show(config, _measured(_state(config, mesh), folder, config.rounds), mesh.size())
 
 
 def _state(config: CheckpointConfig, mesh: DeviceMesh) -> TrainState:
-    """Parameters and two moments in float32, cut over all ranks."""
+    """Make parameters and two moments in float32, sharded over all ranks."""
     rows = max(1, round(config.mb * 1e6 / (3 * 4 * _LEAVES * 1024)))
 
     def init(key: Tensor) -> fs.tree.Tree:
@@ -83,7 +54,7 @@ def _state(config: CheckpointConfig, mesh: DeviceMesh) -> TrainState:
 
 
 def _empty(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fresh memory for every leaf."""
+    """Allocate fresh memory for every leaf."""
     return {
         path: torch.empty_like(x)
         if (local := local_of(x)) is x
@@ -93,7 +64,7 @@ def _empty(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Time(NamedTuple):
-    """Seconds of a call: on the clock, and of this rank's processor time in all its threads."""
+    """Seconds of a call: on the clock, and of this rank's processor in all its threads."""
 
     wall: float
     cpu: float
@@ -104,7 +75,7 @@ def _values(state: TrainState) -> dict[str, Tensor]:
 
 
 def _measured(state: TrainState, folder: Path, rounds: int) -> dict[str, list[_Time]]:
-    """The times of each call, one of each contender in turn; one round of warm-up."""
+    """Time each call, one of each contender in turn, after one round of warm-up."""
     leaves = _values(state)
     loaded: dict[str, dict[str, Tensor]] = {}
 

@@ -1,9 +1,8 @@
 """The work of one rank of many: how the time of forward and backward grows with ranks, ours and FSDP2's.
 
-In: a `RanksConfig`. Out: one object of rows, printed as a table or as JSON. One process is rank 1 of W in a fake
-process group: tensors and their computation are real, nothing is sent, and the results of collectives have no meaning.
-So a time is one rank's own, with the copies that the fake group makes instead of sending, which are also listed.
-Guarantee: contenders take turns in the same process, on the same weights cut along the same dims, with one thread.
+One process is rank 1 of W in a fake process group: it computes on real tensors, and nothing is sent, so results of
+collectives have no meaning. A time is one rank's own, with the copies that the fake group makes instead of sending.
+Contenders run in turn, on the same weights sharded along the same dims, with one thread.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
-from fsharding.apps.bench.options import RanksConfig
-from fsharding.apps.bench.peers import Task, first_dims, fsdp2_module
-from fsharding.apps.bench.rounds import cell, in_turn, print_rows
+from bench.options import RanksConfig
+from bench.peers import Task, first_dims, fsdp2_module
+from bench.rounds import cell, in_turn, print_rows
 from fsharding.base import _compat
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, report
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.wires import Plain
 from fsharding.formats.precision import Sums
@@ -41,7 +39,7 @@ from fsharding.train.step import model_loss
 from fsharding.transforms.unit_plan import GradTarget, UnitLeaf, plan_unit
 from fsharding.transforms.value_and_grad import value_and_grad
 
-__all__ = ["bench_ranks", "measure_ranks"]
+__all__ = ["bench_ranks", "check", "measure_ranks"]
 
 _Level: TypeAlias = Literal[0, 1, 2, 3]
 
@@ -57,19 +55,16 @@ _RANK = 1
 """Of the process that is measured: it has a part of every leaf that is cut in more than one."""
 
 
-@named("fsharding bench ranks")
-def bench_ranks(config: RanksConfig) -> None:
-    """Measures each number of ranks in turn, in this process, and prints.
-
-    Raises:
-        ConfigError: a number that is too small, a width that has no whole heads, or it runs under torchrun.
-    """
-    if min(*config.ranks, 2) < 2 or min(config.blocks, config.seq_len, config.rounds) < 1 or config.dim % 64:
-        mend = "Ranks are at least 2, other numbers at least 1; dim is a multiple of 64."
-        raise ConfigError(message("cannot measure this.", mend=mend))
+def check(config: RanksConfig) -> None:
+    """Refuse a rank that is alone, a width without full heads, and a launcher."""
+    if min(config.ranks, default=2) < 2 or config.dim % 64:
+        raise ConfigError(report("cannot measure this.", mend="Ranks are at least 2; dim is a multiple of 64."))
     if under_launcher():
-        mend = "Run it without torchrun."
-        raise ConfigError(message("is one process that stands for many.", mend=mend))
+        raise ConfigError(report("is one process that stands for many.", mend="Run it without torchrun."))
+
+
+def bench_ranks(config: RanksConfig) -> None:
+    """Measure each number of ranks in turn, in this process, and print."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -79,11 +74,7 @@ def bench_ranks(config: RanksConfig) -> None:
 
 
 def measure_ranks(config: RanksConfig, ranks: int) -> list[dict[str, Any]]:
-    """One row for each contender. Begins and ends the default process group, so that there must be none.
-
-    Args:
-        ranks: how many there seem to be.
-    """
+    """Return a row for each contender. Begins and ends the default process group, so there must be none."""
     sizes = DecoderConfig(
         vocab_size=config.dim, dim=config.dim, layers=config.blocks, heads=config.dim // 64, kv_heads=config.dim // 64,
         intermediate_size=2 * config.dim,
@@ -117,14 +108,14 @@ def measure_ranks(config: RanksConfig, ranks: int) -> list[dict[str, Any]]:
 
 
 def _timed(run: Callable[[], object]) -> float:
-    """Milliseconds of a call."""
+    """Measure the milliseconds of a call."""
     began = time.perf_counter()
     run()
     return 1e3 * (time.perf_counter() - began)
 
 
 def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
-    """Milliseconds of planning by contender: the layout of the model, and the buckets and steps of a block."""
+    """Measure the milliseconds of planning the layout of the model, and the buckets and steps of a block."""
     model = decoder(sizes)
     mesh = fs.AbstractMesh(("dp",), (ranks,))
     draws = model.init(fs.random.key(0))
@@ -182,7 +173,7 @@ class _GroupTime(TorchDispatchMode):
 
 
 def _in_group(run: Callable[[], object]) -> float:
-    """Milliseconds of a call that the fake group takes for itself: it copies what a rank gave to all its results."""
+    """Measure the milliseconds of a call that the fake group spends copying inputs to its results."""
     with _GroupTime() as measured:
         run()
     return 1e3 * measured.seconds

@@ -1,8 +1,7 @@
 """Which share of a step's communication is hidden behind compute, by strategy, schedule and prefetch depth.
 
-In: an `OverlapConfig`. Out: a row for each strategy and depth or schedule, printed as a table or as JSON. One step of a
-rank of each pipeline stage runs on fake tensors, as for `fs.debug.expected_traffic`; its streams note what they are
-given, and `timeline_of` places that in time at given rates. No device takes part.
+A step of one rank of each stage runs on fake tensors; `timeline_of` places what its streams are given in time, at given
+rates. No device takes part.
 """
 
 from __future__ import annotations
@@ -15,50 +14,30 @@ from typing import Any
 import torch
 
 import fsharding as fs
-from fsharding.apps.bench.options import OverlapConfig
-from fsharding.apps.bench.rounds import print_rows
-from fsharding.apps.bench.timeline import Rates, Timeline, draw_timeline, timeline_of, write_trace
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
+from bench.options import OverlapConfig
+from bench.rounds import cell, print_rows
 from fsharding.comm.stream_log import recording_streams
 from fsharding.models.decoder import decoder
 from fsharding.models.presets import recipe
 from fsharding.sharding.strategy import Strategy
 from fsharding.train.foresight import fake_step
+from fsharding.train.timeline import Rates, Timeline, draw_timeline, timeline_of, write_trace
 
 __all__ = ["bench_overlap", "step_timeline"]
 
 
-@named("fsharding bench overlap")
 def bench_overlap(config: OverlapConfig) -> None:
-    """Runs each step on fake tensors, and prints.
-
-    Raises:
-        ConfigError: a number that is not above 0, or an unknown preset or strategy.
-    """
-    positive = ("ranks", "stages", "batch", "seq_len", "microbatches", "tflops", "memory_gbs", "link_gbs")
-    given = {name: value for name in positive if (value := getattr(config, name)) is not None}
-    wrong = [f"{name}: {value}" for name, value in given.items() if value <= 0]
-    wrong += [f"prefetch_depth: {depth}" for depth in config.depths if depth < 0]
-    wrong += [f"latency_us: {config.latency_us}"] if config.latency_us < 0 else []
-    if wrong:
-        raise ConfigError(message("cannot place this in time.", wrong, "Rates and sizes are above 0."))
+    """Run each step on fake tensors, and print."""
     rows: list[dict[str, Any]] = []
     orders: Sequence[int | str] = config.depths if config.stages == 1 else config.schedules
     kind = "depth" if config.stages == 1 else "schedule"
     for name in config.strategies:
         for order in orders:
             line = step_timeline(config, name, order)
-            rows.append(
-                {
-                    "strategy": name,
-                    kind: order,
-                    "step_ms": line.seconds * 1e3,
-                    "compute_ms": line.compute * 1e3,
-                    "communication_ms": line.communication * 1e3,
-                    "hidden": line.hidden,
-                }
-            )
+            rows.append({
+                "strategy": name, kind: order, "step_ms": line.seconds * 1e3, "compute_ms": line.compute * 1e3,
+                "communication_ms": line.communication * 1e3, "hidden": line.hidden,
+            })  # fmt: skip
             suffix = f"-{name}-{order}"
             if config.trace is not None:
                 write_trace(line, _named(config.trace, suffix))
@@ -69,9 +48,9 @@ def bench_overlap(config: OverlapConfig) -> None:
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "strategy": lambda row: row["strategy"],
         kind: lambda row: str(row[kind]),
-        "step ms": lambda row: f"{row['step_ms']:.2f}",
-        "compute ms": lambda row: f"{row['compute_ms']:.2f}",
-        "communication ms": lambda row: f"{row['communication_ms']:.2f}",
+        "step ms": cell("step_ms", 2),
+        "compute ms": cell("compute_ms", 2),
+        "communication ms": cell("communication_ms", 2),
         "hidden": lambda row: f"{row['hidden']:.0%}",
     }
     mesh = f"{config.ranks} ranks" if config.stages == 1 else f"{config.stages} stages of {config.ranks} ranks"
@@ -80,12 +59,7 @@ def bench_overlap(config: OverlapConfig) -> None:
 
 
 def step_timeline(config: OverlapConfig, strategy: str, order: int | str) -> Timeline:
-    """Place one step in time: of one rank of each stage.
-
-    Args:
-        strategy: by its name, such as "zero3".
-        order: `prefetch_depth` of `fs.make_train_step`, or the name of a schedule.
-    """
+    """Place one step of one rank of each stage in time; `order` is a `prefetch_depth`, or the name of a schedule."""
     model = decoder(recipe(config.preset).config)
     mesh = fs.AbstractMesh(("pp", "dp"), (config.stages, config.ranks))
     microbatches = config.microbatches or (1 if config.stages == 1 else 2 * config.stages)

@@ -1,14 +1,10 @@
-"""The options of each measurement, apart from what measures: the command line reads them before torch is imported.
-
-In: nothing but the standard library. Out: dataclasses, whose docstrings are the help of `fsharding bench`.
-Guarantee: no torch is imported here.
-"""
+"""The options of each measurement, whose docstrings are the help of `python -m bench`. No torch is imported here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
     "CheckpointConfig",
@@ -18,10 +14,13 @@ __all__ = [
     "OverlapConfig",
     "PipelineConfig",
     "RanksConfig",
-    "ReshardBenchConfig",
+    "ReshardConfig",
     "ScalingConfig",
     "StepConfig",
+    "wrong_numbers",
 ]
+
+_FROM_ZERO = ("depths", "latency_us", "rest")
 
 _USUAL = ("compute-only", "ddp", "fsdp2", "fsharding-zero0", "fsharding-zero1", "fsharding-zero2", "fsharding-zero3")
 
@@ -211,7 +210,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class ReshardBenchConfig:
+class ReshardConfig:
     """Resharding in memory on 4 ranks, beside a raw all-to-all of the same bytes, and a save and a load.
 
     Attributes:
@@ -281,3 +280,14 @@ class RanksConfig:
     seq_len: int = 64
     rounds: int = 5
     json: bool = False
+
+
+def wrong_numbers(config: Any) -> list[str]:
+    """Return a row for each option with a number that is too small, or not finite."""
+    rows: list[str] = []
+    for name, value in vars(config).items():
+        numbers = [x for x in (value if isinstance(value, tuple) else [value]) if type(x) in (int, float)]
+        zero = name in _FROM_ZERO
+        if not all((x >= 0 if zero else x > 0) and x < float("inf") for x in numbers):
+            rows.append(f"{name}: {value} (must be {'at least 0' if zero else 'above 0'})")
+    return rows

@@ -1,1 +1,0 @@
-"""Side-by-side measurements: every contender in the same processes, in interleaved rounds."""
