@@ -128,7 +128,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "strategies.svg": lambda path: save(strategies(), path),
     "schedule_1f1b.svg": schedule("1f1b"),
     "schedule_zbv.svg": schedule("zbv"),
-    "schedule_dualpipev.svg": schedule("dualpipev", 8, overlap=True),
+    "schedule_dualpipev.svg": schedule("dualpipev", 8),
     "timeline.svg": timeline,
 }
 

@@ -131,13 +131,6 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def thread_has_modes() -> bool:
-    """Whether this thread has modes of torch, or autocast, which another thread would compute without."""
-    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", devices.accelerator()))
-    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    return autocast or makes_fakes() or modes > 0 or torch.is_inference_mode_enabled()
-
-
 def with_values() -> AbstractContextManager[Any]:
     """Makes tensors with values under `FakeTensorMode` as well, for what the host computes of keys and ranks."""
     return unset_fake_temporarily()
@@ -769,21 +762,20 @@ def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor,
     return mesh
 
 
-def torch_pipeline_order(
-    name: str, ranks: int, local: int, microbatches: int
-) -> list[list[tuple[tuple[str, int, int], ...]]]:
-    """torch's own order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch), one or two together.
-
-    Its schedules want modules and process groups, but look at numbers only. Two are an F and a B meant to overlap.
-    """
+def torch_pipeline_order(name: str, ranks: int, local: int, microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """Return torch's order of a pipeline's computes: for each rank (F, B, I or W; stage; microbatch)."""
+    # Its schedules take modules and process groups, but use numbers only. An F and a B that it would overlap come one
+    # after the other.
     from torch.distributed.pipelining import schedules  # lazy: it imports torch._dynamo, a second or two
 
     kind: Any = getattr(schedules, name)
     numbers = {"num_stages": ranks * local, "group_size": ranks, "group_rank": 0, "submod": None}
     order = kind([SimpleNamespace(**numbers, stage_index=i * ranks) for i in range(local)], microbatches).pipeline_order
-    rows = [[action.sub_actions or (action,) for action in order[rank] if action] for rank in range(ranks)]
     numbers_of = operator.attrgetter("computation_type.value", "stage_index", "microbatch_index")
-    return [[tuple(map(numbers_of, parts)) for parts in row] for row in rows]
+    return [
+        [numbers_of(part) for action in order[rank] if action for part in action.sub_actions or (action,)]
+        for rank in range(ranks)
+    ]
 
 
 @named("fused_adamw_")

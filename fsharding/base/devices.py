@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "accelerator", "backend_for", "current_stream", "device_count", "is_capturing", "is_here", "missing_parts",
+    "accelerator", "backend_for", "device_count", "is_capturing", "is_here", "missing_parts",
     "name_of", "new_event", "new_graph", "new_stream", "on_stream", "peak_memory", "recording", "records_graphs",
     "set_device", "synchronize",
 ]  # fmt: skip
@@ -96,17 +96,9 @@ def new_event(device: torch.device | str) -> torch.Event:
     return torch.Event(device)
 
 
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream that this thread computes on; None where the device has none."""
-    return torch.accelerator.current_stream(device) if is_here(device.type) else None
-
-
 @contextmanager
-def on_stream(stream: torch.Stream | None) -> Generator[None]:
+def on_stream(stream: torch.Stream) -> Generator[None]:
     """Have this thread compute on a stream, and on its device; blocks may be nested, also of one stream."""
-    if stream is None:
-        yield
-        return
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:

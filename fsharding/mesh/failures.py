@@ -47,7 +47,6 @@ __all__ = [
     "UnlikeSizes",
     "among",
     "called_by_all",
-    "entered_as",
     "follow",
     "is_fake_world",
     "is_network_error",
@@ -240,21 +239,6 @@ class naming_lost:
         if isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1:
             text += "" if step.is_meta or _compat.is_fake(step) else f" {int(step)}"
         return _Call(self.function, text, call_stacks.site(self._frame))
-
-
-@contextmanager
-def entered_as(thread: int) -> Generator[None]:
-    """Marks this thread as being in the call of another one, which waits while this one does a part of it."""
-    here = threading.get_ident()
-    entry = _entered.get(thread)
-    if entry is None or here in _entered:
-        yield
-        return
-    _entered[here] = entry
-    try:
-        yield
-    finally:
-        del _entered[here]
 
 
 def order_here() -> UnitOrder | None:

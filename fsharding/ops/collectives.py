@@ -25,7 +25,6 @@ from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Message
 from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import send_recv, start_sum, transport_for
-from fsharding.comm.turns import wait_in_turn
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
 
@@ -111,9 +110,7 @@ class _Gather:
         shape = (*x.shape[: self.dim], self.size, *x.shape[self.dim + 1 :])
         whole = _compat.fresh(shape, x.dtype, x.device)
         bucket = plan_bucket(((shape, self.dim),), (self.group.size,))
-        wait_in_turn(
-            transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]), self.group, "all_gather"
-        )
+        transport_for(self.group, x.device).all_gather_into(bucket, [x], [whole]).wait()
         return whole
 
     def dual(self) -> Linear:
@@ -135,7 +132,7 @@ class _Scatter:
         terms = plain_terms(((tuple(x.shape), self.dim),), (self.group.size,), x.dtype, scatter=True)
         reduction = transport_for(self.group, x.device).reduction(terms, wide(x.dtype))
         reduction.add([0], [x])
-        received = wait_in_turn(reduction.start(), self.group, "reduce_scatter")
+        received = reduction.start().wait()
         return received.sum(None)[0].to(x.dtype)
 
     def dual(self) -> Linear:
@@ -152,7 +149,7 @@ class _Psum:
     group: Group
 
     def run(self, x: Tensor) -> Tensor:
-        return wait_in_turn(start_sum(x, self.group, wide(x.dtype)), self.group, "psum").to(x.dtype)
+        return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype)
 
     def dual(self) -> Linear:
         return _Vary(self.group)
@@ -192,7 +189,7 @@ class _AllToAll:
         exchange = transport_for(self.group, x.device).all_to_all(math.prod(shape), x.dtype)
         exchange.own.view(pieces.shape).copy_(pieces)
         handle = exchange.start()
-        rows = wait_in_turn(handle, self.group, "all_to_all")
+        rows = handle.wait()
         if isinstance(rows, Tensor):
             length = shape[self.concat_dim]
             whole = (*shape[: self.concat_dim], k * length, *shape[self.concat_dim + 1 :])
@@ -223,7 +220,7 @@ class _AllToAllRows:
     def run(self, x: Tensor) -> Tensor:
         front = x.movedim(self.dim, 0).contiguous()
         handle = transport_for(self.group, x.device).all_to_all_v(front, self.send, self.receive)
-        return wait_in_turn(handle, self.group, "all_to_all_rows").movedim(0, self.dim)
+        return handle.wait().movedim(0, self.dim)
 
     def dual(self) -> Linear:
         return replace(self, send=self.receive, receive=self.send)

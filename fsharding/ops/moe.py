@@ -27,7 +27,6 @@ from fsharding.base import _compat, _functorch
 from fsharding.base.calls import named
 from fsharding.base.errors import MeshError, SpecError, TransformError, message
 from fsharding.comm.transport import transport_for
-from fsharding.comm.turns import wait_in_turn
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
@@ -330,7 +329,7 @@ def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) ->
     for row, (start, stop) in zip(exchange.own, owned, strict=True):
         row[: stop - start] = counts_X[start:stop]
     handle = exchange.start()
-    received = torch.stack([*wait_in_turn(handle, group, "all_to_all")])
+    received = torch.stack([*handle.wait()])
     handle.release()
     start, stop = owned[group.index]
     return received[:, : stop - start]

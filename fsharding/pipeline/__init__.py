@@ -4,7 +4,7 @@
 runs it for a decoder, and `pipeline_grads` for any model that comes in stages.
 """
 
-from fsharding.pipeline.actions import Action, Pair
+from fsharding.pipeline.actions import Action
 from fsharding.pipeline.executor import pipeline_grads
 from fsharding.pipeline.plots import draw_schedule
 from fsharding.pipeline.schedule import Schedule, check_schedule, layers_of, make_schedule, plan_schedule, stages_for
@@ -12,7 +12,6 @@ from fsharding.pipeline.stages import stages_of
 
 __all__ = [
     "Action",
-    "Pair",
     "Schedule",
     "check_schedule",
     "draw_schedule",

@@ -1,15 +1,12 @@
-"""Actions: the words of a pipeline schedule, and what each of them waits for.
+"""Actions: the vocabulary of a pipeline schedule, and what each action needs before it.
 
-In: a table (for each rank its actions in order) and the owner of each stage. Out: who is at the other end of a message,
-and which actions of the same rank have to come first.
-Sends, receives, gathers and scatters are started and run beside the computes that follow; a compute action (F, B, I, W,
-or a `Pair` of two) waits for what it needs. Guarantee: both ends of a message name each other.
+Sends, receives, gathers and scatters are started and run beside the computes that follow; a compute action (F, B, I, W)
+waits for what it needs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fsharding.base.calls import named
@@ -21,14 +18,9 @@ __all__ = [
     "MESSAGES",
     "Action",
     "Kind",
-    "Entry",
     "Owner",
-    "Pair",
     "Table",
-    "computes_in",
-    "flat",
     "needs",
-    "parse_entry",
     "partner",
     "peer",
     "uses_parameters",
@@ -99,70 +91,16 @@ class Action(NamedTuple):
         return Action(KINDS[KINDS.index(kind)], int(stage), int(microbatch) if microbatch else None)
 
 
-class Pair(NamedTuple):
-    """A forward and a backward that a rank computes as one. Prints as `0F5+3B1`.
-
-    It starts when both inputs are available, and both results are sent at its end. The two alternate at collectives
-    inside their stages, such as the all-to-alls of experts: the forward runs until it has started one, then the
-    backward, and so on until one of them ends.
-
-    Attributes:
-        forward: an F.
-        backward: a B or I, of another stage or microbatch.
-
-    Example:
-        >>> schedule = fs.pipeline.plan_schedule("dualpipev", ranks=2, microbatches=4, overlap=True)
-        >>> [str(entry) for entry in schedule.table[1] if isinstance(entry, fs.pipeline.Pair)]
-        ['2F2+1B0', '1F3+2B1', '2F3+1B1']
-    """
-
-    forward: Action
-    backward: Action
-
-    def __repr__(self) -> str:
-        return f"{self.forward}+{self.backward}"
-
-    __str__ = __repr__
-
-
-Entry: TypeAlias = Action | Pair
-"""What a rank does at one time."""
-
-
-def parse_entry(text: str) -> Entry:
-    """The action or pair that prints so.
-
-    Raises:
-        ScheduleError: none does.
-    """
-    forward, plus, backward = text.partition("+")
-    return Pair(Action.parse(forward), Action.parse(backward)) if plus else Action.parse(text)
-
-
-def flat(row: Iterable[Entry]) -> Iterator[Action]:
-    """The actions of a row in order, the two of a pair one after the other."""
-    for entry in row:
-        if isinstance(entry, Pair):
-            yield from entry
-        else:
-            yield entry
-
-
-def computes_in(entry: Entry) -> tuple[Action, ...]:
-    """The F, B, I or W that an entry computes; two of a pair, none of anything else."""
-    return tuple(action for action in flat((entry,)) if action.kind in COMPUTES)
-
-
 def uses_parameters(action: Action) -> bool:
-    """Whether an action computes with the parameters of its stage; W has what it needs from I."""
+    """Return whether an action computes with the parameters of its stage; W has what it needs from I."""
     return action.kind in ("F", "B", "I")
 
 
 Owner: TypeAlias = tuple[int, ...]
 """The rank of each stage."""
 
-Table: TypeAlias = tuple[tuple[Entry, ...], ...]
-"""For each rank its actions and pairs, in order."""
+Table: TypeAlias = tuple[tuple[Action, ...], ...]
+"""For each rank its actions, in order."""
 
 _PARTNERS: dict[Kind, tuple[Kind, int]] = {
     "SEND_F": ("RECV_F", +1),
@@ -173,24 +111,19 @@ _PARTNERS: dict[Kind, tuple[Kind, int]] = {
 
 
 def partner(action: Action) -> Action:
-    """The other end of a message: `3RECV_F0` for `2SEND_F0`."""
+    """Return the other end of a message: `3RECV_F0` for `2SEND_F0`."""
     kind, step = _PARTNERS[action.kind]
     return Action(kind, action.stage + step, action.microbatch)
 
 
 def peer(action: Action, owner: Owner) -> int:
-    """The rank at the other end of a message."""
+    """Return the rank at the other end of a message."""
     return owner[partner(action).stage]
 
 
 def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
-    """The actions that the same rank must have in its table before an action.
-
-    A neighbor on the same rank hands over without messages, so its compute action stands for the receive.
-
-    Returns:
-        Tuples of alternatives; one of each is needed. `validation` checks gathers and scatters.
-    """
+    """Return tuples of alternatives, one of each of which the same rank must have before an action."""
+    # A neighbor on the same rank hands over without messages, so its compute action stands for the receive.
     kind, stage, microbatch = action
     forward = (Action("F", stage, microbatch),)
     match kind:
@@ -213,5 +146,5 @@ def needs(action: Action, owner: Owner) -> tuple[tuple[Action, ...], ...]:
 
 
 def _backward(stage: int, microbatch: int | None) -> tuple[Action, Action]:
-    """The actions that give the gradient of a stage's inputs."""
+    """Return the actions that give the gradient of a stage's inputs."""
     return Action("B", stage, microbatch), Action("I", stage, microbatch)

@@ -1,10 +1,7 @@
-"""Pipelines: walks this rank's row of a schedule; one graph for each stage and microbatch, messages between stages.
+"""Walk this rank's row of a schedule: one graph for each stage and microbatch, messages between stages.
 
-In: a `Model`, a `Schedule`, parameters at rest in a layout with the stages of the schedule, microbatches.
-Out: the sums of losses and weights, and gradients where the optimizer wants them, as from `value_and_grad`.
 The row decides whether parameters are gathered per stage or per unit and microbatch, and when gradients are reduced;
-both overlap with compute. The halves of a pair alternate, see `comm.turns`. Guarantee: losses and gradients match a run
-without a pipeline, for every schedule.
+both overlap with compute. Losses and gradients match a run without a pipeline, for every schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from fsharding.comm.leaf_memory import device_of
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object
 from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import send_recv, start_sum
-from fsharding.comm.turns import Partner
 from fsharding.formats.precision import Precision, scaled_loss
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.backends import has_fake_backend
@@ -38,7 +34,7 @@ from fsharding.mesh.device_mesh import axis_group, axis_index, data_axes, set_me
 from fsharding.mesh.failures import among, naming_lost
 from fsharding.models.stacks import first_unit, first_units, scan_stacks
 from fsharding.ops.capacity import refused_if_full, watching_capacity
-from fsharding.pipeline.actions import Action, Entry, Pair, uses_parameters
+from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.lowering import late
 from fsharding.pipeline.schedule import Schedule, forward_only
 from fsharding.pipeline.stage_state import StageState
@@ -142,23 +138,8 @@ def pipeline_loss(
     known: Messages | None = None,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss alone: the forwards of a schedule, without gradients. Collective over the whole mesh.
-
-    Args:
-        schedule: for the size of `pp`; only its forwards are run.
-        params: at rest in this layout.
-        precision: dtypes of compute and wire, and formats of weights: as in `pipeline_grads`.
-        known: as in `pipeline_grads`, but not shared with a train step, whose activations may differ.
-        key: for formats whose rounding is keyed.
-
-    Returns:
-        (sum of losses, sum of weights), float32, 0-d, the same on all ranks.
-
-    Raises:
-        LayoutError: as in `pipeline_grads`, and so are the others.
-        TransformError: of activations.
-        RankError: of lost ranks.
-    """
+    """Run the forwards of a schedule alone; return the sums of losses and weights. Collective over the full mesh."""
+    # `known` must not be shared with a train step, whose activations may differ.
     run = None
     known = {} if known is None else known
     try:
@@ -177,10 +158,9 @@ def pipeline_loss(
 
 @dataclass
 class _Flight:
-    """A microbatch between forward and backward of a stage: its tape, what went in, and what came out.
+    """A microbatch between forward and backward of a stage."""
 
-    Of a sent activation only its gradient edge (None if it needs no gradient), shape and dtype are kept.
-    """
+    # Of a sent activation only its gradient edge (None if it needs no gradient), shape and dtype are kept.
 
     tape: Tape
     inputs: list[Tensor]
@@ -189,11 +169,10 @@ class _Flight:
 
 
 class _Closing:
-    """A microbatch whose last reductions are in flight while the rank computes something else.
+    """A microbatch whose last reductions are in flight while the rank computes something else."""
 
-    Consecutive microbatches add to the same gradients, also across stages that share a leaf. So each one finishes
-    before the next adds its first gradient.
-    """
+    # Consecutive microbatches add to the same gradients, also across stages that share a leaf. So each one finishes
+    # before the next adds its first gradient.
 
     def __init__(self, scatter: Action, tape: Tape, before: _Closing | None) -> None:
         self._scatter = scatter
@@ -201,7 +180,7 @@ class _Closing:
         self._before = before
 
     def finish(self) -> None:
-        """Waits for its reductions, and for those before them, the first time."""
+        """Wait for its reductions, and for those before them, the first time."""
         before = self._before
         self._before = None
         if before is not None:
@@ -213,7 +192,7 @@ class _Closing:
             note("wait", self._scatter)
 
     def close(self) -> None:
-        """Lets everything go after a failure."""
+        """Release everything after a failure."""
         if self._before is not None:
             self._before.close()
         if self._tape is not None:
@@ -253,7 +232,6 @@ class _Run:
         self.splits = any(action.kind == "I" for action in actions)
         first = tree.leaves(self.params)[0]
         self.pool, self.device = Pool(), device_of(local_of(first), first.device_mesh.device_type)
-        self.partner = Partner(self.device)
         check_ends(self.model, self.schedule, self.layout)
         self.stage_state = StageState(
             self.model, self.schedule, self.layout, self.params, self.options, trains=self.trains
@@ -284,22 +262,19 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------- actions
     def walk(self) -> None:
-        """Does this rank's actions, and waits for all that was sent."""
-        for entry in self.row():
-            self.do(entry)
-        self.partner.close()
+        """Do this rank's actions, and wait for all that was sent."""
+        for action in self.row():
+            self.do(action)
         if self.closing is not None:
             self.closing.finish()
         self.settle()
         self.pool.close()
 
-    def row(self) -> tuple[Entry, ...]:
-        """This rank's actions and pairs, in order.
-
-        For a new shape of microbatches the sender first describes its activations, and receiving these blocks. A
-        blocking receive that is posted early could deadlock, so `late` moves each one right before its use. All ranks
-        along `pp` see the same shapes and decide alike.
-        """
+    def row(self) -> tuple[Action, ...]:
+        """Return this rank's actions, in order."""
+        # For a new shape of microbatches the sender first describes its activations, and receiving these blocks. A
+        # blocking receive that is posted early could deadlock, so `late` moves each one right before its use. All ranks
+        # along `pp` see the same shapes and decide alike.
         row = self.schedule.table[self.rank]
         seen = {shapes for _, shapes in self.known}
         return row if all(self._looks(m) in seen for m in range(len(self.pieces))) else late(row, self.schedule.owner)
@@ -307,13 +282,8 @@ class _Run:
     def _looks(self, m: int) -> _Shapes:
         return _shapes(tree.leaves(self.pieces[m]))
 
-    def do(self, action: Entry) -> None:
-        """Does one action or pair, or posts it."""
-        if isinstance(action, Pair):
-            forward, backward = action
-            self.partner.run(lambda: self._compute(forward), lambda: self._compute(backward))
-            self.stage_state.advance()
-            return
+    def do(self, action: Action) -> None:
+        """Do one action, or post it."""
         kind, stage, m = action
         match kind:
             case "GATHER":
@@ -351,7 +321,7 @@ class _Run:
         note("end", action)
 
     def _gather(self, stage: int, m: int | None) -> None:
-        """Starts to gather a stage, or starts with its first unit, whose others follow one by one while it computes."""
+        """Start to gather a stage, or its first unit; the others follow one by one while it computes."""
         note("start", Action("GATHER", stage, m))
         if m is None:
             self.stage_state.gather(stage)
@@ -440,7 +410,7 @@ class _Run:
             tape.finish()
 
     def _inputs(self, way: str, stage: int, m: int) -> tuple[Any, list[Tensor]]:
-        """The neighbor's output for this stage: handed over on one rank, else a message, which is waited for."""
+        """Return the neighbor's output for this stage: handed over on one rank, else received."""
         neighbor = stage - 1 if way == "F" else stage + 1
         if self.schedule.is_local(min(stage, neighbor)):
             return self.handed.pop((way, neighbor, m))
@@ -451,7 +421,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------ messages
     def _tag(self, action: Action, number: int) -> int:
-        """One of its own for each tensor of each message of a step; both ends compute it alike."""
+        """Return a tag that no other tensor of a message of the step has; both ends compute the same."""
         kind, stage, m = action
         assert m is not None
         sender = stage if kind.startswith("SEND") else stage - 1 if kind == "RECV_F" else stage + 1
@@ -466,7 +436,7 @@ class _Run:
         return send_recv(messages, [], self.group, self.device)
 
     def _tell(self, action: Action, peer: int, sent: tuple[Any, _Shapes]) -> None:
-        """Says what activations look like, the first time that a stage sends them for such a microbatch."""
+        """Describe activations to the receiver, the first time that a stage sends them for such a microbatch."""
         key = action.stage, self._looks(action.microbatch or 0)
         if key not in self.known and not self.others_are_fake:
             send_object(sent, peer, self.group, self.device)
@@ -493,10 +463,7 @@ class _Run:
         return spec, leaves, send_recv([], messages, self.group, self.device)
 
     def _foresee(self, stage: int, m: int) -> None:
-        """Learns what a stage of another rank sends, where no other rank is there to say so.
-
-        All stages up to it are computed, on tensors that look like their parameters.
-        """
+        """Compute what a stage of a fake rank sends, from all stages up to it, on tensors without values."""
         key = stage, self._looks(m)
         if key in self.known:
             return
@@ -508,30 +475,29 @@ class _Run:
         self.known[key] = spec, _shapes(leaves)
 
     def _guard(self, action: Action, communicate: Callable[[], _T]) -> _T:
-        """Says who it was with, and in what, if it fails."""
+        """Name the peer and the action if the communication fails."""
         with among((self.group.ranks[self.schedule.peer(action)],), str(action)):
             return communicate()
 
     # -------------------------------------------------------------------------------------------------------- results
     def settle(self, *, wait: bool = True) -> None:
-        """Ends the sends that are done; with `wait` all of them."""
+        """Finish the sends that are done; with `wait` all of them."""
         for action, pending in list(self.sent.items()):
             if wait or pending.is_ready():
                 self._guard(action, pending.wait)
                 del self.sent[action]
 
     def close(self) -> None:
-        """Lets go of everything after a failure."""
+        """Release everything after a failure."""
         for tape in (*self.begun.values(), *(f.tape for f in self.flights.values())):
             tape.close()
         if self.closing is not None:
             self.closing.close()
         self.stage_state.close()
-        self.partner.close()
         self.pool.close()
 
     def sums(self, agreement: StepAgreement | None) -> tuple[Tensor, Tensor]:
-        """(sum of losses times scale, sum of weights) over all microbatches and ranks."""
+        """Return the sums of scaled losses and of weights over all microbatches and ranks."""
         terms = torch.zeros(2, dtype=torch.float64, device=self.device)
         for total, weight in self.losses:
             terms += torch.stack((total.double(), torch.as_tensor(weight, dtype=torch.float64, device=self.device)))
@@ -546,7 +512,7 @@ class _Run:
 
 
 def _head(params: Tree) -> Tree:
-    """The head of a stage with the leaves that it has from others; None on a stage without one."""
+    """Return the head of a stage with the leaves that it shares; None on a stage without one."""
     return {**params["head"], **params["tied"]} if "head" in params else None
 
 

@@ -1,10 +1,8 @@
-"""Lowering: from compute actions alone to a table with messages, gathers and scatters.
+"""Lower compute actions to a table with messages, gathers and scatters.
 
-In: for each rank its F, B, I, W in order, and the owner of each stage. Out: the same rows with the rest inserted.
-A send follows its compute. A receive or gather stands as late as possible, or `ahead` computes earlier.
-A pair is one compute: receives and gathers for both halves come before it, sends of both after it.
-Guarantee: two ranks post the messages between them in one order, in both directions, so nothing deadlocks even if a
-backend runs the messages of two ranks one at a time.
+A send follows its compute. A receive or gather stands as late as possible, or `ahead` computes earlier. Two ranks post
+the messages between them in one order, in both directions, so nothing deadlocks even if a backend runs the messages of
+two ranks one at a time.
 """
 
 from __future__ import annotations
@@ -13,18 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from fsharding.pipeline.actions import (
-    MESSAGES,
-    Action,
-    Entry,
-    Owner,
-    Table,
-    computes_in,
-    flat,
-    partner,
-    peer,
-    uses_parameters,
-)
+from fsharding.pipeline.actions import MESSAGES, Action, Owner, Table, partner, peer, uses_parameters
 from fsharding.pipeline.simulation import Durations, Timeline, simulate
 
 __all__ = ["Frequency", "late", "lower"]
@@ -52,24 +39,13 @@ class _Entry(NamedTuple):
 
 
 def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequency, ahead: int) -> Table:
-    """The whole table.
-
-    Args:
-        owner: the rank of each stage.
-        computes: F, B, I, W and pairs of each rank, complete and in an order that has an end.
-        gather: a GATHER for each stage, or one for each F, B, I and W.
-        scatter: a SCATTER for each stage, or one for each of its microbatches.
-        ahead: how many computes before its use a receive or gather is posted.
-
-    Raises:
-        ScheduleError: the computes wait for each other for ever.
-    """
+    """Return the full table of complete computes whose order has an end."""
     timeline = simulate(owner, computes, Durations())
     entries = _messages(owner, timeline, computes, ahead)
-    rows: list[tuple[Entry, ...]] = []
+    rows: list[tuple[Action, ...]] = []
     for rank, row in enumerate(computes):
         extra = sorted(entries[rank] + _gathers(row, gather, ahead) + _scatters(row, scatter))
-        merged: list[Entry] = []
+        merged: list[Action] = []
         at = 0
         for slot in range(len(row) + 1):
             while at < len(extra) and extra[at].slot == slot:
@@ -80,29 +56,23 @@ def lower(owner: Owner, computes: Table, *, gather: Frequency, scatter: Frequenc
     return tuple(rows)
 
 
-def late(row: Sequence[Entry], owner: Owner) -> tuple[Entry, ...]:
-    """Move the receives of a row as late as possible: before their use, or a later message of the same ranks.
-
-    Args:
-        row: of one rank, with messages.
-        owner: the rank of each stage.
-    """
-    placed: list[Entry] = []
+def late(row: Sequence[Action], owner: Owner) -> tuple[Action, ...]:
+    """Move the receives of a row as late as possible: before their use, or a later message of the same ranks."""
+    placed: list[Action] = []
     held: list[Action] = []
-    for entry in row:
-        if isinstance(entry, Action) and entry.kind in ("RECV_F", "RECV_B"):
-            held.append(entry)
+    for action in row:
+        if action.kind in ("RECV_F", "RECV_B"):
+            held.append(action)
             continue
-        for action in flat((entry,)):
-            due = _due(action, held, owner)
-            placed += due
-            held = [a for a in held if a not in due]
-        placed.append(entry)
+        due = _due(action, held, owner)
+        placed += due
+        held = [a for a in held if a not in due]
+        placed.append(action)
     return (*placed, *held)
 
 
 def _due(action: Action, held: Sequence[Action], owner: Owner) -> list[Action]:
-    """The receives that come before an action: for a send all of its pair, else what it uses and those before that."""
+    """Return the receives before an action: for a send all between its ranks, else what it uses and those before."""
     if action.kind in MESSAGES:
         return [a for a in held if peer(a, owner) == peer(action, owner)]
     way = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(action.kind)
@@ -113,21 +83,18 @@ def _due(action: Action, held: Sequence[Action], owner: Owner) -> list[Action]:
 
 
 def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> list[list[_Entry]]:
-    """For each rank its sends and receives.
-
-    The messages of two ranks are put in the order in which they are ready. On a rank a send has its place; a receive
-    goes before the compute that uses it, and before every later message of the pair. That never puts it before an
-    earlier send of this rank: a message that was ready earlier was sent before the compute that uses this receive.
-    """
-    place = [{action: i for i, entry in enumerate(row) for action in computes_in(entry)} for row in computes]
+    """Return the sends and receives of each rank."""
+    # The messages of two ranks are put in the order in which they are ready. On a rank a send has its place; a receive
+    # goes before the compute that uses it, and before every later message between the two. That never puts it before an
+    # earlier send of this rank: a message that was ready earlier was sent before the compute that uses this receive.
+    place = [{action: i for i, action in enumerate(row)} for row in computes]
     pairs: dict[tuple[int, int], list[_Message]] = defaultdict(list)
     for rank, row in enumerate(timeline.spans):
         for span in row:
-            for action in computes_in(span.action):
-                send = _send(action, owner)
-                if send is not None:
-                    other = owner[partner(send).stage]
-                    pairs[min(rank, other), max(rank, other)].append(_Message(span.end, rank, send))
+            send = _send(span.action, owner)
+            if send is not None:
+                other = owner[partner(send).stage]
+                pairs[min(rank, other), max(rank, other)].append(_Message(span.end, rank, send))
     entries: list[list[_Entry]] = [[] for _ in computes]
     for pair, messages in pairs.items():
         messages.sort()
@@ -141,7 +108,7 @@ def _messages(owner: Owner, timeline: Timeline, computes: Table, ahead: int) -> 
 
 
 def _send(action: Action, owner: Owner) -> Action | None:
-    """The message that a compute action has to send, if its result goes to another rank."""
+    """Return the message that a compute action has to send, if its result goes to another rank."""
     kind, stage, microbatch = action
     to = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
     if not 0 <= to < len(owner) or owner[to] == owner[stage]:
@@ -150,7 +117,7 @@ def _send(action: Action, owner: Owner) -> Action | None:
 
 
 def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead: int) -> list[int]:
-    """Where one side of a pair has its messages: before which compute action."""
+    """Return before which compute action one side of two ranks has each of its messages."""
     slots: list[int] = []
     latest = 1 + max(place.values(), default=-1)
     for _, sender, send in reversed(messages):
@@ -168,17 +135,17 @@ def _slots(rank: int, messages: list[_Message], place: dict[Action, int], ahead:
 
 
 def _of(place: dict[Action, int], message: Action, kind: Literal["F", "B"]) -> int:
-    """Where the compute action is that makes or uses a message; a backward is a B or an I."""
+    """Return where the compute action is that makes or uses a message; a backward is a B or an I."""
     _, stage, microbatch = message
     result = place.get(Action(kind, stage, microbatch))
     return place[Action("I", stage, microbatch)] if result is None else result
 
 
-def _gathers(row: tuple[Entry, ...], frequency: Frequency, ahead: int) -> list[_Entry]:
-    """Gathers of a rank: before the first use of each stage, or before each."""
+def _gathers(row: tuple[Action, ...], frequency: Frequency, ahead: int) -> list[_Entry]:
+    """Return the gathers of a rank: before the first use of each stage, or before each."""
     result: list[_Entry] = []
     used: dict[Action, int] = {}  # by gather, the first slot after what it was last for
-    for i, action in _placed(row):
+    for i, action in enumerate(row):
         gather = Action("GATHER", action.stage, action.microbatch if frequency == "microbatch" else None)
         if uses_parameters(action) and (frequency == "microbatch" or gather not in used):
             result.append(_Entry(max(used.get(gather, 0), i - ahead), 2, float(i), 0, gather))
@@ -186,15 +153,10 @@ def _gathers(row: tuple[Entry, ...], frequency: Frequency, ahead: int) -> list[_
     return result
 
 
-def _placed(row: tuple[Entry, ...]) -> list[tuple[int, Action]]:
-    """The computes of a row with their slots, which the two of a pair share."""
-    return [(i, action) for i, entry in enumerate(row) for action in computes_in(entry)]
-
-
-def _scatters(row: tuple[Entry, ...], frequency: Frequency) -> list[_Entry]:
-    """Scatters of a rank: after the last gradient of each stage, or after each."""
+def _scatters(row: tuple[Action, ...], frequency: Frequency) -> list[_Entry]:
+    """Return the scatters of a rank: after the last gradient of each stage, or after each."""
     result: dict[Action, _Entry] = {}
-    for i, action in _placed(row):
+    for i, action in enumerate(row):
         if action.kind in ("B", "W"):
             scatter = Action("SCATTER", action.stage, action.microbatch if frequency == "microbatch" else None)
             result[scatter] = _Entry(i + 1, 1, float(i), 0, scatter)

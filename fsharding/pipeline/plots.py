@@ -20,7 +20,7 @@ from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import open_plain, parse_json
-from fsharding.pipeline.actions import Action, computes_in
+from fsharding.pipeline.actions import COMPUTES
 from fsharding.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def draw_schedule(
 ) -> None:
     """Draws the timeline of a pipeline schedule: one row a rank, a bar for each F, B, I and W.
 
-    Later stages of a rank are darker. The two of a pair are one above the other. Idle share and activations in flight
-    stand at the end of each row.
+    Later stages of a rank are darker. Idle share and activations in flight stand at the end of each row.
 
     Args:
         schedule: a `Schedule`, one row for each rank.
@@ -173,23 +172,17 @@ def draw_schedule(
     figure = Figure(figsize=(min(40, max(8, 0.3 * times.total + 2)), 0.5 * schedule.ranks + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    rows = [[span for span in row if computes_in(span.action)] for row in times.spans]
+    rows = [[span for span in row if span.action.kind in COMPUTES] for row in times.spans]
     for rank, row in enumerate(rows):
         stages = schedule.stages_on(rank)
-        labels: list[tuple[float, float, Action]] = []
-        # One alone has the whole height, two of a pair half of it each.
-        for which, share in ((0, 1), (0, 2), (1, 2)):
-            some = [(computes_in(a)[which], begin, end) for a, begin, end in row if len(computes_in(a)) == share]
-            if some:
-                colors = [(_COLORS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in some]
-                bars = [(begin, end - begin) for _, begin, end in some]
-                top = rank - 0.45 + 0.9 * which / share
-                axes.broken_barh(bars, (top, 0.9 / share), facecolors=colors, edgecolors="white", linewidths=0.5)
-                labels += [((begin + end) / 2, rank + (which - (share - 1) / 2) * 0.45, a) for a, begin, end in some]
+        colors = [(_COLORS[a.kind], (1 + stages.index(a.stage)) / len(stages)) for a, _, _ in row]
+        bars = [(begin, end - begin) for _, begin, end in row]
+        axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colors, edgecolors="white", linewidths=0.5)
         note = f" idle {times.idle_share(rank):.1%}, {times.in_flight[rank]} in flight"
         axes.text(times.total, rank, note, va="center", size=7)
-        for x, y, action in labels if sum(map(len, rows)) <= _MOST_LABELS else ():
-            axes.text(x, y, f"{action.kind}{action.microbatch}", ha="center", va="center", size=6)
+        for action, begin, end in row if sum(map(len, rows)) <= _MOST_LABELS else ():
+            label = f"{action.kind}{action.microbatch}"
+            axes.text((begin + end) / 2, rank, label, ha="center", va="center", size=6)
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
     axes.invert_yaxis()
     axes.set_xlim(0, times.total * (1 + 2.2 / figure.get_figwidth()))

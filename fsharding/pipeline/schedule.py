@@ -1,15 +1,11 @@
 """Pipeline schedules as values: for each rank of the axis `pp` a table of what it does, in order.
 
-In: the name of a schedule, the number of ranks and of microbatches; or a table of one's own. Out: a `Schedule`, made
-without process group, tensors or devices; it can be checked, timed, shown, and run by any interpreter that walks a row.
-Guarantees: every schedule that can be planned passes `check_schedule`; equal arguments give equal schedules on every
-rank.
+Every schedule that can be planned passes `check_schedule`; equal arguments give equal schedules on every rank.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, cast, get_args
@@ -18,12 +14,12 @@ from fsharding.base import _compat
 from fsharding.base.calls import named
 from fsharding.base.errors import ScheduleError, did_you_mean, message
 from fsharding.pipeline import simulation, validation
-from fsharding.pipeline.actions import Action, Entry, Kind, Owner, Pair, Table, flat, parse_entry, peer
+from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer
 from fsharding.pipeline.lowering import Frequency, lower
 from fsharding.pipeline.simulation import Durations, Timeline
 
 __all__ = [
-    "PAIRED", "SCHEDULES", "Schedule", "check_schedule", "forward_only", "layers_of", "make_schedule", "plan_schedule",
+    "SCHEDULES", "Schedule", "check_schedule", "forward_only", "layers_of", "make_schedule", "plan_schedule",
     "stages_for",
 ]  # fmt: skip
 
@@ -38,10 +34,7 @@ class Schedule:
         stages: how many the model is cut into; stage 0 has the embedding, the last one the head and the loss.
         microbatches: how many the batch is cut into.
         owner: the rank of each stage.
-        table: for each rank its actions and pairs, in order. See `Action` for what they are and who waits for what, and
-            `Pair` for what overlaps.
-        pairs: of an F and the B after it that the order is meant to overlap, as DualPipeV does. In a table that was
-            planned with `overlap=True` each is a `Pair`; else a rank computes one after the other.
+        table: for each rank its actions, in order. See `Action` for what they are and who waits for what.
 
     Example:
         >>> fs.pipeline.plan_schedule("1f1b", ranks=2, microbatches=4)
@@ -54,7 +47,6 @@ class Schedule:
     microbatches: int
     owner: Owner
     table: Table
-    pairs: tuple[Pair, ...] = ()
 
     def __hash__(self) -> int:
         # Without the table, which has thousands of entries; equality looks at it.
@@ -71,8 +63,8 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
 
     def actions_on(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank, in order; the two of a pair one after the other."""
-        return tuple(flat(self.table[rank]))
+        """The actions of a rank, in order."""
+        return self.table[rank]
 
     def peer(self, action: Action) -> int:
         """The rank at the other end of a send or receive, as a coordinate of `pp`."""
@@ -94,7 +86,6 @@ class Schedule:
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
         send: float = 0.0,
-        pair: float | None = None,
     ) -> Timeline:
         """The schedule in time, from the durations of one stage and one microbatch. See `plan_schedule` for formulas.
 
@@ -104,20 +95,16 @@ class Schedule:
             backward_weight: of W.
             send: from the end of a compute action until its message has arrived. Messages do not slow each other, and
                 gathers and scatters take no time.
-            pair: duration of an F and a B of `pairs` that run as one: F + I + W less the communication that they hide.
-                It starts when both can, and both end with it. With None, a `Pair` takes F + I + W, and an F and B
-                that the table lists separately run one after the other.
 
         Raises:
             ScheduleError: some ranks wait for ever, or a duration is negative.
         """
-        durations = Durations(forward, backward_input, backward_weight, send, pair)
-        given = {name: value for name, value in durations._asdict().items() if value is not None}
-        rows = [f"{name} is {value}" for name, value in given.items() if not 0 <= value < float("inf")]
+        durations = Durations(forward, backward_input, backward_weight, send)
+        rows = [f"{name} is {x}" for name, x in durations._asdict().items() if not 0 <= x < float("inf")]
         if rows:
             mend = "Durations are finite and not negative."
             raise ScheduleError(message("cannot use these durations.", rows, mend))
-        return simulation.simulate(self.owner, self.table, durations, self.pairs)
+        return simulation.simulate(self.owner, self.table, durations)
 
     def show(
         self,
@@ -143,8 +130,8 @@ def _count(n: int, what: str, plural: str = "s") -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
-Computes: TypeAlias = Sequence[Sequence[tuple[tuple[str, int, int], ...]]]
-"""For each rank (kind, stage, microbatch) of its computes; two together are an F and a B that are meant to overlap."""
+Computes: TypeAlias = Sequence[Sequence[tuple[str, int, int]]]
+"""For each rank (kind, stage, microbatch) of its computes."""
 
 
 class _Plan(NamedTuple):
@@ -158,18 +145,18 @@ class _Plan(NamedTuple):
 
 def _gpipe(ranks: int, local: int, microbatches: int) -> Computes:
     """All forwards, then all backwards."""
-    return [[((kind, r, m),) for kind in "FB" for m in range(microbatches)] for r in range(ranks)]
+    return [[(kind, r, m) for kind in "FB" for m in range(microbatches)] for r in range(ranks)]
 
 
 def _one_forward_one_backward(ranks: int, local: int, microbatches: int) -> Computes:
     """As many forwards as there are stages behind, then a forward and a backward in turn."""
-    rows: list[list[tuple[tuple[str, int, int], ...]]] = []
+    rows: list[list[tuple[str, int, int]]] = []
     for r in range(ranks):
         early = min(ranks - 1 - r, microbatches)
-        row = [(("F", r, m),) for m in range(early)]
+        row = [("F", r, m) for m in range(early)]
         for m in range(early, microbatches):
-            row += [(("F", r, m),), (("B", r, m - early),)]
-        rows.append(row + [(("B", r, m),) for m in range(microbatches - early, microbatches)])
+            row += [("F", r, m), ("B", r, m - early)]
+        rows.append(row + [("B", r, m) for m in range(microbatches - early, microbatches)])
     return rows
 
 
@@ -189,9 +176,6 @@ _PLANS = {
 SCHEDULES: tuple[str, ...] = tuple(_PLANS)
 """The names that `plan_schedule` takes."""
 
-PAIRED: tuple[str, ...] = ("dualpipev",)
-"""Those whose order pairs forwards with backwards."""
-
 
 @named("fs.pipeline.plan_schedule")
 def plan_schedule(
@@ -203,7 +187,6 @@ def plan_schedule(
     gather: Frequency = "step",
     scatter: Frequency | None = None,
     ahead: int = 1,
-    overlap: bool = False,
 ) -> Schedule:
     """Plans a pipeline schedule. Pure and cached.
 
@@ -213,15 +196,14 @@ def plan_schedule(
     | interleaved | v >= 2 | s mod p | (p-1)·(F+I+W), if m >= p [2] |
     | interleaved_zero_bubble | v >= 2 | s mod p | (p-1)·(F+I-W), if m >= p and I >= W [3] |
     | zbv | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W and m >= 2p-1 [3] |
-    | dualpipev | 2 | as a V: 0 1 1 0 | (p-1)·(F+2I-W), if F = I >= W and pairs take F+I+W [4] |
+    | dualpipev | 2 | as a V: 0 1 1 0 | (p-1)·F, if F = I = W and m >= 2p [4] |
 
     p is ranks, m is microbatches; F, I and W are times of one stage; messages take none. A rank is busy for
     v·m·(F+I+W). So the bubble share, idle over idle + busy, is (p-1)/(m+p-1) for gpipe and 1f1b, and (p-1)/(v·m+p-1)
     for interleaved; [2] gives it over busy alone: (p-1)/(v·m). With m < p interleaved idles for
     (p-1+(v-1)(p-m))·(F+I+W). Where a condition does not hold, ask `simulate`.
-    For dualpipev, [4] counts an overlapped forward and backward as one compute, which `overlap=True` runs. Without it,
-    a forward's result is sent before the backward starts, and ranks idle less: (p-1)·F, if F = I = W. So overlap pays
-    off only if it hides more communication than this difference: `simulate(pair=...)`.
+    For dualpipev, [4] computes some forwards and backwards as one, and then ranks idle for (p-1)·(F+2I-W). Here a
+    forward's result is sent before the backward starts, and ranks idle less.
 
     [1] Huang et al. 2019, arXiv:1811.06965. [2] Narayanan et al. 2021, arXiv:2104.04473. [3] Qi et al. 2023,
     arXiv:2401.10241 (ZB-H1 with v stages a rank; ZB-V, where the paper leaves out the time until a rank has its first
@@ -240,8 +222,6 @@ def plan_schedule(
         ahead: how many computes before its use a receive or gather is posted, so that they overlap. A receive never
             moves before an earlier message of the same two ranks. A backend may send nothing until it is posted. With
             `gather="microbatch"` each keeps one more unit alive.
-        overlap: run each forward and backward that dualpipev pairs as one `Pair`, in which the collectives of one
-            overlap with the compute of the other. With `gather="microbatch"` units of both are alive at once.
 
     Raises:
         ScheduleError: the schedule does not exist, or cannot have these numbers; all of them are listed.
@@ -259,11 +239,9 @@ def plan_schedule(
     rows += _wrong_options(gather, scatter, ahead)
     mend = "Give whole numbers from 1, and ahead from 0." if rows else ""
     rows = rows or _misfits(name, plan, ranks, local, microbatches)
-    if overlap and name not in PAIRED:
-        rows.append(f"overlap is {overlap!r}, but only {', '.join(PAIRED)} pairs forwards with backwards")
     if rows:
         raise ScheduleError(message(f"cannot plan {name} with these numbers.", rows, mend))
-    return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead, bool(overlap))
+    return _plan(name, ranks, microbatches, local, gather, scatter or gather, ahead)
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -285,7 +263,7 @@ def _wrong_options(gather: str, scatter: str | None, ahead: int) -> list[str]:
 
 
 def _misfits(name: str, plan: _Plan, ranks: int, local: int, microbatches: int) -> list[str]:
-    """Objections to the arguments of a kind of schedule."""
+    """Return objections to the arguments of a kind of schedule."""
     rows: list[str] = []
     if local < plan.least or (plan.most is not None and local > plan.most):
         wanted = f"at least {plan.least}" if plan.most is None else f"{plan.least}"
@@ -316,35 +294,27 @@ def _plan(
     gather: Frequency,
     scatter: Frequency,
     ahead: int,
-    overlap: bool,
 ) -> Schedule:
     plan = _PLANS[name]
     owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local
-    groups = [
-        [[Action(cast(Kind, kind), stage, m) for kind, stage, m in group] for group in row]
-        for row in plan.order(ranks, local, microbatches)
-    ]
-    pairs = tuple(Pair(*group) for row in groups for group in row if len(group) == 2)
-    if overlap:
-        computes: Table = tuple(tuple(Pair(*group) if len(group) == 2 else group[0] for group in row) for row in groups)
-    else:
-        computes = tuple(tuple(itertools.chain.from_iterable(row)) for row in groups)
+    order = plan.order(ranks, local, microbatches)
+    computes = tuple(tuple(Action(cast(Kind, kind), stage, m) for kind, stage, m in row) for row in order)
     table = lower(owner, computes, gather=gather, scatter=scatter, ahead=ahead)
-    return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table, pairs))
+    return check_schedule(Schedule(name, ranks, ranks * local, microbatches, owner, table))
 
 
 @functools.lru_cache(maxsize=64)
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forward computes of a schedule in their order, with each stage gathered once, and no gradients."""
-    computes = tuple(tuple(a for a in flat(row) if a.kind == "F") for row in schedule.table)
+    """Return the forwards of a schedule in their order, with each stage gathered once, and no gradients."""
+    computes = tuple(tuple(a for a in row if a.kind == "F") for row in schedule.table)
     table = lower(schedule.owner, computes, gather="step", scatter="step", ahead=1)
-    return replace(schedule, name=f"{schedule.name}, forward only", table=table, pairs=())
+    return replace(schedule, name=f"{schedule.name}, forward only", table=table)
 
 
 # ------------------------------------------------------------------------------------------------------ tables of users
 @named("fs.pipeline.make_schedule")
 def make_schedule(
-    computes: Sequence[Sequence[Entry | str]],
+    computes: Sequence[Sequence[Action | str]],
     *,
     name: str = "custom",
     gather: Frequency = "step",
@@ -355,8 +325,7 @@ def make_schedule(
 
     Args:
         computes: for each rank its F, B, I and W in order, as actions or as they print: `[["0F0", "0B0"]]`. Stages and
-            microbatches are those that appear, a stage is on the rank where it appears. A forward and a backward that
-            are computed as one are a `Pair`, such as `"0F1+0B0"`.
+            microbatches are those that appear, a stage is on the rank where it appears.
         name: of the schedule.
         gather: as in `plan_schedule`, and so for the others.
         scatter: of gradients.
@@ -369,17 +338,16 @@ def make_schedule(
         >>> fs.pipeline.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
         Schedule(custom: 2 ranks, 2 stages, 2 microbatches, 20 actions)
     """
-    table = tuple(tuple(parse_entry(a) if isinstance(a, str) else a for a in row) for row in computes)
-    places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in flat(row)}
+    table = tuple(tuple(Action.parse(a) if isinstance(a, str) else a for a in row) for row in computes)
+    places = {action.stage: rank for rank, row in reversed(list(enumerate(table))) for action in row}
     owner = tuple(places.get(stage, -1) for stage in range(max(places, default=-1) + 1))
-    microbatches = 1 + max((a.microbatch for row in table for a in flat(row) if a.microbatch is not None), default=-1)
+    microbatches = 1 + max((a.microbatch for row in table for a in row if a.microbatch is not None), default=-1)
     rows = _wrong_options(gather, scatter, ahead) or validation.compute_faults(owner, microbatches, table)
     if rows:
         mend = "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
         raise ScheduleError(message("cannot use these computes.", rows, mend))
     whole = lower(owner, table, gather=gather, scatter=scatter or gather, ahead=ahead)
-    pairs = tuple(entry for row in table for entry in row if isinstance(entry, Pair))
-    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole, pairs))
+    return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
 
 
 @named("fs.pipeline.check_schedule")

@@ -1,19 +1,17 @@
 """Timelines: when each action of a table begins and ends, given compute durations and message latency only.
 
-In: a table and the durations of its actions. Out: a `Timeline` with begin and end of each action, total time, idle
-share, and the activations in flight; as text, one row a rank.
-Guarantees: a rank does one compute action, or pair of them, at a time; no action begins before what it needs has ended;
-the busy time of a rank is the sum of its durations.
+A rank does one compute action at a time, no action begins before what it needs has ended, and the busy time of a rank
+is the sum of its durations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsharding.base.errors import ScheduleError, message
-from fsharding.pipeline.actions import Action, Entry, Owner, Pair, Table, computes_in, flat
+from fsharding.pipeline.actions import COMPUTES, Action, Owner, Table
 
 __all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]
 
@@ -26,20 +24,15 @@ class Durations(NamedTuple):
         backward_input: of I. B takes this and the next.
         backward_weight: of W.
         send: from the end of a compute action until its message is at the other rank. Messages do not slow each other.
-        pair: duration of an F and a B that run as one. With None it is the sum of both, and an F and B that the table
-            lists separately stay separate.
     """
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     send: float = 0.0
-    pair: float | None = None
 
-    def of(self, action: Entry) -> float:
-        """How long an action or pair keeps its rank busy; 0 for what runs beside the computes."""
-        if isinstance(action, Pair):
-            return self.of(action.forward) + self.of(action.backward) if self.pair is None else self.pair
+    def of(self, action: Action) -> float:
+        """Return how long an action keeps its rank busy; 0 for what runs beside the computes."""
         match action.kind:
             case "F":
                 return self.forward
@@ -54,9 +47,9 @@ class Durations(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One action or pair in time; a message ends when it has arrived."""
+    """One action in time; a message ends when it has arrived."""
 
-    action: Entry
+    action: Action
     begin: float
     end: float
 
@@ -95,9 +88,9 @@ class Timeline:
         A slot is as long as the shortest action. `.` is idle, `--` goes on with the action before. Cells say the stage
         where ranks have several: `F0` is microbatch 0, `2F0` is that on stage 2.
         """
-        rows = [[span for span in row if computes_in(span.action) and span.end > span.begin] for row in self.spans]
+        rows = [[span for span in row if span.action.kind in COMPUTES and span.end > span.begin] for row in self.spans]
         slot = min((span.end - span.begin for row in rows for span in row), default=1.0)
-        several = any(len({a.stage for span in row for a in computes_in(span.action)}) > 1 for row in rows)
+        several = any(len({span.action.stage for span in row}) > 1 for row in rows)
         cells = [list(_cells(row, slot, round(self.total / slot), several)) for row in rows]
         width = max((len(cell) for row in cells for cell in row), default=1)
         label = len(f"rank {len(rows) - 1}")
@@ -109,7 +102,7 @@ class Timeline:
 
 
 def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[str]:
-    """The action of a rank in the middle of each slot."""
+    """Yield the action of a rank in the middle of each slot."""
     spans = iter(row)
     shown = None
     span = next(spans, None)
@@ -123,35 +116,25 @@ def _cells(row: list[Span], slot: float, slots: int, several: bool) -> Iterator[
             yield "--"
         else:
             shown = span
-            yield "+".join(str(a) if several else str(a)[len(str(a.stage)) :] for a in flat((span.action,)))
+            yield str(span.action) if several else str(span.action)[len(str(span.action.stage)) :]
 
 
 def in_flight(table: Table) -> tuple[int, ...]:
-    """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not; no times enter it."""
+    """Return for each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
     most: list[int] = []
     for row in table:
         now = 0
         top = 0
-        for action in flat(row):
+        for action in row:
             now += (action.kind == "F") - (action.kind in ("B", "W"))
             top = max(top, now)
         most.append(top)
     return tuple(most)
 
 
-def simulate(owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]] = ()) -> Timeline:
-    """Runs a table on ranks that do nothing but wait and take time.
-
-    Args:
-        owner: the rank of each stage.
-        table: with messages, or of computes and pairs alone; then each result is sent when it is there.
-        pairs: of an F and the next compute of its rank, a B, that the table has apart, and that are computed as one if
-            the durations have a time for it.
-
-    Raises:
-        ScheduleError: some ranks wait for ever; each is listed with the action at which it stands.
-    """
-    run = _Run(owner, table, durations, pairs)
+def simulate(owner: Owner, table: Table, durations: Durations) -> Timeline:
+    """Run a table on ranks that only wait and take time; without messages each result is sent when it is there."""
+    run = _Run(owner, table, durations)
     at = [0] * len(table)
     moved = True
     while moved:
@@ -165,7 +148,7 @@ def simulate(owner: Owner, table: Table, durations: Durations, pairs: Iterable[t
     if rows:
         mend = "F comes after F of the stage before, B or I after that of the next stage, W after I."
         raise ScheduleError(message("has no end: these ranks wait for ever.", rows, mend))
-    busy = tuple(sum(map(run.takes, row)) for row in table)
+    busy = tuple(sum(map(durations.of, row)) for row in table)
     spans = tuple(tuple(run.with_latency(span) for span in row) for row in run.spans)
     return Timeline(spans, durations, max(run.clocks, default=0.0), busy, in_flight(table))
 
@@ -173,57 +156,35 @@ def simulate(owner: Owner, table: Table, durations: Durations, pairs: Iterable[t
 class _Run:
     """The ranks of a simulation: a clock each, and what has arrived when."""
 
-    def __init__(self, owner: Owner, table: Table, durations: Durations, pairs: Iterable[tuple[Action, Action]]):
+    def __init__(self, owner: Owner, table: Table, durations: Durations):
         self.owner = owner
         self.durations = durations
-        together = {a for row in table for entry in row if isinstance(entry, Pair) for a in entry}
-        apart = {} if durations.pair is None else dict(pairs)
-        self.backward_of = {f: b for f, b in apart.items() if f not in together}
-        self.backwards = frozenset(self.backward_of.values())
-        self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in flat(row))
+        self.by_itself = not any(action.kind.startswith("SEND") for row in table for action in row)
         self.clocks = [0.0] * len(table)
         self.spans: list[list[Span]] = [[] for _ in table]
         self.done: set[Action] = set()
         self.arrived: dict[tuple[str, int, int | None], float] = {}
 
-    def takes(self, action: Entry) -> float:
-        """How long an action keeps its rank busy; the B of a pair that the table has apart is done with its F."""
-        if isinstance(action, Pair):
-            return self.durations.of(action)
-        if action in self.backwards:
-            return 0.0
-        pair = self.durations.pair if action in self.backward_of else None
-        return self.durations.of(action) if pair is None else pair
-
-    def step(self, rank: int, entry: Entry) -> bool:
-        """Does an action or a pair, unless it has to wait for another rank."""
+    def step(self, rank: int, action: Action) -> bool:
+        """Do an action, unless it has to wait for another rank."""
         begin = self.clocks[rank]
-        computes = computes_in(entry)
-        if computes:
-            ready = self._ready(computes)
+        kind, stage, microbatch = action
+        if kind in COMPUTES:
+            ready = self._arrival(action)
             if ready is None:
                 return False
             begin = max(begin, ready)
-            self.clocks[rank] = begin + self.takes(entry)
-            self.done.update(computes)
-            for action in computes:
-                self._hand_over(action)
-        else:
-            for kind, stage, microbatch in flat((entry,)):
-                if kind.startswith("SEND"):
-                    to = stage + 1 if kind == "SEND_F" else stage - 1
-                    self.arrived[kind[-1], to, microbatch] = begin + self.durations.send
-        self.spans[rank].append(Span(entry, begin, self.clocks[rank]))
+            self.clocks[rank] = begin + self.durations.of(action)
+            self.done.add(action)
+            self._hand_over(action)
+        elif kind.startswith("SEND"):
+            to = stage + 1 if kind == "SEND_F" else stage - 1
+            self.arrived[kind[-1], to, microbatch] = begin + self.durations.send
+        self.spans[rank].append(Span(action, begin, self.clocks[rank]))
         return True
 
-    def _ready(self, computes: Sequence[Action]) -> float | None:
-        """When the inputs of a compute action, or of a pair, are there; None while that is not known."""
-        backwards = [self.backward_of[action] for action in computes if action in self.backward_of]
-        inputs = [self._arrival(action) for action in (*computes, *backwards)]
-        return None if None in inputs else max(time for time in inputs if time is not None)
-
     def _arrival(self, action: Action) -> float | None:
-        """When the inputs of one compute action are there; None while that is not known."""
+        """Return when the inputs of a compute action are there; None while that is not known."""
         kind, stage, microbatch = action
         if kind == "F":
             return 0.0 if stage == 0 else self.arrived.get(("F", stage, microbatch))
@@ -234,7 +195,7 @@ class _Run:
         return self.arrived.get(("B", stage, microbatch))
 
     def _hand_over(self, action: Action) -> None:
-        """Gives a result to a neighbor on the same rank, and to any where the table has no messages."""
+        """Give a result to a neighbor on the same rank, and to any if the table has no messages."""
         step = {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
         to = action.stage + step
         if step == 0 or not 0 <= to < len(self.owner):
@@ -246,9 +207,7 @@ class _Run:
             self.arrived[name, to, action.microbatch] = self.clocks[here] + (0.0 if local else self.durations.send)
 
     def with_latency(self, span: Span) -> Span:
-        """A span with the end of its message."""
-        if isinstance(span.action, Pair):
-            return span
+        """Return a span with the end of its message."""
         kind, stage, microbatch = span.action
         if kind.startswith("SEND"):
             return span._replace(end=span.begin + self.durations.send)

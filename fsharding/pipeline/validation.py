@@ -1,9 +1,5 @@
-"""Checking: everything that is wrong with a table, as sentences.
+"""Check a table: everything that is wrong with it, as sentences.
 
-In: a table, the owner of each stage, the number of microbatches. Out: rows for an error; none if the table is right.
-Guarantees: each stage has F and B, or F, I and W, of each microbatch once; nothing comes before what it needs; a send
-has its receive, in one order on both sides; parameters are gathered before use, gradients scattered after the last one;
-the two of a pair do not need each other.
 Deadlocks are checked for the strictest backend: it runs the messages of two ranks one at a time, in the order of
 posting. A table that completes there completes on every backend.
 """
@@ -18,12 +14,9 @@ from fsharding.pipeline.actions import (
     KINDS,
     MESSAGES,
     Action,
-    Entry,
     Kind,
     Owner,
-    Pair,
     Table,
-    flat,
     needs,
     partner,
     peer,
@@ -37,13 +30,8 @@ _AFTER: tuple[Kind, ...] = ("SEND_F", "RECV_B")
 
 
 def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
-    """Checks a table: sentences that say what is wrong; empty if nothing is.
-
-    Args:
-        owner: the rank of each stage.
-        table: for each rank its actions.
-    """
-    rows = list(_strangers(owner, microbatches, table)) + list(_odd_pairs(table))
+    """Return sentences that say what is wrong with a table."""
+    rows = list(_strangers(owner, microbatches, table))
     if rows:
         return rows  # what follows looks up neighbors by index
     rows += _incomplete(owner, microbatches, table)
@@ -52,32 +40,21 @@ def faults(owner: Owner, microbatches: int, table: Table) -> list[str]:
     rows += _mixed(table)
     for rank, row in enumerate(table):
         for stage in (stage for stage, at in enumerate(owner) if at == rank):
-            own = [action for action in flat(row) if action.stage == stage]
+            own = [action for action in row if action.stage == stage]
             rows += [f"rank {rank}: {text}" for text in (*_ungathered(stage, own), *_unscattered(stage, own))]
     return rows or _crossed(owner, table) or _endless(owner, table)
 
 
 def compute_faults(owner: Owner, microbatches: int, computes: Table) -> list[str]:
-    """Checks the computes of a table that has no messages yet; their order is not looked at."""
+    """Check the computes of a table that has no messages yet, but not their order."""
     rows = [
         f"rank {rank}: {action} is no F, B, I or W"
         for rank, row in enumerate(computes)
-        for action in flat(row)
+        for action in row
         if action.kind not in COMPUTES
     ]
-    rows = rows or list(_strangers(owner, microbatches, computes)) + list(_odd_pairs(computes))
+    rows = rows or list(_strangers(owner, microbatches, computes))
     return rows or list(_incomplete(owner, microbatches, computes))
-
-
-def _odd_pairs(table: Table) -> Iterator[str]:
-    """Find pairs that are not an F with an independent B or I."""
-    for rank, row in enumerate(table):
-        for pair in (entry for entry in row if isinstance(entry, Pair)):
-            forward, backward = pair
-            if forward.kind != "F" or backward.kind not in ("B", "I"):
-                yield f"rank {rank}: {pair} is no F with a B or I"
-            elif forward[1:] == backward[1:]:
-                yield f"rank {rank}: {pair}, but {backward} needs {forward}"
 
 
 def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
@@ -88,7 +65,7 @@ def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
     if len({*owner}) < len(table):
         yield f"ranks {sorted({*range(len(table))} - {*owner})} have no stage"
     for rank, row in enumerate(table):
-        for action in flat(row):
+        for action in row:
             kind, stage, microbatch = action
             if kind not in KINDS:
                 yield f"rank {rank}: {action} is of no kind that there is"
@@ -107,11 +84,11 @@ def _strangers(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
 def _incomplete(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
     """Computes that are missing, and whatever is there twice."""
     for rank, row in enumerate(table):
-        for action, count in Counter(flat(row)).items():
+        for action, count in Counter(row).items():
             allowed = 3 if action.kind == "GATHER" and action.microbatch is not None else 1
             if count > allowed:
                 yield f"rank {rank}: {action} is there {count} times"
-    there = {action for row in table for action in flat(row)}
+    there = {action for row in table for action in row}
     for stage, rank in enumerate(owner):
         for m in range(microbatches):
             if Action("F", stage, m) not in there:
@@ -130,7 +107,7 @@ def _incomplete(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
 def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
     """Messages that are missing, and those within a rank."""
     for rank, row in enumerate(table):
-        there = {action for action in flat(row) if action.kind in MESSAGES}
+        there = {action for action in row if action.kind in MESSAGES}
         for action in sorted(there):
             if peer(action, owner) == rank:
                 yield f"rank {rank}: {action} is not needed, both stages are on this rank"
@@ -145,13 +122,12 @@ def _unsent(owner: Owner, microbatches: int, table: Table) -> Iterator[str]:
 def _disordered(owner: Owner, table: Table) -> Iterator[str]:
     """Actions that stand before what they need."""
     for rank, row in enumerate(table):
-        place = {action: i for i, entry in reversed(list(enumerate(row))) for action in flat((entry,))}
-        for i, entry in enumerate(row):
-            for action in flat((entry,)):
-                for choices in needs(action, owner):
-                    result = [choice for choice in choices if choice in place]
-                    if result and min(place[choice] for choice in result) > i:
-                        yield f"rank {rank}: {entry} stands before {result[0]}, which it needs"
+        place = {action: i for i, action in reversed(list(enumerate(row)))}
+        for i, action in enumerate(row):
+            for choices in needs(action, owner):
+                result = [choice for choice in choices if choice in place]
+                if result and min(place[choice] for choice in result) > i:
+                    yield f"rank {rank}: {action} stands before {result[0]}, which it needs"
 
 
 def _ungathered(stage: int, own: list[Action]) -> Iterator[str]:
@@ -185,8 +161,8 @@ def _mixed(table: Table) -> Iterator[str]:
     """Ranks that gather or scatter once a step for some of their stages, and for each microbatch for others."""
     for rank, row in enumerate(table):
         for kind in ("GATHER", "SCATTER"):
-            once = {a.stage for a in flat(row) if a.kind == kind and a.microbatch is None}
-            each = {a.stage for a in flat(row) if a.kind == kind and a.microbatch is not None} - once
+            once = {a.stage for a in row if a.kind == kind and a.microbatch is None}
+            each = {a.stage for a in row if a.kind == kind and a.microbatch is not None} - once
             if once and each:
                 text = f"stages {sorted(once)} {kind} once a step, stages {sorted(each)} for each microbatch"
                 yield f"rank {rank}: {text}: all stages of a rank do the same"
@@ -215,7 +191,7 @@ def _crossed(owner: Owner, table: Table) -> list[str]:
     sends = defaultdict[tuple[int, int], list[Action]](list)
     receives = defaultdict[tuple[int, int], list[Action]](list)
     for rank, row in enumerate(table):
-        for action in flat(row):
+        for action in row:
             if action.kind.startswith("SEND"):
                 sends[rank, peer(action, owner)].append(action)
             elif action.kind.startswith("RECV"):
@@ -244,14 +220,12 @@ def _endless(owner: Owner, table: Table) -> list[str]:
             over.update((mine[n], theirs[n]))
             done[pair] += 1
 
-    def step(rank: int, entry: Entry) -> bool:
-        actions = [*flat((entry,))]
-        for action in (a for a in actions if a.kind in MESSAGES):
+    def step(rank: int, action: Action) -> bool:
+        if action.kind in MESSAGES:
             other = peer(action, owner)
             posted[rank][other].append(action)
             settle(rank, other)
-        needed = [choices for action in actions for choices in needs(action, owner)]
-        return all(any(c in over or c.kind not in MESSAGES for c in choices) for choices in needed)
+        return all(any(c in over or c.kind not in MESSAGES for c in choices) for choices in needs(action, owner))
 
     moved = True
     while moved:

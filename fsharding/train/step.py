@@ -62,7 +62,7 @@ from fsharding.optim.schedules import noting_rates
 from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.optim.windows import through_windows
 from fsharding.pipeline.executor import Messages, pipeline_grads
-from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
+from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.sharding.layout import Layout, check_fit, on_mesh
 from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.random import fold_in
@@ -871,9 +871,7 @@ def planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int
     ranks = mesh.axis_size("pp")
     planned = schedule
     if isinstance(planned, str):
-        # Experts are what a stage communicates for: there pairs are worth the idle time that they cost.
-        overlap = planned in PAIRED and mesh.axis_size("ep") > 1
-        planned = plan_schedule(planned, ranks, microbatches, overlap=overlap)
+        planned = plan_schedule(planned, ranks, microbatches)
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
         raise ScheduleError(message(text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))

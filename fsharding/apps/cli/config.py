@@ -31,7 +31,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
 from fsharding.pipeline.plots import metrics_rows
-from fsharding.pipeline.schedule import PAIRED, Schedule, plan_schedule
+from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.sharding.partition_spec import DEFAULT_RULES
 from fsharding.sharding.strategy import STRATEGIES
@@ -174,7 +174,6 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
         config.microbatches,
         stages_per_rank=config.stages_per_rank,
         gather=config.gather,
-        overlap=config.schedule in PAIRED and abstract(mesh).axis_size("ep") > 1,
     )
 
 

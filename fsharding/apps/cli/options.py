@@ -33,8 +33,7 @@ class TrainConfig:
         ranks: local ranks to start; left out, this process alone, or the ranks that torchrun started.
         mesh: sizes of axes, such as `replica=2,dp=2,tp=2`; dp takes what is left.
         sequence: cut activations along the sequence over tp between attention and MLP.
-        schedule: of the pipeline over pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev, which has
-            pairs where the mesh has ep.
+        schedule: of the pipeline over pp: gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev.
         stages_per_rank: of the pipeline; left out, the least that the schedule can have.
         stage_layers: layers of each stage, in order, such as `3,5`; left out, as even as possible.
         gather: a stage's parameters that data axes cut come once a step and stay, or anew for each microbatch.

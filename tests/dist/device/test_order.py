@@ -102,7 +102,7 @@ NEEDED = {
     ("leaf_memory.py:arrive", "compute"),  # it is on the device
     ("leaf_memory.py:send", "out"),  # it is updated
     ("leaf_memory.py:_let_go", "compute"),  # it is where it rests
-    ("turns.py:wait_in_turn", "compute"),  # a sum of gradients that are in no unit
+    ("collectives.py:run", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),
 }

@@ -183,46 +183,6 @@ def test_however_much_is_in_flight_bits_calls_and_bytes_are_the_same(ranks, axes
             assert 1 == none[2] < some[2] < every[2]
 
 
-EXPERTS = fs.models.decoder(replace(CONFIG, experts=fs.models.Experts(4, 2, 12, z=1e-2)))
-
-
-def paired(policy, **axes):
-    by_name, apart = "dualpipev", fs.pipeline.plan_schedule("dualpipev", 2, 4)
-    together = fs.pipeline.plan_schedule("dualpipev", 2, 4, overlap=True)
-    results = [digested(schedule, EXPERTS, policy=policy, **axes) for schedule in (apart, together)]
-    state, opt = started(apart, EXPERTS, **axes)
-    step = fs.make_train_step(EXPERTS, opt, microbatches=4, schedule=by_name)
-    with following() as events:
-        step(state, fs.local_batch(token_batch(0, vocab=50, rows=16), state.layout.mesh))
-    pairs = [pair for pair in together.table[torch.distributed.get_rank() // 2] if isinstance(pair, fs.pipeline.Pair)]
-    return results, pairs, [*map(str, events)]
-
-
-def begins_in(events, forward, backward):
-    return f"begin {backward}" in events[events.index(f"begin {forward}") : events.index(f"end {forward}")]
-
-
-@pytest.mark.parametrize(
-    ("policy", "axes"),
-    [
-        (policies.save_except_gathered, {"ep": 2}),
-        pytest.param(policies.nothing_saveable, {"ep": 2}, marks=full),
-        *(pytest.param(policies.nothing_saveable, {axis: 2}, marks=full) for axis in ("dp", "cp", "tp")),
-    ],
-)
-def test_a_pair_computes_one_while_the_other_waits_and_gets_the_same_bits(policy, axes):
-    every = run_ranks(paired, 4, policy, pp=2, **axes)
-    for ((apart, apart_sent, one_by_one), (digest, sent, by_turns)), pairs, by_name in every:
-        assert (digest, sent) == (apart, apart_sent) and pairs and sorted(by_turns) == sorted(one_by_one)
-        inside = [[begins_in(events, *pair) for pair in pairs] for events in (one_by_one, by_turns, by_name)]
-        waits = "tp" in axes or "ep" in axes
-        assert inside == [[False] * len(pairs), [waits] * len(pairs), ["ep" in axes] * len(pairs)], (
-            "the backward begins while the forward waits; a step that plans by name does so where there are experts"
-        )
-    for i in (0, 2):
-        assert every[i][0][1][2] == every[i + 1][0][1][2], "ranks that share a stage do the same in the same order"
-
-
 def order_of(name):
     """For each forward of the last stage, how many of its activations had been asked for before it began."""
     schedule = fs.pipeline.plan_schedule(name, 2, 4)

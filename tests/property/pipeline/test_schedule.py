@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding.base.errors import ScheduleError
-from fsharding.pipeline.actions import COMPUTES, MESSAGES, Pair, computes_in, flat, needs, partner, uses_parameters
+from fsharding.pipeline.actions import COMPUTES, MESSAGES, needs, partner, uses_parameters
 from fsharding.pipeline.lowering import late
-from fsharding.pipeline.schedule import PAIRED, SCHEDULES
+from fsharding.pipeline.schedule import SCHEDULES
 from tests.helpers import full
 
 HOWS = st.sampled_from(["step", "microbatch"])
@@ -32,11 +32,9 @@ def schedules(draw, least_ranks=1, most_ahead=3):
     name, ranks = draw(st.sampled_from(SCHEDULES)), draw(st.integers(least_ranks, 8))
     microbatches, ahead = draw(st.sampled_from(can_have(name, ranks))), draw(st.integers(0, most_ahead))
     local = draw(st.integers(2, 3)) if name.startswith("interleaved") else None
-    overlap = draw(st.booleans()) if name in PAIRED else False
     return fs.pipeline.plan_schedule(
-        name, ranks, microbatches, stages_per_rank=local, gather=draw(HOWS), scatter=draw(HOWS), ahead=ahead,
-        overlap=overlap,
-    )  # fmt: skip
+        name, ranks, microbatches, stages_per_rank=local, gather=draw(HOWS), scatter=draw(HOWS), ahead=ahead
+    )
 
 
 def changed(schedule, rank, row):
@@ -47,7 +45,7 @@ def between(row):
     """What a row sends and receives before each of its computes; of one moment, the order is free but for each pair."""
     found = [[]]
     for entry in row:
-        if computes_in(entry):
+        if entry.kind in COMPUTES:
             found += [entry, []]
         elif entry.kind in MESSAGES:
             found[-1].append(entry)
@@ -64,7 +62,7 @@ def test_what_can_be_planned_is_right(schedule):
     assert fs.pipeline.check_schedule(schedule) is schedule
     for rank, row in enumerate(schedule.table):
         order = defaultdict(list)
-        for action in flat(row):
+        for action in row:
             if action.kind in "BW":
                 order[action.stage].append(action.microbatch)
         assert order == {stage: [*range(schedule.microbatches)] for stage in schedule.stages_on(rank)}, (
@@ -85,9 +83,9 @@ def test_an_action_that_is_left_out_or_doubled_is_noticed(schedule, data):
 def dependent(schedule, rank):
     """Pairs of places on a rank whose actions have to come in this order."""
     row = schedule.table[rank]
-    place = {action: i for i, entry in enumerate(row) for action in flat((entry,))}
+    place = {action: i for i, action in enumerate(row)}
     gathered, last = {}, {}
-    for i, action in ((i, action) for i, entry in enumerate(row) for action in flat((entry,))):
+    for i, action in enumerate(row):
         yield from ((place[c], i) for choices in needs(action, schedule.owner) for c in choices if c in place)
         stage, m = action.stage, action.microbatch
         if action.kind == "GATHER":
@@ -114,7 +112,7 @@ def test_messages_in_another_order_than_their_receives_are_noticed(schedule, dat
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     channels = defaultdict(list)
     for i, action in enumerate(schedule.table[rank]):
-        if not isinstance(action, Pair) and action.kind.startswith("SEND"):
+        if action.kind.startswith("SEND"):
             channels[schedule.peer(action)].append(i)
     pairs = [pair for places in channels.values() for pair in pairwise(places)]
     assume(pairs)
@@ -135,11 +133,11 @@ def test_times_add_up(schedule, times, send):
     assert timeline.total >= max(path, *timeline.busy)
     assert 0 <= timeline.bubble_share < 1
     for row in timeline.spans:
-        computes = [span for span in row if computes_in(span.action)]
+        computes = [span for span in row if span.action.kind in COMPUTES]
         assert all(a.end <= b.begin for a, b in pairwise(computes))
-        ends = {action: span.end for span in row for action in flat((span.action,))}
+        ends = {span.action: span.end for span in row}
         for span in computes:
-            for choices in (c for action in computes_in(span.action) for c in needs(action, schedule.owner)):
+            for choices in needs(span.action, schedule.owner):
                 assert span.begin >= min(ends[choice] for choice in choices if choice in ends)
 
 
@@ -148,7 +146,7 @@ def test_a_rank_may_wait_at_each_receive_that_is_late(schedule):
     """Where nothing is posted ahead, receives may block and messages need no other order than that of each channel."""
     table = tuple(late(row, schedule.owner) for row in schedule.table)
     fs.pipeline.check_schedule(replace(schedule, table=table))
-    computes = [[entry for entry in row if computes_in(entry)] for row in table]
+    computes = [[action for action in row if action.kind in COMPUTES] for row in table]
     for rank, (row, lowered) in enumerate(zip(table, fs.pipeline.make_schedule(computes, ahead=0).table, strict=True)):
         assert sorted(row, key=str) == sorted(schedule.table[rank], key=str)
         assert between(row) == between(lowered), "as if it had been planned so"
@@ -159,10 +157,9 @@ def test_a_rank_may_wait_at_each_receive_that_is_late(schedule):
         for rank, row in enumerate(table):
             while at[rank] < len(row):
                 action = row[at[rank]]
-                kind = "" if isinstance(action, Pair) else action.kind
-                if kind.startswith("SEND"):
+                if action.kind.startswith("SEND"):
                     channels[rank, schedule.peer(action)].append(action)
-                if kind.startswith("RECV"):
+                if action.kind.startswith("RECV"):
                     channel = channels[schedule.peer(action), rank]
                     if not channel:
                         break
@@ -175,12 +172,12 @@ def test_a_rank_may_wait_at_each_receive_that_is_late(schedule):
 @given(schedules(), st.integers(1, 3))
 def test_a_receive_is_posted_before_the_compute_before_its_use(schedule, ahead):
     """Or right after an earlier message of the same two ranks, which name theirs in one order."""
-    computes = [[entry for entry in row if computes_in(entry)] for row in schedule.table]
+    computes = [[action for action in row if action.kind in COMPUTES] for row in schedule.table]
     for row in fs.pipeline.make_schedule(computes, ahead=ahead).table:
         posted, since, last = {}, 0, {}
         for action in row:
-            if isinstance(action, Pair) or action.kind in COMPUTES:
-                needed = [c for a in flat((action,)) for choices in needs(a, schedule.owner) for c in choices]
+            if action.kind in COMPUTES:
+                needed = [c for choices in needs(action, schedule.owner) for c in choices]
                 for choice in (c for c in needed if c in posted):
                     at, earlier = posted.pop(choice)
                     assert at == max(earlier, since - ahead, 0) or at < since - ahead

@@ -9,7 +9,7 @@ import torch
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError, ScheduleError
-from fsharding.pipeline.actions import KINDS, Action, flat, parse_entry
+from fsharding.pipeline.actions import KINDS, Action
 from tests.helpers import refusal
 
 SIZES = [(1, 3), (2, 4), (3, 4), (4, 8), (5, 5), (6, 12)]
@@ -57,38 +57,6 @@ def test_stages_on_one_rank_hand_over_without_messages():
     assert {action.kind for action in alone.table[0]} == {"F", "B", "GATHER", "SCATTER"}
 
 
-def test_a_forward_and_a_backward_as_one():
-    schedule = fs.pipeline.plan_schedule("dualpipev", 2, 4, ahead=0, overlap=True)
-    assert rows(schedule)[1] == (
-        "1RECV_F0 1GATHER 1F0 2GATHER 2F0 1RECV_F1 1RECV_F2 2SEND_F0 1F1 2F1 2RECV_B0 2SEND_F1 1F2 2B0 2F2+1B0 2RECV_B1 "
-        "1RECV_F3 1SEND_B0 2SEND_F2 1F3+2B1 2F3+1B1 2RECV_B2 1SEND_B1 2SEND_F3 2B2 1B2 1SEND_B2 2RECV_B3 2I3 1I3 "
-        "1SEND_B3 2W3 2SCATTER 1W3 1SCATTER"
-    )
-    apart = fs.pipeline.plan_schedule("dualpipev", 2, 4, ahead=0)
-    pairs = [entry for row in schedule.table for entry in row if isinstance(entry, fs.pipeline.Pair)]
-    assert tuple(pairs) == schedule.pairs == apart.pairs and apart != schedule
-    computes = [[a for a in flat(row) if a.kind in "FBIW"] for row in schedule.table]
-    assert computes == [[a for a in row if a.kind in "FBIW"] for row in apart.table] and parse_entry("2F2+1B0") in pairs
-    assert schedule.actions_on(1) == tuple(flat(schedule.table[1])) and schedule.in_flight == apart.in_flight
-    words = [[str(entry) for entry in row if "_" not in str(entry) and "R" not in str(entry)] for row in schedule.table]
-    assert fs.pipeline.make_schedule(words, name="dualpipev", ahead=0) == schedule
-
-
-def test_pairs_in_time():
-    mine = fs.pipeline.make_schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1+1B0", "1B1"]])
-    assert mine.show() == (
-        "Schedule(custom: 2 ranks, 2 stages, 2 microbatches, 19 actions)\n"
-        "rank 0 | F0    F1    .     .     .     B0    --    B1    --    | idle 33.3%, 2 in flight\n"
-        "rank 1 | .     F0    F1+B0 --    --    B1    --    .     .     | idle 33.3%, 2 in flight\n"
-        "total 9, bubbles 33.3%"
-    )
-    hidden = mine.simulate(1, 1, 1, send=0.5, pair=2)
-    (span,) = [span for span in hidden.spans[1] if str(span.action) == "1F1+1B0"]
-    assert span[1:] == (2.5, 4.5) and hidden.busy == (6, 5) and hidden.total == 9
-    ends = {str(span.action): span[1:] for row in hidden.spans for span in row}
-    assert ends["1SEND_B0"] == (4.5, 5) and ends["0B0"] == (5, 7), "what a pair gives is sent after it"
-
-
 def test_what_an_interpreter_asks():
     schedule = fs.pipeline.plan_schedule("interleaved", 3, 6)
     assert schedule.owner == (0, 1, 2, 0, 1, 2) and schedule.stages_on(1) == (1, 4)
@@ -115,8 +83,8 @@ def test_idle_time_is_that_of_the_papers(ranks, microbatches, times):
     forward, backward_input, backward_weight = times
     both, p, m = sum(times), ranks, microbatches
 
-    def of(name, pair=None, **kwargs):
-        timeline = fs.pipeline.plan_schedule(name, ranks, microbatches, **kwargs).simulate(*times, pair=pair)
+    def of(name, **kwargs):
+        timeline = fs.pipeline.plan_schedule(name, ranks, microbatches, **kwargs).simulate(*times)
         idle = {timeline.total - busy for busy in timeline.busy}
         assert len(idle) == 1, "every rank has the same work"
         local = kwargs.get("stages_per_rank", 1 if name in ("gpipe", "1f1b") else 2)
@@ -134,11 +102,9 @@ def test_idle_time_is_that_of_the_papers(ranks, microbatches, times):
         assert of("zbv") == (pytest.approx((p - 1) / (6 * m + p - 1)), p - 1)
     if m >= 2 * p:
         published = (p - 1) * (forward + 2 * backward_input - backward_weight)
-        one_by_one, overlapped = of("dualpipev"), of("dualpipev", pair=both)
-        assert one_by_one[1] <= published
-        assert times != (1, 1, 1) or one_by_one[1] == p - 1
-        assert forward != backward_input or overlapped[1] == published
-        assert of("dualpipev", overlap=True) == overlapped, "planned as one, they are computed as one"
+        _, idle = of("dualpipev")
+        assert idle <= published
+        assert times != (1, 1, 1) or idle == p - 1
 
 
 def test_with_few_microbatches():
@@ -214,11 +180,6 @@ def test_a_layout_takes_them():
             ("1fb1", 2, 4), {},
             "fs.pipeline.plan_schedule knows no schedule '1fb1'.\n"
             "Schedules are gpipe, 1f1b, interleaved, interleaved_zero_bubble, zbv, dualpipev. Did you mean '1f1b'?",
-        ),
-        (
-            ("zbv", 2, 4), {"overlap": True},
-            "fs.pipeline.plan_schedule cannot plan zbv with these numbers.\n"
-            "  overlap is True, but only dualpipev pairs forwards with backwards",
         ),
         (
             ("gpipe", 0, 2.0), {"gather": "layer", "ahead": -1},
@@ -310,31 +271,17 @@ def test_all_that_is_wrong_with_a_table_is_said(edits, faults):
     assert refusal(fs.pipeline.check_schedule, broken, kind=ScheduleError) == wanted
 
 
-def test_pairs_that_cannot_be_one():
-    computes = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1+1B1", "1B0+1F1"]]
-    assert refusal(fs.pipeline.make_schedule, computes, kind=ScheduleError) == (
-        "fs.pipeline.make_schedule cannot use these computes.\n"
-        "  rank 1: 1F1+1B1, but 1B1 needs 1F1\n"
-        "  rank 1: 1B0+1F1 is no F with a B or I\n"
-        "Give F and B, or F, I and W, of every stage and microbatch once, each stage on one rank."
-    )
-    planned = fs.pipeline.plan_schedule("dualpipev", 2, 4, ahead=0, overlap=True)
-    row = list(planned.table[1])
-    row.remove(send := parse_entry("1SEND_B0"))
-    row.insert(row.index(parse_entry("2F2+1B0")), send)
-    assert "rank 1: 1SEND_B0 stands before 1B0, which it needs" in refusal(
-        fs.pipeline.check_schedule, replace(planned, table=(planned.table[0], tuple(row))), kind=ScheduleError
-    )
-    assert refusal(fs.pipeline.make_schedule, [["0F0+0G1"]], kind=ScheduleError).startswith(
-        "fs.pipeline.Action.parse cannot read '0G1'."
-    )
-    # 1F1 needs 0F1, which is after 0B0; and 0B0 needs 1B0, which is one with 1F1.
-    late = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1+1B0", "1B1"]]
+def test_computes_without_an_end_are_refused():
+    # 1F1 needs 0F1, which is after 0B0; and 0B0 needs 1B0, which is after 1F1.
+    late = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     assert refusal(fs.pipeline.make_schedule, late, kind=ScheduleError) == (
         "fs.pipeline.make_schedule has no end: these ranks wait for ever.\n"
         "  rank 0 stands at 0B0\n"
-        "  rank 1 stands at 1F1+1B0\n"
+        "  rank 1 stands at 1F1\n"
         "F comes after F of the stage before, B or I after that of the next stage, W after I."
+    )
+    assert refusal(fs.pipeline.make_schedule, [["0F0", "0G1"]], kind=ScheduleError).startswith(
+        "fs.pipeline.Action.parse cannot read '0G1'."
     )
 
 
