@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
+
+from fsharding.apps.cli.metrics import metrics_rows
 
 
 def clean_environment(**env: str) -> dict[str, str]:
@@ -16,3 +19,8 @@ def clean_environment(**env: str) -> dict[str, str]:
 def losses(out: Path) -> list[float]:
     """The loss of each step that a run in this directory has logged."""
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file that are well-formed."""
+    return [*metrics_rows(path)]

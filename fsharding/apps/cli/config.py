@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import fsharding as fs
 from fsharding import checkpoint
+from fsharding.apps.cli.metrics import metrics_rows
 from fsharding.apps.cli.offload import offloaded, policy_of
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import choose
@@ -30,7 +31,6 @@ from fsharding.mesh.abstract_mesh import AXES, AbstractMesh, make_shape, parse_a
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.model import Model
 from fsharding.models.presets import recipe
-from fsharding.pipeline.plots import metrics_rows
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.pipeline.stages import stages_of
 from fsharding.sharding.partition_spec import DEFAULT_RULES

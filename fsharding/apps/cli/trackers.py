@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from fsharding.apps.cli.metrics import metrics_rows
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, did_you_mean, message
 from fsharding.checkpoint.directory import append, naming_path
-from fsharding.pipeline.plots import metrics_rows
 
 __all__ = ["TRACKERS", "Tracker", "cut_rows", "open_trackers", "parse_trackers", "require_trackers", "tracker_files"]
 

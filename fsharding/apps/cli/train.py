@@ -40,6 +40,7 @@ from fsharding.apps.cli.config import (
     schedule_of,
     stages,
 )
+from fsharding.apps.cli.metrics import metrics_rows, plot_loss
 from fsharding.apps.cli.offload import offloaded, policy_of
 from fsharding.apps.cli.resume import Choice, alone_in, choose, is_damaged
 from fsharding.apps.cli.throughput import Meter, flops_per_token, peak_flops
@@ -59,7 +60,7 @@ from fsharding.mesh.device_mesh import data_rank_and_size, everyone, make_mesh, 
 from fsharding.mesh.failures import among, naming_lost, world_size, write_stacks
 from fsharding.models.model import Model
 from fsharding.models.presets import Recipe, recipe
-from fsharding.pipeline.plots import has_matplotlib, metrics_rows, plot_loss
+from fsharding.pipeline.plots import has_matplotlib
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.strategy import Strategy
 from fsharding.train.evaluate import Evaluate, evaluate

@@ -13,11 +13,11 @@ import pytest
 import tyro
 
 from fsharding.apps.cli.config import check
+from fsharding.apps.cli.metrics import plot_loss
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import _train
-from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import run_ranks
-from tests.commands import clean_environment
+from tests.commands import clean_environment, read_metrics
 from tests.helpers import full, small_disk
 
 pytestmark = pytest.mark.timeout(120)

@@ -36,9 +36,9 @@ from fsharding.checkpoint.dcp_metadata import inventory
 from fsharding.checkpoint.serialized_layout import layout_of
 from fsharding.interop import hf
 from fsharding.interop.hf.folder import open_folder
-from fsharding.pipeline.plots import read_metrics
 from tests import checkpoints
 from tests.checkpoints import small_draws
+from tests.commands import read_metrics
 from tests.helpers import full, slow
 
 ROOT = Path(__file__).resolve().parents[3]

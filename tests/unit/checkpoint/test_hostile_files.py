@@ -23,6 +23,7 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.apps.cli import main as cli
 from fsharding.apps.cli.config import batches_seen, check
+from fsharding.apps.cli.metrics import plot_loss
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.data import from_files, from_tokens, open_data
 from fsharding.base.calls import call_as
@@ -31,10 +32,10 @@ from fsharding.checkpoint import directory, inert_pickle, manifest, reader, torc
 from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
 from fsharding.foreign import safetensors_headers
 from fsharding.interop import hf
-from fsharding.pipeline.plots import plot_loss, read_metrics
 from fsharding.testing import assert_bitwise_equal
 from tests import checkpoints
 from tests.checkpoints import reseal, small_draws
+from tests.commands import read_metrics
 from tests.helpers import refusal, slow
 
 CONFIG = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)

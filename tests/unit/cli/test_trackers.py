@@ -15,7 +15,7 @@ from fsharding.apps.cli.main import main
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
 from fsharding.base.errors import ConfigError
-from fsharding.pipeline.plots import read_metrics
+from tests.commands import read_metrics
 from tests.helpers import slow
 
 ALL = ("tensorboard,wandb", "json")

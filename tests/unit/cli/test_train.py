@@ -12,10 +12,11 @@ from fsharding import checkpoint
 from fsharding.apps.cli import train as runs
 from fsharding.apps.cli.config import check
 from fsharding.apps.cli.main import main
+from fsharding.apps.cli.metrics import plot_loss
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
 from fsharding.base.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from fsharding.pipeline.plots import plot_loss, read_metrics
+from tests.commands import read_metrics
 from tests.helpers import slow
 
 

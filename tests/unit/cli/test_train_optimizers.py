@@ -10,7 +10,7 @@ from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
 from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.models.presets import recipe
-from fsharding.pipeline.plots import read_metrics
+from tests.commands import read_metrics
 
 STATES = {"lion": "mu.blocks.wq", "muon": "mu.blocks.wq", "adafactor": "row.blocks.wq"}
 

@@ -12,7 +12,7 @@ from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
 from fsharding.apps.data.packed import Packed
 from fsharding.base.errors import CheckpointError, ConfigError, DataError
-from fsharding.pipeline.plots import read_metrics
+from tests.commands import read_metrics
 from tests.helpers import refusal
 
 tokenizers = pytest.importorskip("tokenizers")
