@@ -144,12 +144,12 @@ class _Plan(NamedTuple):
 
 
 def _gpipe(ranks: int, local: int, microbatches: int) -> Computes:
-    """All forwards, then all backwards."""
+    """Order all forwards, then all backwards."""
     return [[(kind, r, m) for kind in "FB" for m in range(microbatches)] for r in range(ranks)]
 
 
 def _one_forward_one_backward(ranks: int, local: int, microbatches: int) -> Computes:
-    """As many forwards as there are stages behind, then a forward and a backward in turn."""
+    """Order as many forwards as there are stages behind, then a forward and a backward in turn."""
     rows: list[list[tuple[str, int, int]]] = []
     for r in range(ranks):
         early = min(ranks - 1 - r, microbatches)

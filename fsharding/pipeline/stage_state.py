@@ -1,14 +1,4 @@
-"""The state of a rank of a pipeline while a step runs: parameters and sums of gradients of each of its stages.
-
-In: parameters at rest, a schedule that says when a stage is gathered and when its sums are reduced. Out: for each stage
-what a tape takes, and at the end all gradients where the optimizer wants them.
-A stage that is gathered once per step has full parameters from its GATHER to its last use, and sends quantized weights;
-otherwise parameters stay sharded and are rounded before the step. Gradients that are reduced once per step stay
-unreduced until SCATTER; otherwise they accumulate in `layout.grads`. GATHER and SCATTER start as many buckets as there
-is room for, `advance` (after each compute) starts more, `parts` and `grads` wait. The order depends on the row alone,
-so all data ranks issue collectives in the same order.
-Guarantee: each leaf is reduced once, with the last SCATTER of the stages that have it, by the same tree of terms.
-"""
+"""The parameters and gradients of a rank's stages during a step: gathered, used, accumulated, reduced."""
 
 from __future__ import annotations
 
@@ -50,19 +40,14 @@ IN_FLIGHT_BYTES = 4 * BUCKET_BYTES
 
 
 class StageState:
-    """See the module.
+    """The parameters and gradients of this rank's stages."""
 
-    Args:
-        layout: with the stages of the schedule.
-        params: at rest in this layout.
-        options: of the call: its precision, and the key by which parameters are rounded.
-        trains: whether there are gradients; else no sums are kept.
-
-    Attributes:
-        once: whether stages are gathered once a step, as a whole.
-        each: whether gradients are reduced for each microbatch.
-        work: for each stage that has been gathered: its parameters, where its gradients go, and their sums so far.
-    """
+    # A stage that is gathered once per step has full parameters from its GATHER to its last use, and sends quantized
+    # weights; otherwise parameters stay sharded and are rounded before the step. Gradients that are reduced once per
+    # step stay unreduced until SCATTER; otherwise they accumulate in `layout.grads`. GATHER and SCATTER start as many
+    # buckets as there is room for, `advance` (after each compute) starts more, `parts` and `grads` wait. The order
+    # depends on the row alone, so all data ranks issue collectives in the same order. Each leaf is reduced once, with
+    # the last SCATTER of the stages that have it, by the same tree of terms.
 
     def __init__(
         self,
@@ -74,7 +59,7 @@ class StageState:
         *,
         trains: bool = True,
     ) -> None:
-        """Makes sums that are zero, and rounds parameters that are not gathered by the stage, which is collective."""
+        """Make sums that are zero, and round parameters that are not gathered by the stage, which is collective."""
         precision = options.precision
         key = options.key
         self.model = model
@@ -84,6 +69,7 @@ class StageState:
         self.rank = axis_index("pp", layout.mesh)
         row = schedule.actions_on(self.rank)
         own = schedule.stages_on(self.rank)
+        # Whether stages are gathered once a step, and whether gradients are reduced for each microbatch.
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         self.params = params if self.once else round_params(params, layout, precision, key)
@@ -114,6 +100,7 @@ class StageState:
         self._gathers, self._reductions = BucketQueue(IN_FLIGHT_BYTES), BucketQueue(IN_FLIGHT_BYTES)
         self._gathering: dict[int, Moving] = {}
         self._reducing: dict[int, tuple[list[int], Moving]] = {}
+        # For each gathered stage its parameters, where its gradients go, and their sums so far.
         self.work = {} if self.once else {stage: self._work(stage, self._part(self.params, stage)) for stage in own}
 
     def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
@@ -124,7 +111,7 @@ class StageState:
         return params, self._part(self._sources, stage), self._part(sums, stage)
 
     def _part(self, values: Tree, stage: int) -> Tree:
-        """A stage's part of a tree of parameters, or of shardings."""
+        """Return a stage's part of a tree of parameters, or of shardings."""
 
         def rows(i: int, stack: Tree) -> Tree:
             return tree.map(lambda x: _rows(x, *self._rows[stage][i]), stack)
@@ -138,7 +125,7 @@ class StageState:
         return part
 
     def layers(self, stage: int) -> Callable[[str], tuple[int, int] | None]:
-        """For a leaf of a stage that is rows of a stack, by path: its first layer, and how many the stack has."""
+        """Return a function of the path of a stacked leaf: its first layer, and how many layers the stack has."""
         columns = zip((path for path, _ in stacks_of(self.model)), zip(*self._layers, strict=True), strict=True)
         stacks = [(path, (sum(counts[:stage]), sum(counts))) for path, counts in columns]
         return lambda leaf: next((place for path, place in stacks if begins(leaf, path)), None)
@@ -146,10 +133,7 @@ class StageState:
     # ------------------------------------------------------------------------------------------------------- parameters
     @named("fs.pipeline")
     def gather(self, stage: int) -> None:
-        """Starts to make the parameters of a stage whole over the data axes, in the dtype of compute.
-
-        Collective over these; `parts` waits for it.
-        """
+        """Start to gather the parameters of a stage over the data axes, in the dtype of compute; `parts` waits."""
         homes, dtypes = (
             tree.unflatten(self.layout.structure, values)
             for values in (
@@ -166,7 +150,7 @@ class StageState:
             self.parts(stage)
 
     def parts(self, stage: int) -> tuple[Tree, Tree, Tree]:
-        """A stage's parameters, where its gradients go, and their sums so far; waits for its gather."""
+        """Return a stage's parameters, where its gradients go, and their sums so far; wait for its gather."""
         moving = self._gathering.pop(stage, None)
         if moving is not None:
             with _compat.region("gather"):
@@ -175,12 +159,7 @@ class StageState:
         return self.work[stage]
 
     def stand_ins(self, stage: int, device: torch.device) -> Tree:
-        """Tensors that look like the parameters of a stage, as its own rank has them once they are gathered.
-
-        Args:
-            stage: any but the last one.
-            device: of the tensors, which have no values.
-        """
+        """Return tensors without values that look like the gathered parameters of any stage but the last."""
         counts = layers_by_stage(self.model, self.schedule, self.layout)[stage]
 
         def look_like(leaf: LeafLayout, rows: int | None) -> Tensor:
@@ -196,7 +175,7 @@ class StageState:
         return {"blocks": stacks, "embed": embed} if stage == 0 else {"blocks": stacks}
 
     def used(self, stage: int) -> None:
-        """Notes that an action has used the parameters of a stage; after the last one, they go."""
+        """Record that an action has used the parameters of a stage; after the last one, they are freed."""
         self._uses[stage] -= 1
         if self.once and not self._uses[stage]:
             del self.work[stage]
@@ -210,12 +189,9 @@ class StageState:
 
     # -------------------------------------------------------------------------------------------------------- gradients
     def scatter(self, stage: int, last: Callable[[], object] | None = None) -> None:
-        """At the last SCATTER of a stage, start to reduce its gradients to the optimizer's shardings.
-
-        Args:
-            last: finishes reductions that still add to these gradients; it runs first, after the next compute at the
-                earliest.
-        """
+        """At the last SCATTER of a stage, start to reduce its gradients to the optimizer's shardings."""
+        # `last` finishes reductions that still add to these gradients; it runs first, after the next compute at the
+        # earliest.
         self._scatters[stage] -= 1
         if self._scatters[stage]:
             return
@@ -236,7 +212,7 @@ class StageState:
         self._reducing[stage] = [*parts], moving
 
     def grads(self) -> Tree:
-        """All gradients in `layout.reduced`; stages that share a leaf have added theirs. Collective over `pp`."""
+        """Return all gradients in `layout.reduced`, summed over stages that share a leaf. Collective over `pp`."""
         group = axis_group(self.layout.mesh, ("pp",))
         started = {i for indices, _ in self._reducing.values() for i in indices}
         with _compat.region("scatter"):
@@ -260,7 +236,7 @@ class StageState:
         return tree.unflatten(self.layout.structure, result)
 
     def close(self) -> None:
-        """Lets go of what is under way after a failure."""
+        """Release what is in flight after a failure."""
         self._gathers.release()
         self._reductions.release()
 
@@ -271,7 +247,7 @@ def _before(do: Callable[[], object]) -> Queued:
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """Some rows of a stacked leaf, or how they are rounded; rows have the stack's sharding and dtype."""
+    """Return some rows of a stacked leaf, or their rounding; rows have the stack's sharding and dtype."""
     if isinstance(x, Rounding):
         return x.of_rows(start, stop)
     if not isinstance(x, DTensor):
@@ -281,7 +257,7 @@ def _rows(x: Any, start: int, stop: int) -> Any:
 
 
 def _home_of_sums(leaf: LeafLayout, each: bool) -> NamedSharding:
-    """Where gradients are summed: as the layout holds them, if they are reduced for each microbatch, or unreduced."""
+    """Return where gradients are summed: sharded as in the layout if each microbatch is reduced, else unreduced."""
     # All microbatches add to them, so they are on the device.
     return (
         replace(leaf.grads, memory="device") if each else replace(unreduced(leaf.params), assigned=leaf.params.assigned)

@@ -1,8 +1,4 @@
-"""Who has what in a pipeline: the layers of each stage, where embedding and head are, and leaves that stages share.
-
-In: a schedule and a model, or a layout. Out: stages as `plan_layout` takes them, counts of layers, sums over owners.
-Guarantee: what a stage computes with is on its rank, and a leaf that two stages use has one gradient.
-"""
+"""Placement in a pipeline: the layers of each stage, the ends of the model, and leaves that stages share."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ def stages_of(model: Any, schedule: Schedule, *, counts: Sequence[int] | None = 
 
 
 def _by_stack(sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
-    """The layers of each stage by stack, as numbers within the stack, from the layers of each stage in one count."""
+    """Return the layers of each stage by stack, numbered within the stack."""
     result: dict[str, list[list[int]]] = {}
     start = 0
     for path, size in sizes.items():
@@ -67,7 +63,7 @@ def _by_stack(sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> di
 
 
 def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """For each stack the layers of each coordinate of `pp`, in order of its stages."""
+    """Return for each stack the layers of each coordinate of `pp`, in order of its stages."""
     return {
         path: [[i for stage in schedule.stages_on(rank) for i in layers[stage]] for rank in range(schedule.ranks)]
         for path, layers in _by_stack(sizes, by_stage).items()
@@ -75,11 +71,7 @@ def _owned(schedule: Schedule, sizes: Mapping[str, int], by_stage: Sequence[Sequ
 
 
 def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """How many layers of each stack each stage has in a layout: by stage, then by stack.
-
-    Raises:
-        LayoutError: the layers of the layout are not in the order of the schedule's stages.
-    """
+    """Return how many layers of each stack each stage has in a layout: by stage, then by stack."""
     paths = [path for path, _ in stacks_of(model)]
     sizes = {path: next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, path)) for path in paths}
     held = {path: stage_of(layout.stages, path) for path in paths}
@@ -95,7 +87,7 @@ def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tup
 
 
 def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int]]:
-    """How many layers of each stack each coordinate of `pp` has: by coordinate, then by stack."""
+    """Return how many layers of each stack each coordinate of `pp` has: by coordinate, then by stack."""
     counts: list[list[int]] = [[] for _ in range(size)]
     for path, _ in stacks_of(model):
         leaf = next(leaf for leaf in layout.leaves if begins(leaf.path, path))
@@ -147,7 +139,7 @@ def check_ends(model: Any, schedule: Schedule, layout: Layout) -> None:
 
 
 def owners(home: NamedSharding, size: int) -> list[int]:
-    """The coordinates of `pp` that have a leaf, or a part of it."""
+    """Return the coordinates of `pp` that have a leaf, or a part of it."""
     for owned in home.assigned:
         if owned.axis == "pp":
             return [c for c, ranges in enumerate(owned.ranges) if ranges]
@@ -155,7 +147,7 @@ def owners(home: NamedSharding, size: int) -> list[int]:
 
 
 def over_owners(grad: DTensor, home: NamedSharding, group: Group, rank: int) -> DTensor:
-    """Adds the gradients of the coordinates of `pp` that share a leaf, each of which has a term of its own."""
+    """Add the gradients of the coordinates of `pp` that share a leaf; each has its own term."""
     shared = owners(home, group.size)
     cut = any(a.axis == "pp" and a.dim is not None for a in home.assigned) or "pp" in home.spec.all_axes
     if cut or len(shared) == 1 or rank not in shared:

@@ -1,11 +1,4 @@
-"""When the operations of stream logs run on devices of given rates: a timeline of a step, and how much is hidden.
-
-A stream runs one operation after the other, and each begins when the events that its stream waits for have fired.
-An operation takes as long as its floating-point operations or its bytes take, whichever is more, and a collective its
-latency and its bytes. All that a rank sends shares one link, and so do copies to the host, and copies from it. A
-message begins when its sender and its receiver have reached it. Ranks without a log are assumed to be where this one
-is. The host is always ahead of the device, and kernels reach the given rates, which small tensors do not.
-"""
+"""When the operations of stream logs run on devices of given rates: a timeline of a step, and how much is hidden."""
 
 from __future__ import annotations
 
@@ -125,6 +118,12 @@ _Queue: TypeAlias = tuple[int, str]
 
 class _Clock:
     """The streams of all ranks, each at its place in its log."""
+
+    # A stream runs one operation after the other, and each begins when the events that its stream waits for have fired.
+    # An operation takes as long as its floating-point operations or its bytes take, whichever is more, and a collective
+    # its latency and its bytes. All that a rank sends shares one link, and so do copies to the host, and copies from
+    # it. A message begins when its sender and its receiver have reached it. Ranks without a log are assumed to be where
+    # this one is. The host is always ahead of the device, and kernels reach the given rates; small tensors do not.
 
     def __init__(self, logs: Sequence[Sequence[Row]], rates: Rates) -> None:
         self._logs, self._rates = logs, rates
