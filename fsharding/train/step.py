@@ -858,20 +858,9 @@ def refuse_model(model: Any, layout: Layout) -> None:
 
 
 def planned_schedule(schedule: str | Schedule, layout: Layout, microbatches: int) -> Schedule:
-    """The schedule of a step on a mesh with `pp`.
-
-    Args:
-        schedule: or the name of one.
-        layout: on a mesh with `pp`.
-
-    Raises:
-        ScheduleError: it cannot have so many ranks or microbatches.
-    """
-    mesh = abstract(layout.mesh)
-    ranks = mesh.axis_size("pp")
-    planned = schedule
-    if isinstance(planned, str):
-        planned = plan_schedule(planned, ranks, microbatches)
+    """Return the schedule of a step on a mesh with `pp`."""
+    ranks = abstract(layout.mesh).axis_size("pp")
+    planned = plan_schedule(schedule, ranks, microbatches) if isinstance(schedule, str) else schedule
     if (planned.ranks, planned.microbatches) != (ranks, microbatches):
         text = f"got {planned!r} for pp={ranks} and microbatches={microbatches}."
         raise ScheduleError(message(text, mend="Plan it with fs.pipeline.plan_schedule for these numbers."))

@@ -51,7 +51,7 @@ def _train(config: TrainConfig) -> int:
     if config.print_config:
         print(config_text(config), end="", flush=True)
         return 0
-    ranks = _ranks(config.ranks, default=1)
+    ranks = _ranks(config.ranks)
     check(config, ranks)
     hold_again()
     try:
@@ -77,7 +77,7 @@ def _what_is_left(config: TrainConfig) -> str:
 
 
 def _generate(config: GenerateConfig) -> int:
-    ranks = _ranks(config.ranks, default=1)
+    ranks = _ranks(config.ranks)
     check_generate(config, ranks)
     if under_launcher() or ranks == 1:
         return generate(config)
@@ -85,7 +85,7 @@ def _generate(config: GenerateConfig) -> int:
 
 
 @named("fsharding")
-def _ranks(asked: int | None, *, default: int) -> int:
+def _ranks(asked: int | None) -> int:
     """How many ranks will run: those that a launcher started, or those that were asked for."""
     world = os.environ["WORLD_SIZE"] if under_launcher() else ""
     if world and not world.isdigit():
@@ -95,7 +95,7 @@ def _ranks(asked: int | None, *, default: int) -> int:
     if started is not None and asked not in (None, started):
         text = f"got --ranks {asked}, but a launcher started {started} ranks."
         raise ConfigError(message(text, mend="Leave --ranks out under torchrun."))
-    ranks = started or (default if asked is None else asked)
+    ranks = started or (1 if asked is None else asked)
     if ranks < 1:
         raise ConfigError(message(f"got --ranks {ranks}.", mend="Start at least one rank."))
     return ranks
