@@ -11,7 +11,7 @@ from typing import Any
 import fsharding as fs
 
 _SPACES = (
-    *("checkpoint", "data", "errors", "foreign", "formats", "hf", "megatron", "models", "notebook", "ops", "optim"),
+    *("checkpoint", "data", "errors", "foreign", "formats", "hf", "megatron", "models", "ops", "optim"),
     *("pipeline", "policies", "preemption", "random", "te", "testing", "tree"),
 )
 

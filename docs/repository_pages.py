@@ -1,4 +1,4 @@
-"""Give files of the repository a page: examples with their code, notebooks with their outputs, and Markdown files.
+"""Give files of the repository a page: examples with their code, and Markdown files.
 
 A page links to an example as a reader of the repository would, `../../examples/mlp.py`; on the site the same link leads
 to the page of the example. So a link is right in both places, and `--strict` refuses one that leads to nothing.
@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from jupyter_client import KernelManager
 from mkdocs.structure.files import File, Files
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)examples/((?:notebooks/)?\w+)\.(?:py|ipynb)\)")
+EXAMPLE_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)examples/(\w+)\.py\)")
 MARKDOWN = {"CONTRIBUTING.md": "contributing.md", "bench/benchmarks.md": "benchmarks.md", "bench/facts.md": "facts.md"}
 """Pages of the site by the Markdown files that they are made of."""
 MARKDOWN_LINK = re.compile(rf"\]\(\.\./((?:\.\./)*)({'|'.join(map(re.escape, MARKDOWN))})(#[\w-]+)?\)")
@@ -52,11 +48,6 @@ GALLERY = {
         "hessian_spectrum": "Eigenvalues of a Hessian",
     },
     "Test": {"test_my_reshard": "Property-based tests of a reshard"},
-    "Notebooks": {
-        "notebooks/first_steps": "First steps on two ranks",
-        "notebooks/shardings": "Shardings, seen",
-        "notebooks/noise_scale": "The noise scale of gradients",
-    },
 }
 """Examples by task, with the title of each; a file without an entry fails the build."""
 
@@ -74,13 +65,12 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Makes the pages."""
-    found = {path.relative_to(ROOT / "examples").with_suffix("").as_posix(): path for path in sources()}
+    found = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
     titles = {name: title for group in GALLERY.values() for name, title in group.items()}
     if found.keys() != titles.keys():
         raise ValueError(f"GALLERY and examples/ differ: {sorted(found.keys() ^ titles.keys())}")
     for name, path in found.items():
-        content = page_of(path, titles[name]) if path.suffix == ".py" else page_of_notebook(path)
-        files.append(File.generated(config, f"examples/{name}.md", content=content))
+        files.append(File.generated(config, f"examples/{name}.md", content=page_of(path, titles[name])))
     files.append(File.generated(config, "examples/index.md", content=gallery(found)))
     for source, page in MARKDOWN.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](../docs/", "](")
@@ -94,11 +84,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return MARKDOWN_LINK.sub(lambda m: f"]({m[1]}{MARKDOWN[m[2]]}{m[3] or ''})", text)
 
 
-def sources() -> list[Path]:
-    """List examples and notebooks in the order of their names."""
-    return sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "notebooks").glob("*.ipynb")])
-
-
 def gallery(found: dict[str, Path]) -> str:
     """Write the page of all examples by task: title, and what the example does."""
     lines = ["# Examples", "", "All run on the CPU; each page says how."]
@@ -109,11 +94,8 @@ def gallery(found: dict[str, Path]) -> str:
 
 
 def summary(path: Path) -> str:
-    """Return the first paragraph of an example's docstring, or of a notebook's text."""
-    if path.suffix == ".py":
-        text = docstring_of(path.read_text(encoding="utf-8"))
-    else:
-        text = nbformat.read(path, as_version=4).cells[0].source.partition("\n\n")[2]
+    """Return the first paragraph of an example's docstring."""
+    text = docstring_of(path.read_text(encoding="utf-8"))
     return text.partition("\n\n")[0].replace("\n", " ")
 
 
@@ -126,29 +108,3 @@ def page_of(path: Path, title: str) -> str:
 def docstring_of(source: str) -> str:
     """Return the docstring of a module."""
     return ast.get_docstring(ast.parse(source)) or ""
-
-
-def page_of_notebook(path: Path) -> str:
-    """Write the cells of a notebook below its title, each with what it shows when it is run now."""
-    notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory() as folder:
-        kernel = KernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-        try:
-            NotebookClient(notebook, km=kernel, timeout=240, resources={"metadata": {"path": str(ROOT)}}).execute()
-        finally:
-            kernel.shutdown_kernel(now=True)
-    parts: list[str] = []
-    for cell in notebook.cells:
-        parts.append(cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```")
-        parts += [shown(output) for output in cell.get("outputs", [])]
-    parts.insert(1, f"This is `examples/notebooks/{path.name}`, run when this page was built.")
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def shown(output: Any) -> str:
-    """Write an output of a cell: a picture, or text as a block."""
-    data = output.get("data", {})
-    if "image/png" in data:
-        return f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})"
-    text = (output.get("text") or data.get("text/plain", "")).rstrip()
-    return f"```text\n{text}\n```" if text else ""

@@ -20,14 +20,12 @@ register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")
 # Namespaces of `fs` that are built on the library, which imports none of them.
 register("namespace", "data", "fsharding.apps.data")
 register("namespace", "megatron", "fsharding.contrib.megatron")
-register("namespace", "notebook", "fsharding.apps.notebook")
 register("namespace", "te", "fsharding.contrib.te")
 
 if TYPE_CHECKING:
     from fsharding.api import *  # noqa: F403
     from fsharding.api import __all__ as __all__
     from fsharding.apps import data as data
-    from fsharding.apps import notebook as notebook
     from fsharding.contrib import megatron as megatron
     from fsharding.contrib import te as te
 
@@ -61,11 +59,6 @@ _ELSEWHERE = {
     "reduce_scatter": _COLLECTIVE.format("fs.ops.reduce_scatter(x, axis, dim=0)"),
     "all_reduce": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
 }
-
-
-def load_ipython_extension(shell: object) -> None:
-    """Add the cell magic `%%ranks`: what `%load_ext fsharding` calls."""
-    find("namespace", "notebook").load_ipython_extension(shell)
 
 
 def _in_namespaces(api: ModuleType) -> dict[str, str]:

@@ -8,8 +8,7 @@ import fsharding as fs
 
 NAMESPACES = [
     "checkpoint", "data", "debug", "foreign", "formats", "hf", "hf.families", "megatron", "models", "models.presets",
-    "notebook", "ops", "optim", "optim.schedules", "pipeline", "policies", "preemption", "random", "te", "testing",
-    "tree",
+    "ops", "optim", "optim.schedules", "pipeline", "policies", "preemption", "random", "te", "testing", "tree",
 ]  # fmt: skip
 
 

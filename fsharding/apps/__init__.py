@@ -1,1 +1,1 @@
-"""Programs on top of the library: the command line, benchmarks, notebooks, and data for training."""
+"""Programs on top of the library: the command line, benchmarks, and data for training."""

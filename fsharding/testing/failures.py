@@ -1,8 +1,4 @@
-"""How a call on ranks failed, in words: which rank, what it said, and the call that repeats the example.
-
-In: what is known of each failed rank, and the function with its arguments and seed. Out: one `RankFailure`.
-Guarantee: ranks that failed alike share a row and a traceback, and the first row is of the rank that failed first.
-"""
+"""The error of a failed call on ranks: which rank failed, its traceback, and the call that repeats the example."""
 
 from __future__ import annotations
 
@@ -46,41 +42,30 @@ class RankFailure(RankError):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The outcome of one rank, as far as it is known.
+    """How one rank failed."""
 
-    Attributes:
-        what: what it did, as the rest of a sentence that begins with its number.
-        detail: traceback or stack.
-        exception: what it raised, if that can be pickled.
-        died: whether its process has ended.
-        status: its exit status then.
-        late: whether it was given up.
-        answered: whether it raised, reported that, and waits for the next call.
-    """
-
-    what: str
-    detail: str = ""
-    exception: BaseException | None = None
+    what: str  # the rest of a sentence that begins with the rank's number
+    detail: str = ""  # a traceback or a stack
+    exception: BaseException | None = None  # None if it cannot be pickled
     died: bool = False
     status: int = 0
     late: bool = False
-    answered: bool = False
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The full name of a function."""
+    """Return the full name of a function."""
     return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)
 
 
 def repeat(fn: Callable[..., Any], size: int, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The line that repeats an example; a very long one is cut, but for its seed."""
+    """Return the line that repeats an example; a very long one is shortened, but keeps its seed."""
     given = [repr(arg) for arg in args] + [f"{name}={value!r}" for name, value in kwargs.items()]
     text = ", ".join([getattr(fn, "__qualname__", repr(fn)), str(size), *given])
     return f"To repeat it: run_ranks({text if len(text) <= _SHOWN else text[:_SHOWN] + ' ...'}, seed={seed})"
 
 
 def worded(rule: str, failed: dict[int, Failure], mend: str) -> RankFailure:
-    """Words what went wrong: a row and a traceback for all ranks that failed alike."""
+    """Make the error: a row and a traceback for all ranks that failed alike, the first to fail first."""
     groups: dict[str, list[int]] = {}
     for rank, failure in failed.items():
         groups.setdefault(failure.what, []).append(rank)

@@ -1,9 +1,6 @@
-"""Many ranks on one machine: a function runs on real gloo processes and its results come back.
+"""Run a function on several gloo processes of this machine, which a pool keeps between calls.
 
-In: a function of a module, the number of ranks, its arguments. Out: what each rank returned, in rank order.
-A pool of gloo processes is kept for each number of ranks, so an example costs milliseconds after the first.
-Guarantee: in a test a call never hangs, and none ever spoils the next one. A rank that raises, dies or is late ends the
-pool, the error says which rank it was and how to repeat the example, and the next call gets a fresh pool.
+In a test no call hangs or spoils the next one: a rank that raises, dies or is late ends its pool.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import importlib
+import importlib.util
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from fsharding.base.calls import named
-from fsharding.base.errors import message, report
+from fsharding.base.errors import ConfigError, message, report
 from fsharding.mesh.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
@@ -49,7 +48,7 @@ Pipe = multiprocessing.connection.Connection
 _IN_TESTS = 60.0
 _GROUP_IN_TESTS = datetime.timedelta(seconds=20)
 _GROUP_TIMEOUT = datetime.timedelta(minutes=10)
-"""A hang is a failure of a test; elsewhere a call may well train for a day."""
+"""A hang is a failure of a test; elsewhere a call may train for a day."""
 _UNGUARDED = 97
 """The exit status of a rank whose script starts ranks as soon as it is imported."""
 _GRACE = 1.0
@@ -71,7 +70,7 @@ it is first used.
 
 
 def _serve(rank: int, size: int, folder: str, environ: dict[str, str], pipe: Pipe) -> None:
-    """The life of a rank: joins the group, then answers one call after the other until the pipe is closed."""
+    """Join the group, then answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
@@ -88,7 +87,7 @@ def _serve(rank: int, size: int, folder: str, environ: dict[str, str], pipe: Pip
 
 
 def _in_test() -> bool:
-    """Whether pytest runs a test; ranks have the environment of those who started them."""
+    """Return whether pytest runs a test; ranks inherit the environment of the process that starts them."""
     return "PYTEST_CURRENT_TEST" in os.environ
 
 
@@ -105,7 +104,7 @@ def _exit_with_parent(folder: str) -> None:
 
 
 def _answer(call: Callable[[], Any]) -> bytes:
-    """The answer to the parent: (True, pickled result) or (False, type, text, traceback, pickled exception)."""
+    """Return (True, pickled result) or (False, type, text, traceback, pickled exception), pickled."""
     try:
         return pickle.dumps((True, pickle.dumps(call())))
     except BaseException as error:
@@ -156,7 +155,7 @@ class _Worker:
     pipe: Pipe
 
     def receive(self) -> bytes | Failure:
-        """The answer that has come: a pickled result, or how the rank failed."""
+        """Return the pickled result that was sent, or how the rank failed."""
         try:
             reply = pickle.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
         except (EOFError, OSError):
@@ -172,7 +171,7 @@ class _Worker:
             return reply[1]
         _, name, text, trace, kept = reply
         exception = None if kept is None else pickle.loads(kept)
-        return Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception, answered=True)
+        return Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception)
 
 
 class RankPool:
@@ -222,7 +221,10 @@ class RankPool:
             # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
             os._exit(_UNGUARDED)
         # IPython's %reset takes away what multiprocessing reads of every main module.
-        vars(sys.modules["__main__"]).setdefault("__spec__", None)
+        main = vars(sys.modules["__main__"])
+        main.setdefault("__spec__", None)
+        if _is_typed():
+            main.pop("__file__", None)  # "<stdin>", which the ranks would try to run
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([x for x in _PRELOAD if x in sys.modules or x.startswith("fsharding.")])
         environ = {**os.environ, **local_variables()}
@@ -233,7 +235,7 @@ class RankPool:
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, cast("Pipe", ours)))
-        replies = self._collect(60.0, _GRACE)
+        replies = self._collect(60.0)
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
             if all(reply.status == _UNGUARDED for reply in failed.values()):
@@ -247,25 +249,14 @@ class RankPool:
         return [worker.process.pid or 0 for worker in self._workers]
 
     @property
-    def folder(self) -> Path:
-        """A directory of this machine that only this user can enter; it is removed when the pool ends."""
-        return Path(self._folder)
-
-    @property
     def alive(self) -> bool:
         """Whether the pool can take a call: all ranks run, and this process is the one that started them."""
         ours = self._owner == os.getpid() and bool(self._workers)
         return ours and all(worker.process.is_alive() for worker in self._workers)
 
-    def dead(self) -> dict[int, Failure]:
-        """How each rank has ended that runs no more, by rank, between calls; empty once the pool has ended."""
-        # The pipe of a dead rank ends at once, while the fork server may report the process a moment later.
-        ended = {rank: worker for rank, worker in enumerate(self._workers) if worker.pipe.poll()}
-        return {rank: failure for rank, worker in ended.items() if isinstance(failure := worker.receive(), Failure)}
-
     @property
     def crowded(self) -> bool:
-        """Whether process groups that calls have left behind, each with threads that never sleep for long, slow all."""
+        """Whether threads of process groups that earlier calls made slow all ranks."""
         tasks = [Path(f"/proc/{pid}/task") for pid in self.pids[:1]]
         return any(folder.is_dir() and len(list(folder.iterdir())) > _CROWD for folder in tasks)
 
@@ -278,7 +269,7 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not answer, and the pool has ended; or it had ended before.
         """
-        replies = self.attempt(fn, *args, timeout=timeout, seed=seed, **kwargs)
+        replies = self._replies(_pack(fn, seed, args, kwargs), _limit(self.timeout if timeout is None else timeout))
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             self.kill()
             rule = f"could not finish {name_of(fn)} on {self.size} ranks."
@@ -286,37 +277,10 @@ class RankPool:
             if any(reply.late for reply in failed.values()):
                 mend = f"Give it more seconds with timeout=, or see below where the ranks stand.\n{mend}"
             raise worded(rule, failed, mend)
-        return [replies[rank] for rank in range(self.size)]
+        return [pickle.loads(cast("bytes", replies[rank])) for rank in range(self.size)]
 
-    def attempt(
-        self,
-        fn: Callable[..., Any],
-        /,
-        *args: Any,
-        timeout: float | None = None,
-        seed: int | None = 0,
-        grace: float | None = None,
-        **kwargs: Any,
-    ) -> dict[int, Any]:
-        """Runs `fn(*args, **kwargs)` on every rank, and keeps the ranks when all of them have answered.
-
-        Args:
-            fn: a function at the top level of a module, as for `run_ranks`.
-            *args: arguments, the same for every rank.
-            timeout: seconds that the call may take; by default the pool's.
-            seed: of Python's and torch's generators; None leaves them as the call before left them.
-            grace: seconds that the others have to answer after a rank has failed.
-            **kwargs: more arguments.
-
-        Returns:
-            What each rank returned, or a `Failure`, by rank; the first to fail first. Where a rank died or did not
-            answer, the pool has ended.
-
-        Raises:
-            RankError: `fn` or an argument cannot be pickled, or the pool had ended before.
-            KeyboardInterrupt: its notes say where each rank stood; the pool has ended.
-        """
-        call = _pack(fn, seed, args, kwargs)
+    def _replies(self, call: bytes, timeout: float) -> dict[int, bytes | Failure]:
+        """Send a call to every rank and collect the replies; an interrupt notes where each rank stood."""
         with self._lock:
             if not self.alive:
                 raise RankFailure(report("RankPool.run got a pool that has ended.", mend="Make a new RankPool."))
@@ -324,15 +288,7 @@ class RankPool:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
                         worker.pipe.send_bytes(call)
-                limit = _limit(self.timeout if timeout is None else timeout)
-                replies = self._collect(limit, _GRACE if grace is None else grace)
-                failed = [reply for reply in replies.values() if isinstance(reply, Failure)]
-                if not all(reply.answered for reply in failed):
-                    self.kill()
-                return {
-                    rank: reply if isinstance(reply, Failure) else pickle.loads(reply)
-                    for rank, reply in replies.items()
-                }
+                return self._collect(timeout)
             except KeyboardInterrupt as interrupt:
                 try:
                     for rank, stack in self._stacks([*range(self.size)]).items():
@@ -344,10 +300,9 @@ class RankPool:
                 self.kill()
                 raise
 
-    def _collect(self, timeout: float, grace: float) -> dict[int, bytes | Failure]:
-        """One answer from each rank; the dead first, as the others fail of that; the silent last."""
+    def _collect(self, timeout: float) -> dict[int, bytes | Failure]:
+        """Collect one reply from each rank: dead ranks first, since others fail because of them; silent ranks last."""
         deadline = time.monotonic() + timeout  # which may be infinite
-        waited = grace
         replies: dict[int, bytes | Failure] = {}
         failed: dict[int, Failure] = {}
         while len(replies) < self.size:
@@ -361,20 +316,19 @@ class RankPool:
                 replies[rank] = reply = self._workers[rank].receive()
                 if isinstance(reply, Failure):
                     if not failed:
-                        waited = min(grace, _GRACE) if reply.died else grace  # then the pool ends, whatever they say
-                        deadline = min(deadline, time.monotonic() + waited)
+                        deadline = min(deadline, time.monotonic() + _GRACE)
                     failed[rank] = reply
         failed = dict(sorted(failed.items(), key=lambda item: not item[1].died))
         silent = [rank for rank in range(self.size) if rank not in replies]
         if failed:
-            what = f"had not answered {waited:g} s after rank {next(iter(failed))} failed"
+            what = f"had not answered {_GRACE:g} s after rank {next(iter(failed))} failed"
             return failed | replies | dict.fromkeys(silent, Failure(what))
         stacks = self._stacks(silent)
         what = f"had not answered after {timeout:g} s"
         return replies | {rank: Failure(what, stacks[rank], late=True) for rank in silent}
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where each of these ranks stands, as far as it can still say so."""
+        """Return the stack of each of these ranks, empty if it cannot write one any more."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.SIGUSR1)
@@ -436,7 +390,8 @@ def run_ranks(
     it. Everything is pickled on the way: return local tensors, not DTensors.
 
     Args:
-        fn: a function at the top level of a module that the ranks can import.
+        fn: a function at the top level of a module that the ranks can import. In a notebook or an interpreter any
+            function: there, functions are pickled by value, which needs `pip install 'fsharding[notebook]'`.
         n: how many ranks run it, 1 or more.
         *args: arguments, the same for every rank.
         timeout: seconds until the call is given up; by default 60 in a test of pytest, and elsewhere no limit, which
@@ -451,6 +406,7 @@ def run_ranks(
         RankError: `fn` or an argument cannot be pickled, or a rank raised, died or did not answer in time. The others
             are waited for 1 s more, then the pool is killed; the next call gets a new one. The exception is a
             `RankFailure`, with `errors` and `exceptions` of each rank.
+        ConfigError: `fn` is of a notebook, and cloudpickle is not installed.
 
     Example:
         >>> import math
@@ -476,22 +432,38 @@ def _limit(timeout: float | None) -> float:
 
 
 def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        reason = "It was typed into an interpreter, so the ranks cannot import it."
-        name = getattr(fn, "__name__", "f")
-        mend = f"Write it to a file such as ranks.py, then: from ranks import {name}."
-        mend += f" In a notebook: fs.notebook.ranks(2)({name})."
-    else:
-        try:
-            # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.
-            body = pickle.dumps((fn, args, kwargs))
-            return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], seed, body))
-        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
+    try:
+        return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], seed, _body(fn, args, kwargs)))
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
     raise RankFailure(report(f"run_ranks cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend))
 
 
+def _is_typed() -> bool:
+    """Return whether `__main__` is a notebook, an interpreter or standard input: ranks cannot import it."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is None and not os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+def _body(*call: Any) -> bytes:
+    """Pickle a call: by reference in a script, by value in a notebook or an interpreter, which ranks cannot import."""
+    # Not multiprocessing's pickler: it sends tensors as handles to shared memory, which may die with a rank.
+    if not _is_typed():
+        return pickle.dumps(call)
+    if importlib.util.find_spec("cloudpickle") is not None:
+        return importlib.import_module("cloudpickle").dumps(call)  # lazy: an extra
+    if getattr(call[0], "__module__", None) == "__main__":
+        rule = (
+            f"run_ranks cannot send {name_of(call[0])} to the ranks, which cannot import a notebook or an interpreter."
+        )
+        mend = (
+            "It needs cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
+        )
+        raise ConfigError(report(rule, mend=mend))
+    return pickle.dumps(call)
+
+
 def _plain(*warning_filter: Any) -> tuple[Any, ...]:
-    """A warning filter with its patterns as text."""
+    """Return a warning filter with its patterns as text."""
     return tuple(getattr(part, "pattern", "" if part is None else part) for part in warning_filter)

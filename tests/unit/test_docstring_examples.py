@@ -12,7 +12,6 @@ ALONE = {
     **dict.fromkeys(
         ["fs.run_ranks", "fs.testing.RankPool", "fs.testing.RankFailure", "fs.testing.HostPair"], "start ranks"
     ),
-    **dict.fromkeys([name for name in PUBLIC if name.startswith("fs.notebook.")], "start ranks"),
     **dict.fromkeys(["fs.foreign.export", "fs.foreign.Exported"], "write in one process"),
     **dict.fromkeys(
         ["fs.checkpoint.reshard_checkpoint", "fs.checkpoint.inspect"], "write or remove files in one process"

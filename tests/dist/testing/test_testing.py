@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsharding.base.errors import RankError
+from fsharding.base.errors import ConfigError, RankError
 from fsharding.testing import RankFailure, RankPool, assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.testing.ranks import _Worker
 from tests.helpers import full, until
@@ -418,14 +418,50 @@ def test_a_function_below_the_guard_is_told_so(tmp_path):
     ) in done.stderr
 
 
-@full
-def test_a_function_typed_into_an_interpreter():
-    code = "from fsharding.testing import run_ranks\ndef f(): pass\nrun_ranks(f, 1)"
+CELLS = """
+from functools import partial
+import torch
+import fsharding as fs
+def rank(): return torch.distributed.get_rank()
+factor = 3
+def scaled(x): return factor * (x + rank())
+assert fs.run_ranks(scaled, 2, torch.ones(2))[1].tolist() == [6, 6]
+factor = 5  # a global name has the value of the moment of the call
+assert fs.run_ranks(partial(scaled, 1), 2) == fs.run_ranks(lambda x: scaled(x), 2, 1) == [5, 10]
+"""
+
+
+def typed(code):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    assert "run_ranks cannot send __main__.f and its arguments to the ranks.\n" in done.stderr
-    assert "  It was typed into an interpreter, so the ranks cannot import it.\n" in done.stderr
-    assert "such as ranks.py, then: from ranks import f. In a notebook: fs.notebook.ranks(2)(f)." in done.stderr
+    return subprocess.run([sys.executable], input=code, capture_output=True, text=True, timeout=60, env=env)
+
+
+def tutorial():
+    """The first blocks of "First steps", and the block for notebooks."""
+    page = (ROOT / "docs" / "tutorials" / "first-steps.md").read_text(encoding="utf-8")
+    blocks = page.partition("## Evaluate")[0].split("```python\n")[1:]
+    return "\n\n".join(block.partition("```")[0] for block in [*blocks, page.split("```text\n")[1]])
+
+
+@pytest.mark.parametrize("code", [CELLS, tutorial()], ids=["functions", "tutorial"])
+def test_functions_typed_into_an_interpreter_are_sent_by_value(code):
+    done = typed(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_cloudpickle_a_function_of_an_interpreter_names_the_extra(monkeypatch):
+    def f():
+        pass
+
+    f.__module__, f.__qualname__ = "__main__", "f"
+    monkeypatch.setattr("fsharding.testing.ranks._is_typed", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(f, 2)
+    assert str(caught.value) == (
+        "run_ranks cannot send __main__.f to the ranks, which cannot import a notebook or an interpreter.\n"
+        "It needs cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
+    )
 
 
 @full
