@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.options import StepConfig
 from fsharding.base.errors import ConfigError, report
-from fsharding.testing.hosts import HostPair
+from tests.two_hosts import HostPair
 
 __all__ = ["arguments_of", "on_two_hosts"]
 

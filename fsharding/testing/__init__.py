@@ -8,14 +8,12 @@ from fsharding.testing.capturable import assert_capturable
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, device_mesh, local_part, whole_tensors
 from fsharding.testing.compare import assert_bitwise_equal, assert_trees_close
 from fsharding.testing.failures import RankFailure
-from fsharding.testing.hosts import HostPair
 from fsharding.testing.laws import assert_adjoint, assert_matches_reference, rank_values
 from fsharding.testing.ranks import RankPool, run_ranks
 from fsharding.train.host_reads import HostReads, counting_host_reads
 
 __all__ = [
     "Home",
-    "HostPair",
     "HostReads",
     "Leaf",
     "Pair",

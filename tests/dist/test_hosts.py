@@ -18,9 +18,10 @@ import fsharding as fs
 from bench.hosts import arguments_of, on_two_hosts
 from bench.options import StepConfig
 from fsharding.base.errors import ConfigError, RankError
-from fsharding.testing import HostPair, assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, run_ranks
 from tests import on_hosts
 from tests.helpers import full, refusal, until
+from tests.two_hosts import HostPair
 
 ROOT = Path(__file__).resolve().parents[2]
 REASON = HostPair.unavailable()
@@ -137,7 +138,7 @@ def test_nothing_is_left_behind(how):
 def test_nothing_is_left_of_a_program_that_is_killed():
     before, mark = traces(), f"98764.{os.getpid()}"
     text = f"""
-from fsharding.testing import HostPair
+from tests.two_hosts import HostPair
 with HostPair() as pair:
     pair[1].popen(["sleep", "{mark}"])
     print("there", flush=True)

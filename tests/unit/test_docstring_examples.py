@@ -9,9 +9,7 @@ from tests.doc_examples import PUBLIC, example_of, failures, failures_on_a_rank
 from tests.helpers import slow
 
 ALONE = {
-    **dict.fromkeys(
-        ["fs.run_ranks", "fs.testing.RankPool", "fs.testing.RankFailure", "fs.testing.HostPair"], "start ranks"
-    ),
+    **dict.fromkeys(["fs.run_ranks", "fs.testing.RankPool", "fs.testing.RankFailure"], "start ranks"),
     **dict.fromkeys(["fs.foreign.export", "fs.foreign.Exported"], "write in one process"),
     **dict.fromkeys(
         ["fs.checkpoint.reshard_checkpoint", "fs.checkpoint.inspect"], "write or remove files in one process"

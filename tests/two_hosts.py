@@ -1,10 +1,7 @@
-"""Two hosts on one machine: namespaces of Linux joined by a cable, for what ranks of several machines do.
+"""Two hosts on one machine: Linux namespaces joined by a virtual cable, for tests of ranks on several machines.
 
-In: commands. Out: how each ended on each host, and what it wrote. A host has its own network, processes, shared memory,
-/tmp and name; it sees the other one by address alone. It sees all other directories of the machine.
-Guarantees: no process, mount or network interface outlives the pair, however the program that made it ends: a host
-lives as long as its first process, which ends when the pipe from that program is closed, and the kernel removes the
-rest. No interface is made in the machine's own network.
+A host has its own network, processes, shared memory, /tmp and name; other directories are those of the machine. A host
+lives as long as its first process, which ends with the pipe from the program that started it; the kernel removes the rest.
 """
 
 from __future__ import annotations
@@ -67,11 +64,6 @@ def _failure(rule: str, rows: Sequence[str]) -> ConfigError:
 
 
 def _checked(command: Sequence[str]) -> None:
-    """Runs a tool of the system.
-
-    Raises:
-        ConfigError: it failed; with its own words.
-    """
     done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S, check=False)
     if done.returncode:
         raise _failure(
@@ -81,15 +73,10 @@ def _checked(command: Sequence[str]) -> None:
 
 @dataclass
 class Host:
-    """One of the two hosts.
+    """One of the two hosts."""
 
-    Attributes:
-        name: its host name, which the other one resolves, too.
-        address: of its interface `eth0`, the only one beside loopback.
-    """
-
-    name: str
-    address: str
+    name: str  # the other host resolves it, too
+    address: str  # of eth0, its only interface besides loopback
     _names: str
     _shared: tuple[Path, ...]
     _resources: ExitStack = field(default_factory=ExitStack)
@@ -99,7 +86,7 @@ class Host:
     _commands: list[subprocess.Popen[Any]] = field(default_factory=list[subprocess.Popen[Any]])
 
     def start(self) -> None:
-        """Starts it, or starts it again after `kill`: with an empty /tmp, and the address that it had."""
+        """Start it, or start it again after `kill`, with an empty /tmp and the same address."""
         if self.alive:
             return
         self.kill()
@@ -131,7 +118,7 @@ class Host:
             self.ip("link", "set", "lo", "up")
 
     def kill(self) -> None:
-        """Ends all of its processes at once, as a crash does; its network card stays. Returns when they are gone."""
+        """Kill all of its processes, as a crash does, and wait until they are gone; its network stays."""
         if self._first is None:
             return
         with suppress(ProcessLookupError):
@@ -145,38 +132,31 @@ class Host:
         self._commands.clear()
 
     def close(self) -> None:
-        """Ends it, and removes its network."""
+        """Kill it, and remove its network."""
         self.kill()
         self._network = -1
         self._resources.close()
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         return self._first is not None and self._first.poll() is None
 
     @property
     def root(self) -> Path:
-        """Its file system, as this process reaches it: `host.root / "tmp"`. While it runs."""
+        """Return its file system as this process reaches it while it runs: `host.root / "tmp"`."""
         return Path(f"/proc/{self._pid}/root")
 
     def unplug(self) -> None:
-        """Pulls the cable: nothing that is sent arrives any more, and neither side is told."""
+        """Pull the cable: what is sent is lost, and neither side is told."""
         self.ip("link", "set", _INTERFACE, "down")
 
     def plug(self) -> None:
-        """Puts the cable back."""
+        """Put the cable back."""
         self.ip("link", "set", _INTERFACE, "up")
 
     def ip(self, *arguments: str) -> None:
-        """Runs iproute2's `ip` in its network.
-
-        Args:
-            *arguments: of `ip`, such as "link", "set", "eth0", "mtu", "9000".
-
-        Raises:
-            ConfigError: `ip` failed.
-        """
+        """Run iproute2's `ip` in its network."""
         _checked(["nsenter", self._net_option(), "ip", *arguments])
 
     def _net_option(self) -> str:
@@ -184,18 +164,7 @@ class Host:
 
     @named("Host.popen")
     def popen(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **kwargs: Any) -> Any:
-        """Starts a command in it, in the directory of this process.
-
-        Args:
-            env: variables besides this process's, of which a launcher's are left out.
-            **kwargs: of `subprocess.Popen`, such as `stdout`.
-
-        Returns:
-            The `Popen` of a process that waits for the command and ends as it does; killing that leaves the command.
-
-        Raises:
-            ConfigError: the host does not run.
-        """
+        """Start a command in it, in the directory of this process; killing the returned process leaves the command."""
         if not self.alive:
             rule = f"cannot start {command[0]} on {self.name}, which does not run."
             raise ConfigError(message(rule, mend="Call its start() first."))
@@ -213,7 +182,7 @@ class Host:
         return process
 
     def stop_commands(self) -> None:
-        """Kills every command that was started in it, and what these have started."""
+        """Kill every command that was started in it, with its children."""
         # From inside, -1 is every process of the host but the first and the sender.
         enter = ["nsenter", f"--target={self._pid}", "--pid", "--mount", "--", "sh", "-c", "kill -KILL -1"]
         subprocess.run(enter, capture_output=True, timeout=_START_S, check=False)
@@ -223,29 +192,11 @@ class Host:
 
 
 class HostPair:
-    r"""Two hosts on this machine, `host0` and `host1`, each with a network card at the ends of one cable.
-
-    As between machines, ranks of one host do not see the processes, the shared memory and the /tmp of the other one,
-    and all that they send each other goes through sockets. Directories outside of /tmp are the machine's own on both,
-    as on a file system that machines share. Both have the machine's cores and disks, and a cable that is as fast as
-    memory: they show what is right, and what bytes cost the processor, not what a network costs.
-
-    Args:
-        shared: directories below /tmp that both see; Python's, this package's and the current one always are.
-        mtu: bytes of a frame of the cable.
-
-    Attributes:
-        hosts: the two; a pair is also a sequence of them.
-
-    Raises:
-        ConfigError: this system cannot have them; the text says why.
+    """Two hosts, `host0` and `host1`; both see the directories `shared` below /tmp.
 
     Example:
-        >>> from fsharding.testing import HostPair
-        >>> if not HostPair.unavailable():
-        ...     with HostPair() as pair:
-        ...         names = [run.stdout for run in pair.run(["cat", "/proc/sys/kernel/hostname"])]
-        ...     assert names == ["host0\n", "host1\n"]
+        with HostPair() as pair:
+            names = [run.stdout for run in pair.run(["cat", "/proc/sys/kernel/hostname"])]
     """
 
     @named("HostPair")
@@ -259,7 +210,7 @@ class HostPair:
             addresses = {f"host{i}": f"{_NETWORK}.{i + 1}" for i in range(2)}
             lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
             names = "\n".join(lines) + "\n"
-            seen = _below_temporary([*shared, sys.prefix, sys.base_prefix, Path(__file__).parents[2], Path.cwd()])
+            seen = _below_temporary([*shared, sys.prefix, sys.base_prefix, Path(__file__).parents[1], Path.cwd()])
             self.hosts = tuple(Host(name, address, names, seen) for name, address in addresses.items())
             for host in self.hosts:
                 self._resources.callback(host.close)
@@ -277,7 +228,7 @@ class HostPair:
 
     @staticmethod
     def unavailable() -> str:
-        """Why this system cannot have two hosts; "" where it can. Tries it in a namespace, which goes at once."""
+        """Try it in a namespace that ends at once; return why this system cannot have two hosts, or ""."""
         if sys.platform != "linux":
             return f"{sys.platform} has no namespaces"
         if missing := [name for name in _TOOLS if shutil.which(name) is None]:
@@ -289,23 +240,9 @@ class HostPair:
         return (done.stderr.strip() or "unshare failed") if done.returncode else ""
 
     def torchrun(self, arguments: Sequence[str], *, ranks: int, options: Sequence[str] = ()) -> list[str]:
-        """The line that starts a program on the ranks of both hosts, each of which gets this same line.
-
-        With `--max-restarts` give `run` the variable `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, or ranks of a later start
-        look for those of the first.
-
-        Args:
-            arguments: the program with its own: `["train.py", "--steps", "3"]`, `["-m", "fsharding", "train"]`.
-            ranks: how many each host starts.
-            options: of torchrun, such as `["--max-restarts", "1"]`.
-
-        Example:
-            >>> from fsharding.testing import HostPair
-            >>> if not HostPair.unavailable():
-            ...     with HostPair() as pair:
-            ...         line = pair.torchrun(["train.py"], ranks=2)
-            ...     assert line[-2:] == ["host0:29400", "train.py"]
-        """
+        """Return the line that starts a program on `ranks` ranks of each host, with options of torchrun."""
+        # With --max-restarts `run` needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or ranks of a later start look for those
+        # of the first.
         name = uuid.uuid4().hex[:8]
         where = ["--rdzv-backend", "c10d", "--rdzv-id", name, "--rdzv-endpoint", f"{self.hosts[0].name}:{_PORT}"]
         size = ["--nnodes", "2", "--nproc-per-node", str(ranks)]
@@ -320,27 +257,7 @@ class HostPair:
         timeout: float | None = None,
         capture: bool = True,
     ) -> list[subprocess.CompletedProcess[str]]:
-        r"""Runs one command on both hosts at the same time, and waits for both.
-
-        Args:
-            command: program and arguments.
-            env: variables besides this process's.
-            timeout: seconds; by default it may take any time.
-            capture: collects what they write; else it goes where this process writes.
-
-        Returns:
-            Exit status, stdout and stderr of each host.
-
-        Raises:
-            RankError: they had not ended in time; both were killed, and the text has their last lines.
-
-        Example:
-            >>> from fsharding.testing import HostPair
-            >>> if not HostPair.unavailable():
-            ...     with HostPair() as pair:
-            ...         runs = pair.run(["sh", "-c", "echo here; exit 3"], timeout=20)
-            ...     assert [(run.returncode, run.stdout) for run in runs] == [(3, "here\n")] * 2
-        """
+        """Run one command on both hosts at the same time; kill both if they have not ended after `timeout` seconds."""
         with ExitStack() as files:
             # Files, since a full pipe that is never read would block its writer.
             names = ("stdout", "stderr") if capture else ()
@@ -379,7 +296,7 @@ class HostPair:
                 host.stop_commands()
 
     def close(self) -> None:
-        """Ends both hosts and removes their network. Closing twice is harmless."""
+        """End both hosts and remove their network; closing twice is harmless."""
         self._resources.close()
 
     def __getitem__(self, index: int) -> Host:
@@ -399,13 +316,13 @@ class HostPair:
 
 
 def _below_temporary(paths: Sequence[Path | str]) -> tuple[Path, ...]:
-    """The directories among these that a new /tmp would hide, without those that are inside of others."""
+    """Return the directories that a new /tmp would hide, without those inside of others."""
     below = sorted({Path(path).resolve() for path in paths if _TEMPORARY in Path(path).resolve().parents})
     return tuple(path for path in below if not {*path.parents} & {*below})
 
 
 def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float | None) -> bool:
-    """Waits for processes; whether any is still there after so many seconds."""
+    """Wait for processes; return whether any is left after `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
     for process in processes:
         try:
