@@ -21,6 +21,12 @@ register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")
 register("namespace", "data", "fsharding.apps.data")
 register("namespace", "megatron", "fsharding.contrib.megatron")
 register("namespace", "te", "fsharding.contrib.te")
+# Names of `fs.optim`; those that end with "State" are of the states that a checkpoint may name.
+for _name in (
+    *("AdafactorState", "EmaState", "LookaheadState", "NoiseState", "TorchState", "adafactor", "add_noise", "annealed"),
+    *("ema", "ema_of", "from_torch", "lookahead"),
+):
+    register("optimizer", _name, f"fsharding.contrib.optim:{_name}")
 
 if TYPE_CHECKING:
     from fsharding.api import *  # noqa: F403

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import pytest
 
@@ -43,6 +43,10 @@ class Import(NamedTuple):
     line: int
 
 
+def is_for_type_checkers(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
 class Module:
     """One source file. Its name is the dotted one below `fsharding`; a package has the name of its directory."""
 
@@ -66,9 +70,13 @@ class Module:
         return f"{self.path.relative_to(self.root.parent)}:{line}"
 
     def imports(self) -> list[Import]:
-        """Every import of the package, wherever it stands in the file."""
+        """Every import of the package, wherever it stands; a namespace gives type checkers its lazy names."""
         found: list[Import] = []
+        for_types = [node for node in self.tree.body if self.is_package and is_for_type_checkers(node)]
+        unused = {node for top in for_types for child in top.body for node in ast.walk(child)}
         for node in ast.walk(self.tree):
+            if node in unused:
+                continue
             if isinstance(node, ast.Import):
                 names = [alias.name.split(".") for alias in node.names]
                 found += [Import(".".join(n[1:]), node.lineno) for n in names if n[0] == self.root.name]
@@ -135,7 +143,7 @@ def imports_in_functions(node: ast.AST, inside: bool = False) -> Iterator[ast.st
     if inside and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
         yield node
     children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+    if is_for_type_checkers(node):
         children = list(node.orelse)
     for child in children:
         yield from imports_in_functions(child, inside or isinstance(node, FunctionNode | ast.Lambda))
@@ -579,6 +587,12 @@ PAIRS: list[tuple[str, str, str, str]] = [
     ("rooms", "apps/cli/main.py", "import fsharding as fs", "from fsharding.__main__ import main"),
     ("rooms", "transforms/scan.py", "import torch", "import fsharding as fs"),
     ("rooms", "transforms/scan.py", "", "from fsharding.unheard import f"),
+    (
+        "rooms",
+        "optim/__init__.py",
+        "if TYPE_CHECKING:\n    from fsharding.contrib.optim import *",
+        "if TYPE_CHECKING:\n    x = 1\nelse:\n    from fsharding.contrib.optim import *",
+    ),
     ("rooms", "base/errors.py", "import torch", "from fsharding.mesh import x"),
     ("hidden_imports", "a.py", "import os", "def f():\n    import os"),
     ("hidden_imports", "a.py", "def f():\n    import os  # lazy: slow", "def f():\n    import os  # lazy:"),

@@ -1,7 +1,7 @@
 """Layouts and optimizer states as plain data, in a manifest, and back: enough to plan a model without its code.
 
 In: a `Layout`, or a tree. Out: JSON for people and programs; `layout_of` and `rebuild` make the value of it again.
-Only the NamedTuples of `KNOWN` are ever rebuilt, so that a checkpoint cannot name a class that it would like to have.
+Only the NamedTuples of `known_kinds` are rebuilt, so a checkpoint cannot name a class that it would like to have.
 Guarantee: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on that mesh and with that strategy; and
 `rebuild(describe(t), ...)` has the structure of `t`, or says which class it does not know.
 """
@@ -17,25 +17,21 @@ import torch
 from fsharding.base import tree
 from fsharding.base.calls import named, public_name
 from fsharding.base.errors import CheckpointError, FshardingError, listed, message
+from fsharding.base.registry import find, names_of
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.formats import Blocks
 from fsharding.formats.precision import KEEP, LossScale, Precision, ScaleState
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.optim import (
-    AdafactorState,
     AdamState,
     ChainState,
     CodedMoment,
-    EmaState,
     EmptyState,
     LionState,
-    LookaheadState,
     MultiTransformState,
     MuonState,
-    NoiseState,
     SgdState,
-    TorchState,
 )
 from fsharding.sharding import entries
 from fsharding.sharding.block_scales import CODES, scales_name
@@ -50,6 +46,7 @@ __all__ = [
     "LEAF",
     "describe",
     "describe_layout",
+    "known_kinds",
     "layout_in",
     "layout_of",
     "names_from_plain",
@@ -233,11 +230,11 @@ def _moments_in(plain: dict[str, Any]) -> Blocks | None:
 KNOWN: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(AdamState, SgdState, LionState, AdafactorState, MuonState, TorchState, EmaState, LookaheadState, NoiseState),
+        *(AdamState, SgdState, LionState, MuonState),
         *(ChainState, EmptyState, MultiTransformState, ScaleState),
     )
 }
-"""NamedTuples that are rebuilt, by name."""
+"""NamedTuples of the library that are rebuilt, by name; states of registered optimizers are rebuilt too."""
 
 _RENAMED = {"MaskedState": "MultiTransformState"}
 """Names in checkpoints of before, and those that the classes have now."""
@@ -268,9 +265,14 @@ def describe(node: Tree) -> Any:
     return LEAF if len(flat) == 1 and flat[0] is node else {"other": _name(type(node))}
 
 
+def known_kinds() -> dict[str, Any]:
+    """Return the NamedTuples that are rebuilt, by name: of `KNOWN`, and of registered optimizers."""
+    return KNOWN | {name: find("optimizer", name) for name in names_of("optimizer") if name.endswith("State")}
+
+
 def _name(kind: type) -> str:
     """The short name of a class that we know; the full one of any other, even if it is called the same."""
-    return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+    return kind.__name__ if known_kinds().get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
@@ -292,7 +294,7 @@ def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
         case {"tuple": list(items)} | {"list": list(items)}:
             return node(next(iter(plain)), {str(i): x for i, x in enumerate(items)})
         case {"namedtuple": str(name), "fields": dict(fields)}:
-            return node(name.rpartition(".")[2], fields, getattr(KNOWN.get(name), "MEANS_OVER", ()))
+            return node(name.rpartition(".")[2], fields, getattr(known_kinds().get(name), "MEANS_OVER", ()))
         case {"coded": dict(format)} if (kept := _moments_in(format)) is not None:
             return Outline(entries.CODED, path, {}, kept)
         case {"other": _}:
@@ -316,7 +318,7 @@ def rebuild(
         owner: what the tree is, for the error.
 
     Raises:
-        CheckpointError: a class that is not in `KNOWN`, or data that describes nothing.
+        CheckpointError: a class that is not in `known_kinds`, or data that describes nothing.
     """
 
     def build(plain: Any, path: str) -> Tree:
@@ -335,13 +337,13 @@ def rebuild(
                 codes, scales = (leaf(f"{path}.{name}") for name in (CODES, scales_name(kept)))
                 return CodedMoment(codes, scales, kept, root)
             case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
-                kind = KNOWN.get(_RENAMED.get(name, name))
+                kind = known_kinds().get(_RENAMED.get(name, name))
                 if kind is not None and tuple(fields) == kind._fields:
                     return kind(**{key: build(value, f"{path}.{key}") for key, value in fields.items()})
                 what = f"{name}({listed(fields, none='')})"
             case _:
                 what = str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain)
-        rows = [f"{path} is a {what}; known are {', '.join(KNOWN)}"]
+        rows = [f"{path} is a {what}; known are {', '.join(known_kinds())}"]
         mend = "Pass the optimizer that made it: opt=..." if public_name() == "fs.checkpoint.load" else ""
         raise CheckpointError(message(f"cannot rebuild {owner} from the manifest alone.", rows, mend))
 

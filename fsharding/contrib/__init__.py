@@ -1,1 +1,1 @@
-"""Parts that register by name: transports between ranks of one host, Megatron Core, Transformer Engine."""
+"""Parts that register by name: optimizers, transports between ranks of one host, Megatron Core, Transformer Engine."""

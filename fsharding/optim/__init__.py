@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from fsharding.base import registry as _registry
 from fsharding.base.public import missing_name as _missing_name
 from fsharding.optim import schedules
-from fsharding.optim.adafactor import AdafactorState, adafactor
 from fsharding.optim.adam import AdamState, adamw
-from fsharding.optim.averages import EmaState, LookaheadState, ema, ema_of, lookahead
 from fsharding.optim.base import (
     ContextTransformation,
     EmptyState,
@@ -20,53 +19,39 @@ from fsharding.optim.clip import clip_by_global_norm, global_norm
 from fsharding.optim.coded_moment import CodedMoment
 from fsharding.optim.combine import ChainState, MultiTransformState, chain, multi_transform
 from fsharding.optim.elementwise import ElementwiseState, elementwise
-from fsharding.optim.from_torch import TorchState, from_torch
 from fsharding.optim.lion import LionState, lion
 from fsharding.optim.muon import MuonState, muon
-from fsharding.optim.noise import NoiseState, add_noise, annealed
 from fsharding.optim.schedules import Schedule
 from fsharding.optim.sgd import SgdState, sgd
 from fsharding.optim.stacked import label_matrices, no_decay, sum_dims
 from fsharding.optim.updates import apply_gradients, apply_updates
 
 __all__ = [
-    "AdafactorState",
     "AdamState",
     "ChainState",
     "CodedMoment",
     "ContextTransformation",
     "ElementwiseState",
-    "EmaState",
     "EmptyState",
     "GradientTransformation",
     "InitContext",
     "LionState",
-    "LookaheadState",
     "MultiTransformState",
     "MuonState",
-    "NoiseState",
     "Schedule",
     "SgdState",
-    "TorchState",
     "UpdateContext",
-    "adafactor",
     "adamw",
-    "add_noise",
-    "annealed",
     "apply_gradients",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
     "elementwise",
-    "ema",
-    "ema_of",
-    "from_torch",
     "global_norm",
     "label_matrices",
     "like",
     "lion",
     "local_leaves",
-    "lookahead",
     "multi_transform",
     "muon",
     "no_decay",
@@ -93,7 +78,18 @@ _ELSEWHERE = {
 for _name in _ELSEWHERE:  # such as the modules `adam` and `clip`: a call of a module says nothing
     globals().pop(_name, None)
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+if TYPE_CHECKING:
+    from fsharding.contrib import optim as _registered
+    from fsharding.contrib.optim import *  # noqa: F403
+
+    __all__ += _registered.__all__
+else:  # a type checker would take every name for one that is there
+    __all__ += _registry.names_of("optimizer")
 
     def __getattr__(name: str) -> object:
+        if name in _registry.names_of("optimizer"):
+            return globals().setdefault(name, _registry.find("optimizer", name))
         raise _missing_name("fs.optim", name, __all__, _ELSEWHERE)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -218,10 +218,10 @@ def test_from_torch_refuses_what_couples_elements(kind, why, mend):
     ("make", "text"),
     [
         (lambda: optim.from_torch("Adam"), "needs a class of optimizers; got 'Adam'."),
-        (lambda: optim.from_torch(torch.nn.Linear), "needs a class of optimizers; got class Linear."),
+        (lambda: optim.from_torch(torch.nn.Linear), "needs a class of optimizers; got the class Linear."),
         (
             lambda: optim.from_torch(torch.optim.Adam([torch.ones(1)])),
-            "needs a class of optimizers; got an instance of Adam.",
+            "needs a class of optimizers; got an optimizer of torch, Adam.",
         ),
     ],
 )

@@ -1,0 +1,255 @@
+"""Transformations around an optimizer: averages of parameters, and gradient noise that is the same in every layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsharding.base import _compat, tree
+from fsharding.base.calls import named
+from fsharding.base.dtypes import wide
+from fsharding.base.errors import TreeError, message
+from fsharding.base.public import check_optimizer, public
+from fsharding.base.tree import Tree
+from fsharding.optim import base
+from fsharding.optim.base import ContextTransformation, GradientTransformation, InitContext, UpdateContext
+from fsharding.optim.schedules import Schedule, as_schedule, rate_at
+from fsharding.optim.stacked import assigned_shardings, whole_shape
+from fsharding.optim.validation import FROM_0, FROM_1, TO_1, check_settings
+from fsharding.sharding import boxes, random
+from fsharding.sharding.named_sharding import NamedSharding, local_of
+
+__all__ = ["EmaState", "LookaheadState", "NoiseState", "add_noise", "annealed", "ema", "ema_of", "lookahead"]
+
+
+class EmaState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), and the average of the parameters, in float32 at least.
+
+    Example:
+        >>> fs.optim.ema(0.9).init({"w": torch.ones(2)}).average
+        {'w': tensor([1., 1.])}
+    """
+
+    count: Tensor
+    average: Tree
+
+
+class LookaheadState(NamedTuple):
+    """Number of updates (int64, 0-d, on the CPU), the slow parameters in float32 at least, and the inner state.
+
+    Example:
+        >>> fs.optim.lookahead(fs.sgd(0.1)).init({"w": torch.ones(2)}).slow
+        {'w': tensor([1., 1.])}
+    """
+
+    count: Tensor
+    slow: Tree
+    inner: Tree
+
+
+@named("fs.optim.ema")
+def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
+    """An exponential moving average of the parameters, for evaluation; updates pass through unchanged.
+
+    It belongs at the end of a chain: `fs.optim.chain(fs.adamw(3e-4), fs.optim.ema(0.999))`. The average begins as the
+    first parameters. It is `decay * average + (1 - decay) * (p + update)`. A change of a parameter that a step makes
+    after its optimizer, such as to biases of routers, is in the average one step later.
+
+    Args:
+        decay: a number, or a function such as `lambda count: min(0.999, (1 + count) / (10 + count))` of the updates.
+
+    Raises:
+        ConfigError: a decay that is not from 0 to 1.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(2)}, fs.optim.chain(fs.sgd(1.0), fs.optim.ema(0.75))
+        >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+        >>> fs.optim.apply_updates(params, updates), fs.optim.ema_of(state)
+        ({'w': tensor([0., 0.])}, {'w': tensor([0.7500, 0.7500])})
+    """
+    check_settings((TO_1, {"decay": decay}))
+    rate = as_schedule(decay)
+
+    @public("fs.optim.ema(...).init")
+    def init(params: Tree, context: InitContext = InitContext()) -> EmaState:
+        return EmaState(torch.zeros((), dtype=torch.int64), _wide_copy(params))
+
+    @public("fs.optim.ema(...).update")
+    def update(
+        updates: Tree, state: EmaState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, EmaState]:
+        base.check_update(EmaState, updates, state, params)
+        base.check_moments(average=state.average)
+        average = [x if context.donate else base.clone(x) for x in base.local_leaves(state.average)]
+        updated = _updated(updates, base.require_params(params), state.average)
+        share = rate_at(rate, state.count)
+        _compat.foreach_mul_(average, share)
+        _compat.foreach_mul_(updated, 1 - share)
+        _compat.foreach_add_(average, updated)
+        return updates, EmaState(state.count + 1, base.like(state.average, average))
+
+    return ContextTransformation(init, update, by_element=True)
+
+
+@named("fs.optim.ema_of")
+def ema_of(opt_state: Tree) -> Tree:
+    """The average that an `ema` somewhere in an optimizer state keeps, in the sharding of the main parameters.
+
+    `fs.params_from_main(fs.optim.ema_of(state.opt_state), state.params, state.layout)` are parameters to evaluate with.
+
+    Args:
+        opt_state: the state of any optimizer that `ema` is part of.
+
+    Raises:
+        TreeError: there is no `EmaState` in it, or several.
+
+    Example:
+        >>> opt = fs.optim.chain(fs.adamw(1e-3), fs.optim.ema(0.999))
+        >>> fs.optim.ema_of(opt.init({"w": torch.ones(2)}))
+        {'w': tensor([1., 1.])}
+    """
+    flat = tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, EmaState))
+    averages = [x.average for x in flat if isinstance(x, EmaState)]
+    if len(averages) != 1:
+        mend = "Put one fs.optim.ema at the end of the chain, or take state.average out of the state yourself."
+        raise TreeError(message(f"finds {len(averages)} averages in the optimizer state.", mend=mend))
+    return averages[0]
+
+
+@named("fs.optim.lookahead")
+def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0.5) -> ContextTransformation:
+    """Lookahead (Zhang et al. 2019): after some updates, back to a point between their first and last parameters.
+
+    Args:
+        inner: the transformation that makes the fast updates.
+        every: how many fast updates come between two slow ones.
+        share: how far from the slow parameters to the fast ones the next slow parameters are.
+
+    Raises:
+        ConfigError: no optimizer inside; no whole number of updates from 1, or a share that is not from 0 to 1.
+
+    Example:
+        >>> params, opt = {"w": torch.ones(1)}, fs.optim.lookahead(fs.sgd(0.25), every=2, share=0.5)
+        >>> fast, state = fs.optim.apply_gradients(opt, {"w": torch.ones(1)}, opt.init(params), params)
+        >>> fast["w"], fs.optim.apply_gradients(opt, {"w": torch.ones(1)}, state, fast)[0]["w"]
+        (tensor([0.7500]), tensor([0.7500]))
+    """
+    check_optimizer(inner)
+    check_settings((FROM_1, {"every": every}), (TO_1, {"share": share}))
+    fast = inner.with_context()
+
+    @public("fs.optim.lookahead(...).init")
+    def init(params: Tree, context: InitContext = InitContext()) -> LookaheadState:
+        return LookaheadState(torch.zeros((), dtype=torch.int64), _wide_copy(params), fast.init(params, context))
+
+    @public("fs.optim.lookahead(...).update")
+    def update(
+        updates: Tree, state: LookaheadState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, LookaheadState]:
+        base.check_update(LookaheadState, updates, state, params)
+        base.check_moments(slow=state.slow)
+        params = base.require_params(params)
+        updates, inner_state = fast.update(updates, state.inner, params, context)
+        count = state.count + 1
+        slow = state.slow
+        # Fake counts have no values: every fake update then has the memory and operations of one that returns.
+        if _compat.is_fake(count) or int(count) % every == 0:
+            old = base.local_leaves(slow)
+            new = [s + share * (new_fast - s) for s, new_fast in zip(old, _updated(updates, params, slow), strict=True)]
+            current = base.local_params(params, slow)
+            slow = base.like(slow, new)
+            updates = base.like(slow, [s - p for s, p in zip(new, current, strict=True)])
+        return updates, LookaheadState(count, slow, inner_state)
+
+    return ContextTransformation(init, update, by_element=fast.by_element, needs_norm=fast.needs_norm)
+
+
+def _wide_copy(params: Tree) -> Tree:
+    """Copy parameters, in float32 at least: a narrow dtype would lose most changes of an average."""
+    flat = base.local_leaves(params)
+    return base.like(params, [base.clone(x) if x.dtype == wide(x.dtype) else x.to(wide(x.dtype)) for x in flat])
+
+
+def _updated(updates: Tree, params: Tree, average: Tree) -> list[Tensor]:
+    """Add updates to parameters in new memory: local tensors in the shardings and dtypes of an average."""
+    columns = (base.local_params(params, average), base.local_grads(updates, average), base.local_leaves(average))
+    return [(p.to(x.dtype) + u).to(x.dtype) for p, u, x in zip(*columns, strict=True)]
+
+
+class NoiseState(NamedTuple):
+    """Number of updates (int64, 0-d) and the key of all draws (int64[2]), both on the CPU.
+
+    Example:
+        >>> fs.optim.add_noise(0.1, fs.random.key(7)).init({"w": torch.ones(2)}).count
+        tensor(0)
+    """
+
+    count: Tensor
+    key: Tensor
+
+
+def annealed(eta: float, gamma: float = 0.55) -> Schedule:
+    """Standard deviations `sqrt(eta / (1 + count)^gamma)`, as in the paper.
+
+    Example:
+        >>> round(fs.optim.annealed(0.01)(100), 4)
+        0.0281
+    """
+    return lambda count: (eta / (1 + count) ** gamma) ** 0.5
+
+
+@public("fs.optim.add_noise")
+def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
+    """Adds normal noise to gradients; put it before the optimizer, and before clipping if that should see it.
+
+    Args:
+        std: standard deviation: a number, or a function of the number of updates so far, such as `annealed(0.3)`.
+        key: int64[2], a random key; the noise of each update is folded from it.
+
+    Raises:
+        ConfigError: a deviation below 0.
+        LayoutError: from the update: leaves with explicit assignments, all listed, and no `shardings` in the context.
+
+    Example:
+        >>> opt, grads = fs.optim.add_noise(0.1, fs.random.key(0)), {"w": torch.zeros(2)}
+        >>> (first, state), (same, _) = (opt.update(grads, opt.init(grads)) for _ in range(2))
+        >>> then, _ = opt.update(grads, state)
+        >>> torch.equal(first["w"], same["w"]), torch.equal(first["w"], then["w"])
+        (True, False)
+    """
+    check_settings((FROM_0, {"std": std}))
+
+    @public("fs.optim.add_noise(...).init")
+    def init(params: Tree, context: InitContext = InitContext()) -> NoiseState:
+        return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
+
+    @public("fs.optim.add_noise(...).update")
+    def update(
+        updates: Tree, state: NoiseState, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, NoiseState]:
+        base.check_state(NoiseState, updates, state)
+        shardings = assigned_shardings(updates, context.shardings)
+        count = int(state.count)
+        scale = std(count) if callable(std) else std
+        step_key = random.fold_in(state.key, count)
+        flat, spec = tree.flatten(updates)
+        keys = (random.fold_in(step_key, i) for i in range(len(flat)))
+        noisy = [_noisy(x, s, k, scale) for x, s, k in zip(flat, shardings, keys, strict=True)]
+        return tree.unflatten(spec, noisy), NoiseState(state.count + 1, state.key)
+
+    return ContextTransformation(init, update)
+
+
+def _noisy(x: Tensor, sharding: NamedSharding | None, key: Tensor, std: float) -> Tensor:
+    """Add noise to this rank's elements of a leaf."""
+    shape = whole_shape(x, sharding)
+    draw = random.normal(key, shape, std=std, dtype=x.dtype)
+    if sharding is None:
+        return x + draw.tensor(device=x.device)
+    local, grid = local_of(x), sharding.grid(shape)
+    noisy = local.clone()
+    for box, place in boxes.grid_boxes(grid) if grid is not None else ():
+        noisy[place] += draw.slice(box, device=local.device)
+    return base.like_leaf(x, noisy)
