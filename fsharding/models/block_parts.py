@@ -1,10 +1,4 @@
-"""Shared by the parts of a block: how they compute, the stream that goes through them, their draws and linear maps.
-
-In: static choices, activations, weights of which `tp` may have cut some dim. Out: the same on every mesh.
-A part of a block, attention or feed-forward, is a frozen value of sizes with the pure functions `init`, `names`,
-`apply` and `objections`. Guarantee: whether a weight is cut shows in its shape; what is whole is computed by all ranks
-alike.
-"""
+"""Shared by the parts of a block: settings, the residual stream, initial values, and linear maps over `tp`."""
 
 from __future__ import annotations
 
@@ -68,31 +62,19 @@ class Stream(NamedTuple):
 
 
 class BlockSettings(NamedTuple):
-    """Static choices of a model.
+    """Static choices of a model."""
 
-    Attributes:
-        eps: of RMSNorm.
-        sequence: the dim of activations that `tp` cuts outside of regions, or None.
-        kind: how queries meet keys of other ranks of `cp`.
-    """
-
-    eps: float
-    sequence: int | None
-    kind: Kind
+    eps: float  # of RMSNorm
+    sequence: int | None  # the dim of activations that `tp` shards outside of regions
+    kind: Kind  # how queries meet keys of other ranks of `cp`
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """A mesh as a part sees it, before anything is planned.
-
-    Attributes:
-        mesh: abstract.
-        rules: axes by dim name.
-        kind: as in `BlockSettings`.
-    """
+    """A mesh as a part sees it, before anything is planned."""
 
     mesh: AbstractMesh
-    rules: AxisRules
+    rules: AxisRules  # axes by dim name
     kind: Kind
 
     @property
@@ -112,19 +94,12 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Draws:
-    """Lazy first values of the leaves of a unit, each with a key of its own.
+    """Lazy first values of the leaves of a unit, each with its own key."""
 
-    Attributes:
-        key: of the unit.
-        rows: what the leaves are stacked to: `(layers,)`, or nothing.
-        narrow: standard deviation of weights that write to the residual stream.
-        count: makes the keys.
-    """
-
-    key: Tensor
-    rows: tuple[int, ...] = ()
-    narrow: float = 0.02
-    count: itertools.count[int] = field(default_factory=itertools.count)
+    key: Tensor  # of the unit
+    rows: tuple[int, ...] = ()  # `(layers,)` of a stack, or nothing
+    narrow: float = 0.02  # std of weights that write to the residual stream
+    count: itertools.count[int] = field(default_factory=itertools.count)  # numbers the keys
 
     def normal(self, *shape: int, std: float = 0.02) -> LazyTensor:
         """Normal values."""
@@ -186,12 +161,7 @@ class AttentionPart(Part, Protocol):
         ...
 
     def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
-        """Room for what later tokens need of `length` tokens of each row: leaves [B, length, ...]; see `models.cache`.
-
-        Args:
-            params: of one block, as `apply` takes them.
-            length: most tokens of a row.
-        """
+        """Return room for `length` tokens of each row: leaves [B, length, ...]; see `models.cache`."""
         ...
 
 
@@ -204,25 +174,14 @@ class FeedPart(Part, Protocol):
 
 
 def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: BlockSettings) -> Sequence[Tensor]:
-    """Products with weights whose rows `tp` cuts, or does not where the rules say so: then all ranks do the same.
-
-    Args:
-        x_BTD: the same on all ranks of `tp`, or cut along `how.sequence`.
-        weights: each [F of this rank, D].
-        whole: `tp` does not cut them.
-    """
+    """Multiply with weights whose rows `tp` shards, each [F of this rank, D]; `whole` weights are on all ranks."""
     if whole:
         return [ops.scaled_matmul(x_BTD, w, 1) for w in weights]
     return ops.column_linear(x_BTD, *weights, sequence_dim=settings.sequence)
 
 
 def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, settings: BlockSettings) -> Tensor:
-    """The product with a weight whose rows `tp` cuts, summed over `tp`; or of all ranks alike.
-
-    Args:
-        weight_FD: the rows that meet them.
-        whole: `tp` does not cut them.
-    """
+    """Multiply with a weight whose rows `tp` shards and sum over `tp`; with a `whole` one all ranks do the same."""
     return (
         ops.scaled_matmul(x_BTF, weight_FD, 0)
         if whole

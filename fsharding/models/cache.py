@@ -1,9 +1,6 @@
-"""What a block keeps of tokens for those that come after: keys and values, or the narrow vectors that they are made of.
+"""Cache of keys and values, or of the narrow vectors that they are made of; a slot is the position of its token.
 
-In: a cache, a dict of tensors [B, S, ...] with a slot for each position; new tokens and their positions. Out: the same
-tensors, written to, and attention of the new tokens to all that are there. A slot is the position of its token: what
-stands in the slots after it is never seen, so rows of unlike lengths are padded at their ends, and written over later.
-Guarantee: logits through a cache equal those without one. Shapes: B rows, T new tokens, S slots, H query heads.
+Shapes: B rows, T new tokens, S slots, H query heads.
 """
 
 from __future__ import annotations
@@ -21,21 +18,13 @@ def at_each(x_BTX: Tensor, index_B: Tensor) -> Tensor:
 
 
 def has_earlier(cache: dict[str, Tensor], length: int) -> bool:
-    """Whether a cache has more slots than there are new tokens; if not, these are all, and begin at position 0.
-
-    Args:
-        cache: with the slots that are in use once the new tokens are stored, and no others.
-    """
+    """Return whether a cache has more slots in use than there are new tokens; else these begin at position 0."""
     return next(iter(cache.values())).shape[1] > length
 
 
 def store(slots_BSX: Tensor, new_BTX: Tensor, positions_BT: Tensor) -> None:
-    """Writes new tokens to the slots of their positions, in place: a cache belongs to the loop that has made it.
-
-    Args:
-        slots_BSX: a leaf of a cache, [B, S, ...].
-        new_BTX: of the new tokens, [B, T, ...].
-    """
+    """Write new tokens [B, T, ...] to the slots of their positions [B, S, ...], in place."""
+    # A cache belongs to the loop that made it, so writing in place is safe.
     if slots_BSX.shape == new_BTX.shape:
         slots_BSX.copy_(new_BTX)
         return
@@ -44,15 +33,7 @@ def store(slots_BSX: Tensor, new_BTX: Tensor, positions_BT: Tensor) -> None:
 
 
 def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, positions_BT: Tensor, scale: float) -> Tensor:
-    """Attention of new tokens to the slots up to their own.
-
-    Args:
-        q_BHTE: of the new tokens; query head h sees key head h // (H / K).
-        v_BKSE: of all slots, maybe of another head dim.
-
-    Returns:
-        [B, H, T, E], where E is the head dim of v.
-    """
+    """Return attention of new tokens to the slots up to their own, [B, H, T, E]; E is the head dim of v."""
     slots_S = torch.arange(k_BKSE.shape[2], device=q_BHTE.device)
     seen_B1TS = slots_S <= positions_BT[:, None, :, None]
     return F.scaled_dot_product_attention(q_BHTE, k_BKSE, v_BKSE, seen_B1TS, scale=scale, enable_gqa=True)

@@ -1,9 +1,6 @@
-"""A decoder-only language model: rotary positions, attention and feed-forward parts of several kinds.
+"""A decoder-only language model of pre-norm blocks as in Llama (Touvron et al. 2023), in one stack or several.
 
-In: a `DecoderConfig`, then `{"tokens", "targets"}` of int64[B, T], and where several documents are packed in a row
-`documents`. Out: the sum of token losses in nats, and how many. Pre-norm blocks as in Llama (Touvron et al. 2023), in
-one stack or in several of unlike blocks. Shapes: B batch, T positions, D model, V vocabulary. Targets of -100 do not
-count. Guarantee: packed documents have the losses that each has alone.
+Shapes: B batch, T positions, D model, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """`generate`: new tokens after prompts, one at a time, from parameters under any strategy.
 
-In: a model or a function that gives logits, parameters in their layout, prompts of any lengths. Out: new tokens.
-Parameters are gathered over the data axes once, unit by unit, and stay whole until the call returns; a model over `tp`
-computes with its cuts. A model keeps keys and values: the prompts go through it at once, then each new token alone. A
-function is called with all tokens so far. Nothing else is sent over the data axes, so that ranks of `dp` may have
-prompts of their own; experts over `ep` are the exception.
-Guarantee: tokens follow from prompts, parameters and key alone, on every mesh, and a row's do not depend on other
-rows. Shapes: B prompts, T tokens of the longest, N new ones, V vocabulary.
+Shapes: B prompts, T tokens of the longest, N new ones, V vocabulary.
 """
 
 from __future__ import annotations
@@ -160,13 +154,7 @@ class _Predictor(Protocol):
         ...
 
     def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
-        """Stores new tokens in the cache, in place, and predicts the next one of each row: [B, V].
-
-        Args:
-            tokens_BT: new tokens; a shorter row is padded at its end.
-            last_B: which of the T is the last one of a row.
-            used: slots of the longest row.
-        """
+        """Store new tokens in the cache, in place, and predict the next one of each row: [B, V]."""
         ...
 
 

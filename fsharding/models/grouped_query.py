@@ -1,10 +1,6 @@
 """Grouped-query attention: several query heads share a key head (Ainslie et al. 2023, arXiv:2305.13245).
 
-In: normalized activations [B, T, D] and the leaves of a block. Out: what attention adds to the stream.
-Queries and keys turn by their positions, and may be normalized before, head by head (Henry et al. 2020,
-arXiv:2010.04245); queries, keys and values may have a bias. `tp` cuts heads; the key heads that it cannot cut are
-gathered, and each rank takes the key heads of its query heads.
-Guarantee: values and gradients match all heads on one process. Shapes: H query heads, K key heads, E head dim.
+Heads may be normalized (Henry et al. 2020, arXiv:2010.04245). Shapes: H query heads, K key heads, E head dim.
 """
 
 from __future__ import annotations

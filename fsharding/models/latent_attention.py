@@ -1,11 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1; DeepSeek-V3, arXiv:2412.19437, eq. 1 to 11).
-
-In: normalized activations [B, T, D] and the leaves of a block. Out: what attention adds to the stream.
-Queries come from one narrow vector a token, keys and values of all heads from another; positions turn a part of each
-query, and one key part that all heads share. `tp` cuts heads; the narrow vectors are made by all ranks alike, and where
-activations are cut along the sequence they, not the wide stream, are gathered.
-Guarantee: values and gradients match all heads on one process.
-"""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, sec. 2.1; DeepSeek-V3, arXiv:2412.19437, eq. 1 to 11)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The dense feed-forward part of a block: SwiGLU (Shazeer 2020, arXiv:2002.05202).
-
-In: normalized activations [B, T, D] and the leaves of a block. Out: what the part adds to the stream.
-`tp` cuts the hidden dim F. Guarantee: values and gradients match all of it on one process.
-"""
+"""The dense feed-forward part of a block: SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 

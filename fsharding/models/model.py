@@ -1,9 +1,4 @@
-"""A model: pure functions over trees of whole plain tensors, and the names of their dims.
-
-In: nothing but arguments; a model holds no tensors. Out: lazy draws at init, activations, and (sum, weight) losses.
-Its functions compute over the mesh of `fs.set_mesh`.
-Guarantee: a model gives the same values on every mesh.
-"""
+"""A model: pure functions over trees of full plain tensors, and the names of their dims."""
 
 from __future__ import annotations
 

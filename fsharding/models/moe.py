@@ -1,9 +1,6 @@
-"""A mixture of experts in the place of a block's MLP: router, routed experts, shared experts, and what balances them.
+"""A mixture of experts instead of the MLP of a block: router, routed and shared experts, and their balance.
 
-In: an `Experts`, the leaves of one block, activations. Out: activations, and what the routers add to the loss.
-Every token counts for balance, also one without a target. Leaves: router, gate, up, down; maybe bias, shared.
 Shapes: B batch, T positions, D model, X experts of all ranks, E of them here, F hidden, N = B * T tokens.
-Guarantee: what comes out does not depend on which rank has which experts, tokens, or part of F.
 """
 
 from __future__ import annotations
@@ -93,12 +90,7 @@ class Experts:
 
 
 def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random.LazyTensor], narrow: float) -> Tree:
-    """The leaves of the mixtures of a stack of layers.
-
-    Args:
-        weight: makes the next draw, `weight(*shape, std=...)`.
-        narrow: std of what writes to the residual stream.
-    """
+    """Draw the leaves of the mixtures of a stack of layers."""
     expert = (layers, c.count, c.intermediate_size, dim)
     leaves: dict[str, Tree] = {
         "router": weight(layers, c.count, dim),
@@ -143,19 +135,8 @@ def uncut(c: Experts, mesh: Mesh, rules: AxisRules) -> list[str]:
 
 
 def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """The mixture of one block. Collective along `ep`, where it cuts experts, and `tp`, where it cuts F.
-
-    Logits are taken in float32 at least, outside of the region over `tp`; all of the rest is inside.
-
-    Args:
-        params: leaves of one layer of `expert_draws`, as `gather_unit` gives them.
-        x_BTD: normalized activations of this rank's tokens.
-        sequence_dim: along which `tp` cuts the tokens outside of the region, if it does; see `ops.copy_to_tp`.
-
-    Returns:
-        What the block adds to the residual stream, and the sum over this rank's tokens of what the router adds to
-        the loss (0-d).
-    """
+    """Compute the mixture of one block and its loss term. Collective along `ep` and `tp` if they shard experts or F."""
+    # Logits are computed in float32 at least, outside of the region over `tp`; all of the rest is inside.
     cut = params["gate"].shape[1] != c.intermediate_size and axis_size("tp") > 1
     router_XD = dequantize(params["router"])
     router_XD = router_XD if sequence_dim is None else ops.copy_to_tp(router_XD)
@@ -198,11 +179,7 @@ def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: boo
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts as a part of a block.
-
-    Attributes:
-        experts: sizes, and how tokens find their experts.
-    """
+    """A mixture of experts as a part of a block."""
 
     experts: Experts
 

@@ -1,10 +1,4 @@
-"""Named models with settings that train them: what `--preset` takes.
-
-In: a name, or a function of this module. Out: a `Recipe`, a pure value. Published models have their published sizes.
-Each family has a tiny twin, of about a million parameters, that goes the same way through the code and learns bytes on
-a laptop; `tiny`, `tiny-moe` and those that begin with `bench` are of this library alone.
-Guarantee: a recipe holds no tensors, so planning one of any size is free.
-"""
+"""Named models with settings that train them, for `--preset`; each family has a tiny twin for a laptop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The stacks of a model: one at `blocks`, or several of unlike blocks under their names, in order.
-
-In: a `Model` and its tree `blocks`, of parameters or of anything else. Out: paths and functions of stacks, a scan over
-all of them. Guarantee: units and their order are the same as in one list of unlike blocks.
-"""
+"""The stacks of a model: one at `blocks`, or several of unlike blocks under their names, in order."""
 
 from __future__ import annotations
 

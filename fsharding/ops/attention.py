@@ -1,9 +1,6 @@
-"""Attention over a sequence that is cut along a mesh axis, in the zig-zag order of `ops.context_parallel`.
+"""Attention over a sequence that is sharded along a mesh axis, in the zig-zag order of `ops.context_parallel`.
 
-In: this rank's queries, keys and values. Out: for its queries, what attention over the whole sequence gives.
-Three ways with the same result. "ring": keys and values go around, and no rank ever has them all. "gather": every
-rank has them all. "ulysses": every rank has the whole sequence of some heads.
-Guarantee: values and gradients match `scaled_dot_product_attention` on the whole tensors.
+Three ways have the same result: "ring" sends keys and values around, "gather" gathers them, "ulysses" shards heads.
 """
 
 from __future__ import annotations
@@ -218,19 +215,12 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, setting
 
 # ----------------------------------------------------------------------------------------------------------------- ring
 class RingStep(NamedTuple):
-    """The queries and keys that a rank combines in one step of the ring.
+    """The queries and keys that a rank combines in one step of the ring."""
 
-    Attributes:
-        source: the member of the group whose keys and values it has.
-        queries: from which to which of its own two chunks the queries see any of these keys, as the ends of a range.
-        keys: from which to which of the source's two chunks they see.
-        diagonal: queries and keys are the same tokens, and each sees itself and those before it.
-    """
-
-    source: int
-    queries: tuple[int, int]
-    keys: tuple[int, int]
-    diagonal: bool
+    source: int  # the member of the group whose keys and values it has
+    queries: tuple[int, int]  # which of its own two chunks see any of these keys, as the ends of a range
+    keys: tuple[int, int]  # which of the source's two chunks they see
+    diagonal: bool  # the same tokens: each sees itself and those before it
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,10 +1,4 @@
-"""The notes of experts with a capacity during a forward: was an expert full, and how many choices were dropped?
-
-In: notes of `ops.dispatch`, on the device. Out: a weight of minus infinity for a loss that lacks tokens, and counts.
-The loss function returns only losses and weights, and only its first run counts, not a recomputation in backward. So a
-forward opens `watching_capacity`, and a step that reports drops opens `counting_drops` around its forwards.
-Guarantee: without such a block nothing is noted; the host reads nothing.
-"""
+"""Record, during a forward, whether an expert with a capacity was full and how many choices were dropped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Collectives as linear maps with their transposes: gather/scatter, psum/vary, all_to_all, all_to_all_rows, ppermute.
+"""Collectives as linear maps with their transposes, valid under autograd and every transform of torch.func.
 
-In: plain local tensors and axis names. Out: plain local tensors, valid under autograd and every torch.func transform.
-Each collective is a frozen value that knows how to run, its dual, and itself one batch dim later; one autograd Function
-serves them all. Guarantee: `<op x, y> == <x, dual(op) y>`, summed over ranks.
+Each is a frozen value that knows how to run, its dual, and itself one batch dim later.
+`<op x, y> == <x, dual(op) y>`, summed over ranks.
 """
 
 from __future__ import annotations
@@ -87,11 +86,7 @@ class _Apply(Function):
 
 @_compat.outside_of_graphs
 def apply_linear(x: Tensor, op: Linear) -> Tensor:
-    """Applies a linear map so that autograd and torch.func know its derivatives.
-
-    Raises:
-        TransformError: of a DTensor, which is on its way already.
-    """
+    """Apply a linear map so that autograd and torch.func know its derivatives; refuse a DTensor."""
     if isinstance(x, DTensor):
         mend = "Give it x.to_local(); or call it inside fs.shard_map, where leaves are local."
         raise TransformError(report("fs.ops takes local tensors, got a DTensor.", mend=mend))

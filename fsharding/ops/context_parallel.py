@@ -1,9 +1,6 @@
-"""How context parallelism cuts a sequence, and the positions that follow from it.
+"""How context parallelism shards a sequence: of 2n chunks, rank i of n has chunks i and 2n-1-i.
 
-In: a length, or tensors with a dim of tokens, and the mesh axis. Out: what this rank has of them, in its own order.
-A causal token sees all tokens before it, so late ones cost more than early ones. With n ranks a sequence is cut into
-2n equal chunks and rank i has chunks i and 2n-1-i: one early, one late, the same cost for all.
-Guarantees: every token is on one rank; the tokens of a rank stand in ascending order; one rank has the whole, uncut.
+Late tokens of causal attention cost more than early ones, so a rank has one early and one late chunk.
 """
 
 from __future__ import annotations
@@ -36,11 +33,7 @@ def zigzag(size: int) -> tuple[tuple[int, int], ...]:
 
 
 def zigzag_order(length: int, size: int, device: torch.device | str | None = None) -> Tensor:
-    """The global positions of all tokens of `size` ranks, one rank after the other: int64[length].
-
-    Args:
-        length: T of the whole sequence; a multiple of `2 * size`, or anything on one rank.
-    """
+    """Return the global positions of all tokens of `size` ranks, one rank after another: int64[length]."""
     whole = torch.arange(length, device=device)
     if size == 1:
         return whole

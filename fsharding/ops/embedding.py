@@ -1,9 +1,4 @@
-"""Embedding tables over a model axis: each rank stores some rows, and the full table is never gathered.
-
-In: token ids, this rank's rows. Out: the vectors of all tokens, on every rank or cut along the sequence.
-A rank looks up the ids that it has, and zeros for the others; the sum over ranks is the lookup.
-Guarantee: what comes out, and the gradient of the table, equals the result with the whole table on one process.
-"""
+"""Embedding tables over a model axis: each rank stores some rows, and the full table is never gathered."""
 
 from __future__ import annotations
 
@@ -114,16 +109,7 @@ class _LookUp(Function):
 
 
 def checked_ids(name: str, ids: Tensor, vocab: int, *, ignore_index: int | None = None) -> Tensor:
-    """Ids as int64. On the CPU their range is looked at; on other devices that would wait for them.
-
-    Args:
-        name: of the argument, for the error.
-        vocab: how many ids there are.
-        ignore_index: one more that is allowed.
-
-    Raises:
-        DataError: floating point or bool, or an id outside of `0 .. vocab - 1`.
-    """
+    """Return ids as int64; check their range on the CPU only, since other devices would have to wait."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         text = f"needs {name} that are whole numbers, got {kind_text(ids)}."
         raise DataError(message(text, mend=f"Give {name}.long()."))

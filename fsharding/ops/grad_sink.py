@@ -1,8 +1,4 @@
-"""Gradients of weights that are computed where they go, instead of being copied there.
-
-In: a weight whose node in autograd's graph knows where its gradient goes, as those of `gather_unit` do. Out: nothing;
-a term of the gradient is in place. Guarantee: terms are added in the order in which autograd would.
-"""
+"""Write gradients of weights where they are needed, instead of copying them there."""
 
 from __future__ import annotations
 
@@ -30,13 +26,6 @@ def takes_terms(weight: Tensor) -> bool:
 
 
 def put_term(node: Node, dtype: torch.dtype, write: Callable[[Tensor], object]) -> bool:
-    """Has a term of a gradient written where it goes, in backward.
-
-    Args:
-        node: of a weight that `takes_terms`, as `ctx.next_functions` has it.
-        write: fills a tensor of the weight's shape, whatever is in it.
-
-    Returns:
-        Whether it was; else, and always if backward is itself differentiated, the term is to be returned.
-    """
+    """Have backward write a term of a gradient where it is needed; return False if the term must be returned."""
+    # If backward is itself differentiated, the term is always to be returned.
     return not torch.is_grad_enabled() and cast(TakesTerms, node).put_term(dtype, write)

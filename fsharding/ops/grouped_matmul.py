@@ -1,9 +1,4 @@
-"""Matrix products of groups of rows, each group with a matrix of its own: what experts compute.
-
-In: rows sorted by group, one matrix a group, and how many rows each group has. Out: the products, in the order of rows.
-torch's grouped kernel where it has one, else a loop over groups; groups without rows cost nothing and have gradient 0.
-Guarantee: both ways give what a product for each row with the matrix of its group gives, in every derivative.
-"""
+"""Products of groups of rows, each group with its own matrix: what experts compute."""
 
 from __future__ import annotations
 
@@ -27,25 +22,16 @@ __all__ = ["even_shares", "grouped_matmul"]
 
 
 def even_shares(rows: int, groups: int) -> list[int]:
-    """Rows of each group, as even as they can be: they stand for counts that a fake tensor does not have.
-
-    Args:
-        groups: how many; the first ones have the rows that are left.
-    """
+    """Return row counts of groups, as even as possible: they replace counts that a fake tensor does not have."""
     return [(rows + groups - 1 - group) // groups for group in range(groups)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Where groups of rows begin and end.
+    """Where groups of rows begin and end."""
 
-    Attributes:
-        counts: rows of each group (int64[X]).
-        outer: whether the map is `outer` below, and not `rows`.
-    """
-
-    counts: Tensor
-    outer: bool = False
+    counts: Tensor  # rows of each group, int64[X]
+    outer: bool = False  # the map is `outer` below, not `rows`
 
     def bounds(self, rows: int) -> Iterator[tuple[int, int]]:
         yield from itertools.pairwise(itertools.accumulate(self.known(rows), initial=0))

@@ -1,9 +1,6 @@
 """Linear maps over a model axis: columns or rows of a weight on each rank, and the regions between them.
 
-In: activations that all ranks of the axis share, or each rank's part of their sequence; each rank's shard of a weight.
-Out: the shards of the product, or the product again. A region begins with `enter` and ends with `leave`, which are each
-other's transpose (the f and g of Shoeybi et al. 2019; with a sequence dim as in Korthikanti et al. 2022).
-Guarantee: what comes out, and every gradient, equals the result with the whole weights on one process.
+A region begins with f and ends with g of Shoeybi et al. 2019; with a sequence dim as in Korthikanti et al. 2022.
 """
 
 from __future__ import annotations

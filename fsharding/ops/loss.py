@@ -1,9 +1,4 @@
-"""Cross-entropy over a vocabulary that a model axis cuts: no rank ever has the logits of all tokens of the vocabulary.
-
-In: this rank's logits, targets. Out: the loss of each token in nats, the same on all ranks of the axis.
-Each rank sends its maximum, its sum of exponentials and the logit of the target, which is three numbers a token.
-Guarantee: losses and gradients match the whole logits on one process.
-"""
+"""Cross-entropy over a vocabulary that a model axis shards, without the full logits on any rank."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Products with weights, whose gradients are computed where they go.
+"""Products with weights, whose gradients are written where they are needed.
 
-In: activations, a weight of two dims. Out: their product. In backward the gradient of a large weight that
-`gather_unit` has made is written by the product itself to where others read it; every other one is a fresh tensor.
-A weight in a format is multiplied by a scaled kernel where the device has one, else it is dequantized. Its gradient is
-always computed from unrounded activations. One that `Precision.columnwise` names is gathered once more for the gradient
-of the activations, in blocks along the dim that this one sums. Guarantee: values and gradients match torch's own
-product, bit for bit; with a scaled kernel, its product of rounded activations.
+A quantized weight is multiplied by a scaled kernel if the device has one, else dequantized.
 """
 
 from __future__ import annotations
@@ -83,11 +78,7 @@ def _multiply(x: Tensor, weight: Tensor, dim: int) -> Tensor:
 
 
 def _kernel_for(x: Tensor, weight: Quantized, dim: int) -> ScaledKernel | None:
-    """The kernel for a product; None where it is dequantized, as on the CPU unless it is strict, and by transforms.
-
-    Raises:
-        ConfigError: it is strict, and there is none.
-    """
+    """Return the kernel for a product; None if the weight is dequantized. Refuse a strict precision without one."""
     device = weight.device.type
     if not (weight.strict or device != "cpu") or not _is_plain(x, weight) or _compat.is_fake(x):
         return None
@@ -117,11 +108,7 @@ def _is_plain(x: Tensor, weight: Quantized) -> bool:
 
 
 class _QuantizedProduct(Function):
-    """A product that keeps codes for backward, or nothing of a weight that is gathered once more.
-
-    By a scaled kernel where there is one: in forward, and for the gradient of activations where it takes transposed
-    weights or has codes that lie as it sums.
-    """
+    """A product that saves quantized values for backward, or nothing of a weight that is gathered once more."""
 
     @staticmethod
     def forward(

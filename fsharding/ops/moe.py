@@ -1,13 +1,7 @@
-"""Experts along an axis: tokens go to the ranks that own their experts, and the results come back.
+"""Experts along an axis: send tokens to the ranks that own their experts, and combine the results.
 
-In: this rank's tokens and their `Routing`. Out: rows sorted by the experts of this rank, then the weighted results.
-Nothing is dropped: counts are exchanged first, then as many rows as there are, be it none or all for one expert. With
-a capacity each expert has room for a fixed number of rows of each rank instead, so no shape depends on values and the
-host reads nothing; if one expert has too many, all results are NaN, or those of least probability are dropped.
-Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden, C rows
-of a rank for an expert.
-Guarantee: what comes out is what one rank with all experts would give; `dispatch` and an unweighted `combine` are
-transposes.
+Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden,
+C rows of a rank for an expert.
 """
 
 from __future__ import annotations
@@ -41,11 +35,9 @@ __all__ = ["Dispatched", "Plan", "capacity_of", "combine", "dispatch", "experts_
 
 @dataclass(frozen=True, eq=False)
 class _Reorder:
-    """Puts rows in another order: row j of the result is row `order[j]`; `inverse` is the way back.
+    """Put rows in another order: row j of the result is row `order[j]`; `inverse` is the way back."""
 
-    Rows of the result that are not `filled` are zero, and so are those of the way back that are not `back_filled`.
-    """
-
+    # Rows of the result that are not `filled` are zero, and so are those of the way back that are not `back_filled`.
     order: Tensor
     inverse: Tensor
     filled: Tensor | None = None
@@ -93,27 +85,16 @@ class _Spread:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `combine` needs of a `dispatch`.
+    """What `combine` needs of a `dispatch`."""
 
-    Attributes:
-        send: rows that went to each rank of the axis.
-        receive: rows that came from each.
-        weights: with what results are multiplied ([N, k]).
-        axis: along which rows travel.
-        mesh: on which; None where they do not travel.
-        by_expert: from copies of tokens to the order of experts.
-        arrived: from the order of ranks to the order of this rank's experts; None where they are one.
-        capacity: C; None where rows are as many as tokens came.
-    """
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    weights: Tensor = field(repr=False)
+    send: tuple[int, ...]  # rows to each rank of the axis
+    receive: tuple[int, ...]  # rows from each
+    weights: Tensor = field(repr=False)  # [N, k]
     axis: tuple[str, ...]
-    mesh: Mesh | None = field(repr=False)
-    by_expert: _Reorder = field(repr=False)
-    arrived: _Reorder | None = field(repr=False)
-    capacity: int | None = None
+    mesh: Mesh | None = field(repr=False)  # None if rows stay here
+    by_expert: _Reorder = field(repr=False)  # from copies of tokens to the order of experts
+    arrived: _Reorder | None = field(repr=False)  # from ranks to this rank's experts; None if they are one
+    capacity: int | None = None  # C; None without a capacity
 
 
 class Dispatched(NamedTuple):
@@ -132,11 +113,7 @@ class Dispatched(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def owned_experts(experts: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Which experts (start, stop) each rank owns: ceil-chunks, as a dim named "expert" is cut.
-
-    Args:
-        sizes: of the axes that cut them, major first.
-    """
+    """Return the experts (start, stop) of each rank in ceil-chunks, as a dim named "expert" is sharded."""
     cuts = product(*(range(size) for size in sizes))
     return tuple(boxes.nested_chunk(experts, list(zip(sizes, cut, strict=True))) for cut in cuts)
 
@@ -338,10 +315,8 @@ def _coming(counts_X: Tensor, owned: Sequence[tuple[int, int]], group: Group) ->
 def _rows_between(
     counts_X: Tensor, coming_RE: Tensor, owned: Sequence[tuple[int, int]], group: Group, chosen_NK: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many rows go to each rank of the group, and come from each.
-
-    Fake tensors do not say: then each rank has as many tokens as this one, and all experts have alike many of them.
-    """
+    """Return how many rows are sent to each rank of the group, and received from each."""
+    # Fake tensors have no counts: each rank then has as many tokens as this one, and experts have equal shares.
     fake = _compat.is_fake(counts_X)
     going = even_shares(chosen_NK.numel(), counts_X.numel()) if fake else counts_X.tolist()
     if sum(going) != chosen_NK.numel():

@@ -1,9 +1,4 @@
-"""RMSNorm, also where the ranks of an axis have different tokens.
-
-In: activations and a scale. Out: the same shape. The scale is whole on every rank; where ranks of a model axis have
-other tokens than each other, as between sequence-parallel regions, its gradient is summed over that axis.
-Guarantee: value and gradients match all tokens on one process.
-"""
+"""RMSNorm, also if the ranks of an axis have different tokens."""
 
 from __future__ import annotations
 

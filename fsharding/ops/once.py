@@ -1,9 +1,4 @@
-"""Gradients that autograd can differentiate once only.
-
-In: gradients that a backward has computed without a graph, and the tensors that they depend on. Out: the gradients.
-Guarantee: a second derivative raises an error with the name of the operation. torch's `once_differentiable` makes it 0
-without an error, but for `tensor.backward()` where the incoming gradient depends on the input.
-"""
+"""Gradients that autograd can differentiate only once: a second derivative raises, where torch may return 0."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Rotary positions, and the frequencies that longer contexts change.
-
-In: queries or keys, and the position of each token. Out: the same, turned by their positions.
-A scaling is a value that says the frequencies of a model whose context was extended, and a factor of its scores.
-Guarantee: the product of a turned query and a turned key depends on the difference of their positions alone.
-"""
+"""Rotary positions, and the changes of their frequencies for longer contexts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Which experts a token goes to: top-k routing, the losses that balance it, and balance without a loss.
+"""Top-k routing of tokens to experts, the losses that balance it, and balance without a loss.
 
-In: router logits `[N, X]` of this rank's tokens. Out: a `Routing`, plain tensors; sums over tokens with their weight.
-Shapes: N tokens of this rank, X experts of all ranks, k experts a token. Scores are taken in float32 at least.
-Guarantee: a token's routing depends on its logits alone, and the losses do not depend on which rank has which token.
+Shapes: N tokens of this rank, X experts of all ranks, k experts a token.
 """
 
 from __future__ import annotations
@@ -139,12 +137,7 @@ def _without_worst_groups(scores_NX: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def count_choices(chosen: Tensor, experts: int, counted: Tensor | None = None) -> Tensor:
-    """How often each expert is chosen: int64[X]; what is none of them is not counted. Nothing is read.
-
-    Args:
-        chosen: numbers of experts, of any shape.
-        counted: bool, of a shape that broadcasts to it; choices that count. By default all.
-    """
+    """Count how often each expert is chosen, int64[X], without a read; `counted` masks choices."""
     known = (chosen >= 0) & (chosen < experts)
     if counted is not None:
         known = known & counted

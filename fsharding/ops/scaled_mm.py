@@ -1,11 +1,4 @@
-"""Products of codes by the scaled kernels of torch, and which of them a device has.
-
-In: a format and a device; or activations and codes of a weight. Out: a printable `ScaledKernel`; or the product.
-Activations are rounded as the weight is, in blocks along the dim that is summed, each token by itself: numbers of a
-token do not depend on which others a rank has. A kernel counts as there once it has multiplied two matrices and come
-to what their dequantized product is. Guarantee: a product is the product of the dequantized sides, up to the
-order of float32 sums and one rounding.
-"""
+"""Products of quantized matrices by the scaled kernels of torch, and which of these a device has."""
 
 from __future__ import annotations
 
@@ -114,14 +107,7 @@ def scaled_kernel(format: Blocks, device: str = "cpu", dtype: torch.dtype = torc
 
 
 def refuse_missing_kernel(precision: Precision, device: str) -> None:
-    """Refuse a strict precision on a device without a kernel for its format.
-
-    Args:
-        device: the type of device of its parameters.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Refuse a strict precision on a device without a kernel for its format."""
     if not precision.strict or not isinstance(precision.compute, Blocks) or _compat.makes_fakes():
         return
     kernel = scaled_kernel(precision.compute, device, precision.activation_dtype or torch.bfloat16)
@@ -176,19 +162,12 @@ def takes_shapes(kernel: ScaledKernel, rows: int, summed: int, columns: int) -> 
 
 # ------------------------------------------------------------------------------------------------------------ products
 class Codes(NamedTuple):
-    """A matrix in a format: [rows, columns], its scales, and how blocks lie.
+    """A matrix [rows, columns] in a format, and its scales."""
 
-    Attributes:
-        values: uint8, two codes of 4 bits in a byte.
-        scales: of blocks.
-        format: of both.
-        columns: of the matrix.
-    """
-
-    values: Tensor
+    values: Tensor  # uint8 holds two values of 4 bits
     scales: Scales
     format: Blocks
-    columns: int
+    columns: int  # of the matrix
 
     def t(self) -> Codes:
         """The transposed matrix, of a format whose blocks are square or all of it."""
@@ -197,11 +176,7 @@ class Codes(NamedTuple):
 
 
 def transposed(weight: Quantized, format: Blocks) -> Codes:
-    """The transposed matrix of a weight whose blocks lie along its rows: there they lie along columns, as usual.
-
-    Args:
-        format: of the result [K, N].
-    """
+    """Transpose a weight [N, K] whose blocks lie along its rows, so that they lie along columns."""
     assert weight.values is not None and weight.scales is not None
     if weight.format.element.bits == 4:
         values = codec.pack(codec.unpack(weight.values, weight.columns).t().contiguous())
@@ -223,11 +198,7 @@ def _numbers(codes: Codes) -> Tensor:
 
 
 def multiply_codes(x_MK: Tensor, w_NK: Codes, kernel: ScaledKernel) -> Tensor:
-    """`x @ w.T` by a kernel, with x rounded to its format of activations.
-
-    Returns:
-        [M, N] in the dtype of x.
-    """
+    """Return `x @ w.T` by a kernel, [M, N] in the dtype of x, with x rounded to its format of activations."""
     return _CALLS[kernel.recipe](codes_of(x_MK, kernel.activations), w_NK, x_MK.dtype)
 
 
@@ -295,14 +266,8 @@ _CALLS: dict[str, Callable[[Codes, Codes, torch.dtype], Tensor]] = {
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Scales of rows as Blackwell reads them: tiles of 128 x 4 scales, in each of them rows 32 apart side by side.
-
-    Args:
-        scales: a byte each, [rows, blocks of a row].
-
-    Returns:
-        Flat, padded with zeros to whole tiles: scale (r, c) of a tile is at 16 (r mod 32) + 4 (r div 32) + c.
-    """
+    """Return scales of rows [rows, blocks] as Blackwell reads them: flat tiles of 128 x 4, padded with zeros."""
+    # Scale (r, c) of a tile is at 16 (r mod 32) + 4 (r div 32) + c.
     rows, blocks = scales.shape
     tiles = F.pad(scales, (0, -blocks % 4, 0, -rows % 128))
     return tiles.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, 4)).permute(0, 3, 2, 1, 4).flatten()

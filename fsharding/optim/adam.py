@@ -1,8 +1,6 @@
 """AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019): torch's fused kernel as a rule.
 
-In: parameters, gradients and moments, or zeros and these. Out: all but the gradients, changed in place.
-The kernel rounds its last elements, past a multiple of its vector width, differently: they go through a padded copy.
-Guarantee: an element's update does not depend on its position in a shard, so all strategies agree bitwise.
+The kernel rounds elements past a multiple of its vector width differently, so these go through a padded copy.
 """
 
 from __future__ import annotations

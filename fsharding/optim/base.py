@@ -1,10 +1,4 @@
-"""Gradient transformations as in optax, the contexts that the library hands to them, and helpers on local tensors.
-
-In: trees of DTensors (or plain tensors); None marks a frozen leaf. Out: trees in the sharding of the optimizer state.
-`GradientTransformation` is optax's pair of pure functions (DeepMind 2020). `ContextTransformation` is the type of ours,
-whose functions take one argument more. The type says how a transformation is called; no signature is looked at.
-Guarantee: a transformation computes on local tensors alone, so its result does not depend on where a leaf is cut.
-"""
+"""Gradient transformations as in optax, the contexts that the library passes to them, and helpers on local tensors."""
 
 from __future__ import annotations
 
@@ -272,12 +266,7 @@ class EmptyState(NamedTuple):
 
 
 def multiply(values: Tree, factor: float | Tensor, *, donate: bool = False) -> Tree:
-    """All leaves times a number, in float32 at least: a mean of float16 sums may be too small for a float16.
-
-    Args:
-        factor: the number, or a 0-d tensor, which the host does not read.
-        donate: those that are wide already are changed in place.
-    """
+    """Multiply all leaves by a number, in float32 at least: a mean of float16 sums may be too small for a float16."""
     if not isinstance(factor, Tensor) and factor == 1.0:
         return values
     given = local_leaves(values)
@@ -292,22 +281,12 @@ _WIDE = {torch.float32, torch.float64}
 
 
 def next_count(count: Tensor, finite: Tensor | None) -> Tensor:
-    """A count after an update: one more, or as it was where the update did not count.
-
-    Args:
-        finite: bool, 0-d, on whose device the result is; None counts.
-    """
+    """Return a count after an update; it stays the same if `finite` is false, and is on the device of `finite`."""
     return count + 1 if finite is None else count.to(finite.device, non_blocking=True) + finite
 
 
 def where_finite(finite: Tensor | None, new: Tree, old: Tree) -> Tree:
-    """The new values of a tree, or the old ones where a step did not count; the host does not know which.
-
-    Args:
-        finite: bool, 0-d; None takes the new ones.
-        new: tree of tensors, in memory of its own; it may have other leaves, which stay as they are.
-        old: the same tree, from before the step.
-    """
+    """Return the new values of a tree, or the old ones if a step did not count; the host does not read which."""
     if finite is None:
         return new
 
@@ -355,11 +334,7 @@ _NEEDS_GRAD = operator.attrgetter("requires_grad")
 
 
 def writable_leaves(*trees: Tree) -> list[list[Tensor]] | None:
-    """The local tensors of several trees, to be overwritten by one kernel, in order; a quick test for the usual case.
-
-    None where it is not plain that the trees have one structure, and leaves of one shape, dtype and sharding, such as
-    where DTensors do not share their specs.
-    """
+    """Return the local tensors of several trees for one kernel; None unless structures and kinds are plainly equal."""
     first, spec = tree.flatten(trees[0])
     columns = [first]
     for other in trees[1:]:
@@ -392,28 +367,14 @@ def shardings_of(values: Tree) -> Tree:
 
 
 def local_grads(grads: Tree, moments: Tree, label: str = "moments") -> list[Tensor]:
-    """The local tensors of gradients, in the shardings of the moments.
-
-    Args:
-        moments: tree of moments, or of parameters.
-
-    Raises:
-        TreeError: there is no gradient, or the two differ in paths or shapes; all such leaves are listed.
-    """
+    """Return the local tensors of gradients, in the shardings of the moments; refuse other paths or shapes."""
     refuse_no_gradients(grads, moments)
     refuse_other_shapes(grads, moments, ("gradients", label))
     return local_leaves(redistribute(grads, shardings_of(moments)))
 
 
 def local_params(params: Tree, moments: Tree) -> list[Tensor]:
-    """The local tensors of those parameters that have moments, in the shardings of the moments.
-
-    Args:
-        moments: tree of moments or updates.
-
-    Raises:
-        TreeError: the two differ in paths or shapes; all such leaves are listed.
-    """
+    """Return the local tensors of the parameters that have moments, in the shardings of the moments."""
     labels = ("parameters", "moments")
     pruned = tree.prune(params, moments, labels)
     refuse_other_shapes(pruned, moments, labels)
@@ -424,14 +385,7 @@ _ORDER = "Call opt.update(gradients, state, params), in this order."
 
 
 def require_params(params: Tree, why: str = "to update them") -> Tree:
-    """The parameters, or an error where an update did not get them.
-
-    Args:
-        params: the argument of the update.
-
-    Raises:
-        TreeError: there are none.
-    """
+    """Return the parameters, or refuse an update without them."""
     if params is None:
         mend = "Call update(updates, state, params)."
         raise TreeError(message(f"needs the parameters {why}.", mend=mend))
@@ -439,16 +393,7 @@ def require_params(params: Tree, why: str = "to update them") -> Tree:
 
 
 def check_state(kind: type, updates: Tree, state: Any) -> None:
-    """Refuses a state of another optimizer, such as gradients in its place.
-
-    Args:
-        kind: the type of this optimizer's states.
-        state: the argument for the state.
-
-    Raises:
-        TreeError: the state is of another type.
-        ArgumentError: a whole `TrainState` is in the place of gradients.
-    """
+    """Refuse a state of another optimizer, gradients or a full `TrainState` instead of the state."""
     refuse_state(updates)
     if not isinstance(state, kind):
         swapped = f", and {kind.__name__} in the place of gradients" if isinstance(updates, kind) else ""
@@ -464,14 +409,7 @@ def check_state(kind: type, updates: Tree, state: Any) -> None:
 
 
 def check_moments(**moments: Tree) -> None:
-    """Refuses moments that no kernel can compute with: leaves that are no floating point tensors, or are missing.
-
-    Args:
-        **moments: trees of one structure, by their names in the state.
-
-    Raises:
-        TreeError: there are such moments; all of these leaves are listed.
-    """
+    """Refuse moments that are missing or are not floating point tensors; kernels cannot compute with them."""
     (first, values_of_first), *others = moments.items()
     named = tree.named_leaves(values_of_first, is_leaf=is_coded)
     rows = [f"{first}.{path}: {kind_of(x)}" for path, x in named.items() if not _is_moment(x)]
@@ -490,14 +428,7 @@ def _is_moment(x: Any) -> bool:
 
 
 def check_update(kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:
-    """Refuses arguments of an update that are swapped, and weight decay without parameters.
-
-    Args:
-        kind: the type of this optimizer's states.
-
-    Raises:
-        TreeError: the state is of another type, the updates are a loss, or parameters are missing.
-    """
+    """Refuse swapped arguments of an update, a loss instead of gradients, and weight decay without parameters."""
     check_state(kind, updates, state)
     other = params if params is not None else state[1]
     if isinstance(updates, tuple | Tensor) and other is not None and type(updates) is not type(other):
@@ -511,15 +442,7 @@ def check_update(kind: type, updates: Tree, state: Any, params: Tree, *, decay: 
 
 
 def refuse_other_shards(moments: Tree, columns: Mapping[str, Sequence[Tensor]]) -> None:
-    """Refuses local tensors that are not the same shard of their leaves: kernels would read or write past an end.
-
-    Args:
-        moments: tree of moments, for its paths.
-        columns: local tensors of all leaves, by a label such as "gradients".
-
-    Raises:
-        LayoutError: they differ in shape; all such leaves are listed.
-    """
+    """Refuse local tensors that are not the same shard of their leaves: kernels would read or write past an end."""
     shapes = [[x.shape for x in column] for column in columns.values()]
     if all(other == shapes[0] for other in shapes[1:]):
         return
@@ -533,17 +456,9 @@ def refuse_other_shards(moments: Tree, columns: Mapping[str, Sequence[Tensor]]) 
 
 
 def refuse_other_shapes(first: Tree, second: Tree, labels: tuple[str, str]) -> None:
-    """Checks that two trees have the same paths and shapes: kernels would broadcast, or write a part of a tensor.
-
-    A plain tensor does not go with a DTensor, even where this rank has all of the DTensor: on other ranks the plain
-    tensor would be whole beside a shard.
-
-    Args:
-        labels: of the two, for the error.
-
-    Raises:
-        TreeError: they differ; all such leaves are listed.
-    """
+    """Refuse trees of different paths or shapes: kernels would broadcast, or write a part of a tensor."""
+    # A plain tensor does not go with a DTensor, even if this rank has all of the DTensor: on other ranks
+    # the plain tensor would be whole beside a shard.
     flat, spec = tree.flatten(first)
     others = tree.flatten_up_to(spec, second, labels)
     if all(map(_alike, flat, others)):
@@ -558,14 +473,7 @@ def refuse_other_shapes(first: Tree, second: Tree, labels: tuple[str, str]) -> N
 
 
 def refuse_no_gradients(grads: Tree, like: Tree) -> None:
-    """Refuse gradients that are all None, as `.grad` of a tensor is without a `.backward()`.
-
-    Args:
-        like: the tree that they belong to; it may be empty too.
-
-    Raises:
-        TreeError: there is no gradient.
-    """
+    """Refuse gradients that are all None, as `.grad` of a tensor is without a `.backward()`."""
     if not tree.leaves(grads) and tree.leaves(like):
         mend = (
             "Compute them: value, grads = fs.value_and_grad(loss_fn)(params, batch); .grad of a parameter is None here."

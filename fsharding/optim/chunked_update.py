@@ -1,12 +1,6 @@
-"""Moments in low precision: codes and scales between updates, widened a chunk at a time, rounded once after the update.
+"""Update moments in low precision: decode a chunk at a time, update it in float32, and round it once, by key.
 
-In: moments as a state has them, and a function that changes a chunk of them in float32. Out: the same, changed.
-A leaf is taken in chunks that end on borders of blocks. Where a cut of the leaf goes through a block, the ranks that
-have parts of it tell each other its largest magnitude before any of them rounds: these chunks are computed twice.
-Moments below float32 are rounded by key: an update changes a moment by less than half of a last bit, which rounding to
-nearest would lose at every step. The second moment of Adam is kept in 8 bits as its root, which needs half of its
-range and is always rounded by key. A root above zero never becomes zero, since an update divides by it.
-Guarantee: codes and scales of an element follow from the whole leaf, the key and the step, never from who holds it.
+If a shard ends inside a block, its ranks first all-reduce (max) the amax of the block after a trial of the update.
 """
 
 from __future__ import annotations
@@ -54,11 +48,7 @@ ROLES = ("mu", "nu", "xi", "pi")
 
 
 def step_key(context: UpdateContext, count: Tensor) -> Tensor:
-    """The key by which an update rounds, int64[2]: the run's key, if the context has it, and the number of the step.
-
-    Args:
-        count: of updates so far, where the context has no step; the host does not read it.
-    """
+    """Return the key by which an update rounds, int64[2]: of the run and the step. The host reads no count."""
     key = torch.zeros(2, dtype=torch.int64) if context.key is None else context.key
     return random.fold_in_count(key, count if context.step is None else context.step)
 
@@ -70,17 +60,11 @@ def chunk_size(device: torch.device) -> int:
 
 
 class Chunk(NamedTuple):
-    """A part of a leaf that is widened at once.
+    """A part of a leaf that is decoded at once."""
 
-    Attributes:
-        box: of the whole leaf.
-        place: of this rank's tensor.
-        of_scales: the scales of its blocks, of this rank's.
-    """
-
-    box: Box
-    place: tuple[slice, ...]
-    of_scales: tuple[slice, ...]
+    box: Box  # of the full leaf
+    place: tuple[slice, ...]  # of this rank's tensor
+    of_scales: tuple[slice, ...]  # of this rank's scales
 
     @property
     def start(self) -> tuple[int, int]:
@@ -94,24 +78,14 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkedLeaf:
-    """Where this rank's part of a leaf is.
-
-    Attributes:
-        path: of the parameter.
-        shape: of the whole leaf.
-        block: rows and columns of a block; None for one without.
-        grid: the index ranges of this rank; None if it holds nothing.
-        of_scales: the same for its scales.
-        shared: axes over which ranks have parts of one block.
-        mesh: of these.
-    """
+    """Where this rank's shard of a leaf is."""
 
     path: str
-    shape: tuple[int, ...]
-    block: tuple[int, int] | None
-    grid: Grid | None
-    of_scales: Grid | None
-    shared: tuple[str, ...]
+    shape: tuple[int, ...]  # of the full leaf
+    block: tuple[int, int] | None  # rows and columns; None without blocks
+    grid: Grid | None  # index ranges of this rank; None if it holds nothing
+    of_scales: Grid | None  # the same for its scales
+    shared: tuple[str, ...]  # axes over which ranks share a block
     mesh: Mesh | None
 
     def chunks(self, limit: int) -> Iterator[Chunk]:
@@ -170,15 +144,7 @@ def _within(runs: Runs, start: int, stop: int) -> slice:
 
 
 def leaves_of(moments: Tree, shardings: Tree = None) -> list[ChunkedLeaf]:
-    """Where this rank's parts of the leaves of a tree are.
-
-    Args:
-        moments: tree of tensors and of moments in low precision.
-        shardings: of the parameters, such as `layout.main`; needed for leaves with explicit assignments.
-
-    Raises:
-        LayoutError: leaves have assignments and no shardings were given; all of them are listed.
-    """
+    """Return where this rank's shards of the leaves of a tree are; assignments need `shardings`."""
     flat = moment_leaves(moments)
     held = carriers(moments)
     tensors = tree.leaves(held)
@@ -211,19 +177,7 @@ def leaf_of(
 
 
 def init_moments(params: Tree, moments: MomentType, context: InitContext, *, root: bool = False) -> Tree:
-    """Zeros for every parameter, cut as it is.
-
-    Args:
-        moments: the dtype or the format of the optimizer; None takes the context's, or else float32 at least.
-        root: with a format, the root of the moment is kept.
-
-    Returns:
-        Tensors; for leaves that are not too small, with a format, `CodedMoment`s.
-
-    Raises:
-        ArgumentError: a whole state is given in the place of parameters.
-        LayoutError: with a format, leaves have assignments and no shardings were given; all are listed.
-    """
+    """Return zeros for every parameter in its sharding: tensors, or `CodedMoment`s of leaves that are not too small."""
     call_as("opt.init", refuse_state, params)
     held = moments or context.moments
     if not isinstance(held, Blocks):
@@ -261,11 +215,7 @@ _CodedMoments: TypeAlias = "dict[tuple[str, int], _Coded]"
 
 
 def decoded(moment: Any, leaf: ChunkedLeaf) -> Tensor:
-    """This rank's part of a moment in float32 at least, whole; for tests and for looking at it.
-
-    Args:
-        moment: as the state has it.
-    """
+    """Decode this rank's shard of a moment, in float32 at least; for tests and inspection."""
     if not is_coded(moment):
         return local_of(moment).to(wide(moment.dtype))
     local = _Coded(moment)
@@ -279,7 +229,7 @@ class _Coded:
     """The local tensors of a moment in low precision, which are overwritten."""
 
     def __init__(self, moment: CodedMoment, *, keyed: bool = True) -> None:
-        self.root = moment.root
+        self.root = moment.root  # of a second moment: a root needs half of its range
         self.codes = local_of(moment.codes)
         self.scales = local_of(moment.scales)
         self.format = moment.format.with_rounding("keyed") if keyed or moment.root else moment.format
@@ -297,10 +247,8 @@ class _Coded:
         return codec.amaxes(x.sqrt() if self.root else x, leaf.block, chunk.start)
 
     def scales_of(self, amax: Tensor) -> Scales:
-        """The scales of blocks, by which nothing in them exceeds the largest number of the format.
-
-        The usual powers of two let up to 1/8 exceed it. The largest of a block would then stop growing for ever.
-        """
+        """Return scales with which no value of a block exceeds the largest number of the format."""
+        # The usual powers of two let up to 1/8 exceed it; the largest value of a block would then stop growing.
         element = self.format.element
         room = 2.0 ** (element.exponent + 1) / element.largest if self.format.scale == "e8m0" else 1.0
         return codec.scales_of(amax * room, self.format)
@@ -321,6 +269,7 @@ class _Coded:
         scales = self.scales_of(codec.amaxes(x, leaf.block, chunk.start) if amax is None else amax)
         codes = codec.encode(x, scales, self.format, block=leaf.block, start=chunk.start, noise=noise)
         if self.root:
+            # An update divides by a root, so one above zero must not become zero.
             codes = torch.where((codes == 0) & (x > 0), 1, codes)
         _write(chunk.of(self.codes), codes, finite)
         if amax is None:
@@ -341,17 +290,9 @@ def change_chunks(
     keyed: bool = True,
     finite: Tensor | None = None,
 ) -> None:
-    """Changes moments in place, some chunks at a time. Collective where a block is on several ranks.
-
-    Args:
-        moments: the first moments of all leaves, the second ones, ...: local tensors or `CodedMoment`s.
-        change: gets a batch of chunks of one kind, and for each of the moments its chunks, which it overwrites: decoded
-            to float32, or as they are stored; and whether this is a trial, in which it may overwrite nothing else.
-        kinds: the dtype that each leaf is computed in, and its device.
-        key: gives the key of the step, for what is rounded by it.
-        keyed: round codes by key; roots, and formats that say so, always are.
-        finite: bool, 0-d: codes and scales stay as they are where it is false.
-    """
+    """Change moments in place, some chunks at a time. Collective if a block is on several ranks."""
+    # `change` gets chunks of one kind, the moments of each to overwrite, and whether this is a trial, in which it
+    # overwrites nothing else. Roots, and formats that say so, are rounded by key whatever `keyed` is.
     coded = {
         (role, i): _Coded(m, keyed=keyed)
         for role, column in zip(ROLES, moments, strict=False)
@@ -443,6 +384,7 @@ def rounds_moments(moments: Iterable[Any], context: UpdateContext) -> bool:
     return context.rounding != "nearest" and any(is_coded(x) or x.dtype in _NARROW for x in moments)
 
 
+# An update changes a moment by less than half of a last bit, which rounding to nearest would lose at every step.
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -455,12 +397,7 @@ def round_moment(
     chunk: Chunk,
     key: Callable[[], Tensor],
 ) -> Tensor:
-    """Round a chunk of a moment to the dtype in which it is kept, by key if that is below float32.
-
-    Args:
-        role: distinguishes the moments of a leaf.
-        key: gives the key of the step.
-    """
+    """Round a chunk of a moment to the dtype in which it is kept, by key if that is below float32."""
     if dtype not in _NARROW or new.dtype == dtype or context.rounding == "nearest":
         return new.to(dtype)
     return codec.round_keyed(new.to(torch.float32), dtype, leaf.coarse_noise(key(), role, chunk.box, new.device))
@@ -479,12 +416,7 @@ def round_whole_moment(
 def write_param(
     param: Tensor, new: Tensor, context: UpdateContext, leaf: ChunkedLeaf, chunk: Chunk, key: Callable[[], Tensor]
 ) -> None:
-    """Writes new values over a chunk of a parameter, rounded as the context says.
-
-    Args:
-        new: its values in float32 at least.
-        key: gives the key of the step.
-    """
+    """Write new values over a chunk of a parameter, rounded as the context says."""
     if context.rounding == "keyed" and param.dtype == torch.bfloat16:
         new = codec.round_keyed(new.to(torch.float32), param.dtype, leaf.noise(key(), "main", chunk.box, new.device))
     _write(param, new.to(param.dtype), context.finite)  # a NaN that stays has the bits that it had

@@ -1,8 +1,6 @@
 """The global norm of a sharded tree, and clipping by it (Pascanu et al. 2013).
 
-In: reduced gradients, cut or whole. Out: the norm over all leaves and ranks, each element counted once.
-Squares are summed in float64, where a square of a float32 is exact and the order of the sum does not reach the float32
-result. Guarantee: the norm is the same on every rank, for every strategy and mesh.
+Squares are summed in float64, where the square of a float32 is exact and the order does not reach the result.
 """
 
 from __future__ import annotations
@@ -68,15 +66,10 @@ def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
 
 
 class LeafSquares(NamedTuple):
-    """The sums of squares of whole leaves: what a norm is made of, and which leaves are not finite.
-
-    Attributes:
-        paths: of the leaves.
-        sums: float64[leaves], the same on every rank.
-    """
+    """The sums of squares of full leaves, from which a norm is computed."""
 
     paths: tuple[str, ...]
-    sums: Tensor
+    sums: Tensor  # float64[leaves], the same on every rank
 
     def norm(self) -> Tensor:
         """The global norm, float32, 0-d."""
@@ -90,11 +83,7 @@ class LeafSquares(NamedTuple):
 
 @named("fs.global_norm")
 def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) -> LeafSquares:
-    """The squares of `global_norm`; one sum also adds up the step's agreement over axes that no earlier one covered.
-
-    Args:
-        values: tree of DTensors and plain tensors.
-    """
+    """Return the squares of `global_norm`; one sum also carries the step's agreement over the remaining axes."""
     named = tree.named_leaves(values)
     given: dict[str, NamedSharding | None] = dict.fromkeys(named)
     if shardings is not None:
@@ -137,21 +126,12 @@ def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) 
 
 
 def carrier_sum(sums: Iterable[tuple[str, ...]], axes: Sequence[str]) -> tuple[str, ...] | None:
-    """The smallest sum that covers some axes, to which one more number can be added; None without axes or such a sum.
-
-    Args:
-        sums: the axes of each sum.
-        axes: that the number is still to be summed over.
-    """
+    """Return the smallest sum over some axes that can carry one more number; None if there is none."""
     return min((over for over in sums if axes and {*axes} <= {*over}), key=lambda over: (len(over), over), default=None)
 
 
 def norm_axes(sharding: NamedSharding, numel: int) -> tuple[str, ...]:
-    """The axes over which the squares of a leaf are summed: those that cut it, and those that share the work.
-
-    Args:
-        numel: elements of the whole leaf.
-    """
+    """Return the axes over which the squares of a leaf are summed: those that shard it or share the work."""
     cut = (*sharding.simplified().spec.all_axes, *(a.axis for a in sharding.assigned))
     return tuple(a for a in AXES if a in cut or a in _copies(sharding, numel))
 

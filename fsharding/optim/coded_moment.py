@@ -30,17 +30,7 @@ def carriers(moments: Tree) -> Tree:
 
 
 def check_moment_type(moments: MomentType) -> MomentType:
-    """Refuses what moments cannot be kept in.
-
-    Args:
-        moments: a dtype or a format; None is for the layout to say.
-
-    Returns:
-        The same.
-
-    Raises:
-        ConfigError: a dtype that kernels lack, or a format of other than 8 bits or with a scale of whole matrices.
-    """
+    """Return the type of moments, or refuse a dtype without kernels and a format that cannot hold moments."""
     if not isinstance(moments, Blocks):
         return check_dtype("moments", moments)
     if not moments.for_moments:
@@ -50,14 +40,7 @@ def check_moment_type(moments: MomentType) -> MomentType:
 
 
 def refuse_format(moments: MomentType, why: str) -> torch.dtype | None:
-    """Refuses a format of moments for an optimizer that keeps none in one.
-
-    Returns:
-        The dtype of moments.
-
-    Raises:
-        ConfigError: a format.
-    """
+    """Return the dtype of moments, or refuse a format for an optimizer that keeps none in one."""
     if isinstance(moments, Blocks):
         mend = "Give it moments=torch.float32 of its own, or the layout a precision with a dtype of moments."
         raise ConfigError(message(f"cannot keep moments as {moments}: {why}.", mend=mend))

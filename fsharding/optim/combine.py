@@ -1,9 +1,4 @@
-"""`chain`: transformations one after the other; `multi_transform`: another transformation for each group of leaves.
-
-In: transformations, ours or plain pairs. Out: one transformation, whose state has the states of its members.
-It can `apply`, that is, update and add in one, where its members can: in a chain the last, of groups all.
-Guarantee: a chain hands the norm of the gradients to its first member only, since members change what they hand on.
-"""
+"""`chain`: one transformation after another; `multi_transform`: a different transformation for each group of leaves."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Optimizers that compute each element by itself: a rule of a few lines, and the driver of all such rules.
-
-In: a rule on lists of tensors. Out: a transformation. The driver brings gradients into the shardings of the moments,
-applies the rate and weight decay, and keeps donated memory. `run_rule` gives a rule all leaves at once that it can take
-as they are; strided and narrower ones, and moments of 8 bits, go through copies that stay in the cache.
-Guarantee: an element's update depends on its gradient, moments and parameter alone, so all strategies agree bitwise.
-"""
+"""Optimizers that compute each element by itself: a rule of a few lines, and the driver of all such rules."""
 
 from __future__ import annotations
 
@@ -78,23 +72,14 @@ _WIDE = {torch.float32, torch.float64}
 
 
 class Step(NamedTuple):
-    """The numbers of one update.
+    """The numbers of one update."""
 
-    Attributes:
-        count: of updates before this one: int64, 0-d, as the state has it.
-        number: of this update: float32, 0-d, where the leaves are.
-        rate: of learning.
-        decay: of the weights, in the values that the kernel changes.
-        scale: that gradients are multiplied with.
-        finite: bool, 0-d: nothing is updated where it is false; None for yes.
-    """
-
-    count: Tensor
-    number: Tensor
+    count: Tensor  # of updates before this one: int64, 0-d
+    number: Tensor  # of this update: float32, 0-d, on the device of the leaves
     rate: float | Tensor
-    decay: float = 0.0
-    scale: float | Tensor = 1.0
-    finite: Tensor | None = None
+    decay: float = 0.0  # of the values that the kernel changes
+    scale: float | Tensor = 1.0  # of the gradients
+    finite: Tensor | None = None  # bool, 0-d: nothing is updated if it is false
 
 
 class ElementwiseState(NamedTuple):
@@ -111,21 +96,13 @@ class ElementwiseState(NamedTuple):
 
 
 class State(NamedTuple):
-    """How the state of an optimizer holds its moments.
-
-    Attributes:
-        kind: its type.
-        make: from the count and the moments.
-        moments: of a state.
-        names: of the moments.
-        roots: moments that are never negative, of which a format of 8 bits keeps the root.
-    """
+    """How the state of an optimizer holds its moments."""
 
     kind: type
     make: Callable[[Tensor, list[Tree]], Any]
     moments: Callable[[Any], list[Tree]]
     names: Sequence[str]
-    roots: Sequence[str] = ()
+    roots: Sequence[str] = ()  # moments that are never negative; a format of 8 bits keeps their root
 
 
 @public("fs.optim.elementwise")
@@ -192,14 +169,7 @@ def driven(
     moments: MomentType = None,
     in_place: bool = False,
 ) -> ContextTransformation:
-    """Make an optimizer of a rule, as `elementwise` does, or of a kernel.
-
-    Args:
-        rule: as in `elementwise`; with `in_place` a `Kernel`.
-        state_of: how the state holds moments.
-        l2: a weight decay that is added to gradients.
-        in_place: the kernel changes parameters themselves, with decay, scale and mask, so there is an `apply`.
-    """
+    """Make an optimizer from a rule, as `elementwise` does, or from a kernel that changes parameters in place."""
     kept = check_moment_type(moments)
     rate = as_schedule(learning_rate)
     kernel = rule if in_place else _directed(rule)
@@ -320,25 +290,9 @@ def run_rule(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Run a kernel on this rank's part of all leaves. Collective where a block of a moment is on several ranks.
-
-    Leaves that it takes as they are go through it at once. Others, which are strided or narrower than they are computed
-    in, go through copies of chunks, and are rounded once; so there are no wide moments of all leaves at once.
-
-    Args:
-        step: the numbers of this update.
-        values: local parameters, or zeros, which are overwritten; None for a kernel that returns updates.
-        grads: local gradients, which are overwritten at most if the context donates them.
-        moments: of each tree of moments its `parts_of`, which are overwritten.
-        home: the first of these trees, or another one with paths and shardings.
-        dtype: of what a kernel returns without values, if not the dtype in which it computes.
-
-    Returns:
-        The values, or the updates.
-
-    Raises:
-        LayoutError: local tensors of a leaf differ in shape; all such leaves are listed.
-    """
+    """Run a kernel on this rank's shards of all leaves, in place. Collective if ranks share a block of a moment."""
+    # Leaves that the kernel takes as they are go through it at once. Strided or narrower ones go through copies of
+    # chunks and are rounded once, so there are no wide moments of all leaves at once.
     kept = moments if values is None else [values, *moments]
     copied = not context.donate and (isinstance(step.scale, Tensor) or step.scale != 1.0)  # A kernel scales in place.
     try:

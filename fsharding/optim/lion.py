@@ -1,9 +1,4 @@
-"""Lion: the sign of an interpolated momentum (Chen et al. 2023, algorithm 2), as a rule.
-
-In: gradients and the momentum. Out: the direction of the update, and the new momentum.
-Every weight changes by the learning rate, so rates are three to ten times below AdamW's, and decay as much above.
-Guarantee: each element is updated by itself, so an update does not depend on where a leaf is cut, bit for bit.
-"""
+"""Lion: the sign of an interpolated momentum (Chen et al. 2023, algorithm 2), as a rule."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Muon: momentum, made orthogonal matrix by matrix with a Newton-Schulz iteration (Jordan et al. 2024).
 
-In: gradients, momentum and main parameters of matrices and stacks of them, in the same shardings. Out: updates to be
-added. The momentum stays sharded; the direction of the update is resharded once so that each rank has some whole
-matrices of a stack to iterate on, and resharded back, in the dtype of the iteration both times.
-Guarantee: a matrix is iterated on by the same kernel whatever the strategy, so zero(0) to zero(3) agree in every bit.
+Momentum stays sharded; the direction is resharded to full matrices and back, once per update.
 """
 
 from __future__ import annotations
@@ -210,17 +207,11 @@ def _orthogonal(x: Tensor, *, coefficients: tuple[float, float, float], steps: i
 
 
 class _Whole(NamedTuple):
-    """A leaf among the ranks that have its matrices: all of the mesh, or one stage.
+    """A leaf among the ranks that have its matrices: all of the mesh, or one stage."""
 
-    Attributes:
-        shape: of the leaf that they have together.
-        sharding: None for a plain tensor.
-        mesh: with all groups that they need.
-    """
-
-    shape: tuple[int, ...]
-    sharding: NamedSharding | None
-    mesh: Mesh | None
+    shape: tuple[int, ...]  # of the leaf on all of these ranks
+    sharding: NamedSharding | None  # None for a plain tensor
+    mesh: Mesh | None  # with all groups that they need
 
 
 def _whole(x: Tensor, sharding: NamedSharding | None) -> _Whole:
@@ -266,13 +257,7 @@ def _abstract(whole: _Whole) -> NamedSharding:
 
 @functools.lru_cache(maxsize=1024)
 def _by_matrix(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """A sharding of a stack with whole matrices: its largest stacked dim is cut over all axes that cut no other one.
-
-    A matrix that is not stacked goes to every rank.
-
-    Args:
-        sharding: of the stack, on an abstract mesh.
-    """
+    """Return a sharding with full matrices: the largest stacked dim takes all axes that shard no other one."""
     lead = range(len(shape) - 2)
     if not lead:
         return NamedSharding(sharding.mesh)

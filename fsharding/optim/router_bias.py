@@ -1,9 +1,4 @@
-"""Biases that balance experts: leaves that the train step updates against their load, in place of the optimizer.
-
-In: gradients, of which those of some leaves are loads (`ops.record_load`). Out: updates of these leaves by a sign.
-The rule is from Wang et al. 2024, algorithm 1. Neither the norm nor clipping nor moments see a load.
-Guarantee: only the sign of a load counts, so a factor of all gradients does not matter.
-"""
+"""Update the biases that balance experts by the sign of their load (Wang et al. 2024, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -23,12 +18,7 @@ __all__ = ["update_against_load", "split_loads"]
 
 
 def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Tensor]]:
-    """Gradients with zeros in place of loads, and the loads by path.
-
-    Args:
-        grads: tree of reduced gradients; None for frozen leaves.
-        paths: of the leaves whose gradients are loads.
-    """
+    """Split gradients into a tree with zeros instead of loads, and the loads by path."""
     loads = {path: _here(x) for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
     if not loads:
         return grads, loads

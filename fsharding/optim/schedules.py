@@ -1,9 +1,6 @@
-"""Learning rates as pure functions of the step: `schedule(count) -> float`.
+"""Learning rates as pure functions of the number of updates: `schedule(count) -> float`.
 
-In: an int, the number of updates so far. Out: a rate. A plain float stands for a constant one.
-The schedules here also take the count as a 0-d tensor, so that no update reads it: see `tensor_schedule`.
-Guarantees: a schedule has no state, so a resumed run has the rates of one that never stopped; a rate that is computed
-on a device rounds to the float32 of the one that the host computes.
+These also take the count as a 0-d tensor, so that no update reads it on the host: see `tensor_schedule`.
 """
 
 from __future__ import annotations

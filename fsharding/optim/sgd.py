@@ -1,8 +1,4 @@
-"""Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), as a rule.
-
-In: gradients and the trace. Out: the direction of the update, and the new trace.
-Guarantee: one correctly rounded operation at a time, so an element's update does not depend on its position in a shard.
-"""
+"""Stochastic gradient descent, with momentum if asked for (Sutskever et al. 2013), as a rule."""
 
 from __future__ import annotations
 

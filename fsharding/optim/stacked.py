@@ -1,10 +1,4 @@
-"""Which dims of a leaf are stacked units, which leaves are matrices, and sums over dims that ranks share.
-
-In: paths and leaves; local tensors of leaves in any sharding. Out: numbers of dims, labels, whole sums.
-Labels see the leaf of one layer, so that a rule about dims says the same of a stack and of a module.
-A stack is one leaf for many equal units, so an optimizer treats each row of a stack as a matrix of its own.
-Guarantee: a sum does not depend on the layout beyond the rounding of float64.
-"""
+"""Which dims of a leaf are stacked units, which leaves are matrices, and sums over dims that ranks share."""
 
 from __future__ import annotations
 
@@ -93,11 +87,7 @@ def _layer(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def of_one_layer(path: str, leaf: Tensor, stacked: Mapping[str, bool] | None) -> Tensor:
-    """The leaf as labels see it: of one layer, without values, if its first dim counts layers.
-
-    Args:
-        stacked: whether it does, as far as a layout knows.
-    """
+    """Return the leaf as labels see it: of one layer, without values, if its first dim counts layers."""
     known = (stacked or {}).get(path)
     if known is None:
         # A list of blocks has numbers in its paths.
@@ -108,20 +98,7 @@ def of_one_layer(path: str, leaf: Tensor, stacked: Mapping[str, bool] | None) ->
 def assigned_shardings(
     values: Tree, shardings: Tree = None, *, known: Sequence[str] = ()
 ) -> list[NamedSharding | None]:
-    """The shardings of leaves, with the assignments that their DTensors do not have; None for plain tensors.
-
-    Args:
-        values: tree of DTensors and plain tensors.
-        shardings: of these leaves, such as `layout.main`: only assignments are taken from them.
-        known: axes along which an assignment does not matter.
-
-    Returns:
-        One for each leaf: with its assignments, on the whole mesh, where `shardings` has them; else on the slice of the
-        mesh that the leaf is on.
-
-    Raises:
-        LayoutError: assignments that `shardings` does not have, or others than the leaf's; all such leaves are listed.
-    """
+    """Return the sharding of each leaf with the assignments that its DTensor lacks; None for a plain tensor."""
     named = tree.named_leaves(values)
     given: list[Any] = [None] * len(named)
     if shardings is not None:
@@ -157,10 +134,7 @@ def assigned_shardings(
 
 
 def whole_shape(x: Tensor, sharding: NamedSharding | None) -> tuple[int, ...]:
-    """The shape of a whole leaf, also along dims whose parts have owners.
-
-    On a rank that does not own a leaf that others have whole, its first size is 0, as in the state.
-    """
+    """Return the shape of a full leaf; its first size is 0 on a rank that does not own a leaf of other ranks."""
     if sharding is None or sharding.grid(x.shape) is None:
         return tuple(x.shape)
     sizes = {a.dim: sum(map(length, a.ranges)) for a in sharding.assigned}

@@ -1,9 +1,4 @@
-"""`apply_updates`: parameters plus updates, each in its own sharding; `apply_gradients`: a whole optimizer step.
-
-In: parameters, and updates in the sharding of the optimizer state. Out: parameters in their own sharding.
-Where updates are cut further than parameters, each rank adds its slice and the slices are all-gathered once.
-Guarantee: without `donate` the parameters that came in are unchanged.
-"""
+"""`apply_updates` adds updates to parameters in their own shardings; `apply_gradients` is a full optimizer step."""
 
 from __future__ import annotations
 
@@ -148,13 +143,7 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 
 @named(_NAME)
 def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
-    """As `apply_updates`; parameters are rounded as the context of the update says.
-
-    Args:
-        params: tree of DTensors or plain tensors.
-        context: with a step, where it rounds by key.
-        donate: the parameters may be overwritten.
-    """
+    """Apply updates as `apply_updates` does; the context says how parameters are rounded."""
     if not rounds_by_key(tree.leaves(params), context):
         return apply_updates(params, updates, donate=donate)
     deltas = local_leaves(updates)
@@ -187,18 +176,7 @@ def change_slices(
     *,
     donate: bool = False,
 ) -> Tree:
-    """Changes parameters in another sharding: reshards them to it and back.
-
-    Args:
-        params: tree of DTensors or plain tensors.
-        where: the same tree, in the sharding of the slices; None at a leaf leaves the parameter as it is.
-        change: from local slices, in order, to new ones of the same shapes.
-        labels: what errors call the two trees.
-        donate: the parameters may be overwritten.
-
-    Raises:
-        TreeError: the two differ in paths or shapes; all such leaves are listed.
-    """
+    """Change parameters in another sharding: reshard them to it and back. None in `where` leaves a leaf as it is."""
     leaves, spec = tree.flatten(params)
     marks = tree.flatten_up_to(spec, where, labels)
     unlike = (

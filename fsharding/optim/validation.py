@@ -1,8 +1,4 @@
-"""Checks the settings of optimizers when an optimizer is made.
-
-In: numbers by name, and conditions on them. Out: nothing, or one ConfigError that lists all that do not meet theirs.
-Guarantee: a setting that is a function of the number of updates is not called.
-"""
+"""Check the settings of optimizers when an optimizer is made."""
 
 from __future__ import annotations
 
@@ -47,15 +43,7 @@ TO_1 = Needs("a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
-    """Refuses numbers that an update could not use, or with which it would be another algorithm.
-
-    Args:
-        groups: conditions, and for each the values by name.
-
-    Raises:
-        ConfigError: one or more do not meet their condition, or are no schedules; all of them are listed.
-        ArgumentError: parameters are in the place of the learning rate.
-    """
+    """Refuse numbers that do not meet their condition, and callables that are no schedules; list all of them."""
     given = {name: value for _, values in groups for name, value in values.items()}
     if uncalled := [f"{name}: {why}" for name, value in given.items() if (why := _why_no_schedule(value))]:
         mend = "Make the schedule first, such as fs.optim.schedules.warmup_cosine(3e-4, 9, 99), and give that."
@@ -90,17 +78,7 @@ def _why_no_schedule(x: Any) -> str:
 
 
 def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Refuses a dtype in which nothing can be summed.
-
-    Args:
-        dtype: None is for the layout to say.
-
-    Returns:
-        The dtype.
-
-    Raises:
-        ConfigError: it is none of those that kernels have.
-    """
+    """Return the dtype, or refuse one that kernels lack. None leaves it to the layout."""
     if dtype is not None and dtype not in FLOATS:
         mend = f"Use one of {', '.join(map(str, FLOATS))}, or None for the layout's dtype."
         raise ConfigError(message(f"got {name}={dtype!r}.", mend=mend))

@@ -1,19 +1,11 @@
 """Update leaves that are kept on the host or on disk, in windows that are copied to the device or updated on the host.
 
-In: gradients, a state and parameters as they are at rest, and a function that updates some of the leaves. Out: the
-same, updated, each leaf in its kind of memory. While a window is updated the next one is copied in and the one before
-copied out, on two more streams:
-
     in         ?wanted   copy in   !in
     compute    ?in       update    !updated
     out        ?updated  copy out  !out
     compute    ?out, when the window after the next has been updated: only then is the memory free
 
-Threads read and write files. If the optimizer updates each element by itself, a window has some leaves or some rows of
-a leaf; otherwise one window has all leaves. If leaves are updated on the host, their moments and main parameters are
-there, and the host waits for copies of the gradients.
-Guarantees: an update has the same bits without windows. The host waits for the last copy, so that a state between steps
-can be read. If a file fails, no leaf changes. All ranks have the same windows, since an update may communicate.
+All ranks have the same windows, since an update may communicate. If a file fails, no leaf changes.
 """
 
 from __future__ import annotations
@@ -65,19 +57,7 @@ class _Values(NamedTuple):
 def through_windows(
     change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_element: bool
 ) -> Any:
-    """Run an update window by window, on copies of the leaves where it is computed.
-
-    Args:
-        change: updates the leaves of a window; it gets the numbers of the context and the scale on the same device.
-        context: says whether the state is donated, and which leaves are updated on the host.
-        by_element: the optimizer updates each element by itself.
-
-    Returns:
-        (parameters, state), in the kinds of memory that they were in.
-
-    Raises:
-        ConfigError: the context names leaves to update on the host, and the optimizer cannot split its update.
-    """
+    """Run an update window by window, on copies of the leaves where the update is computed."""
     values = _Values(grads, state, params)
     if context.on_host and not by_element:
         mend = "Leave compute= out, which updates them on the device, or use an optimizer such as fs.adamw."
@@ -115,12 +95,7 @@ def _on_host(context: UpdateContext, scale: _Factor) -> tuple[UpdateContext, _Fa
 
 
 def start_in_windows(start: Callable[[Tree], Tree], params: Tree, sizes: Mapping[str, int]) -> Tree:
-    """Make the first state of an optimizer that computes each leaf by itself, without all of it on the device at once.
-
-    Args:
-        start: makes the state of some parameters, where it is to be; the others are None.
-        sizes: bytes of the moments of each parameter that are not to stay on the device.
-    """
+    """Make the first state of an elementwise optimizer without all of it on the device at once."""
     groups = [*in_buckets(sizes, sizes.__getitem__, WINDOW_BYTES)]
     if len(groups) < 2:
         return start(params)
@@ -134,14 +109,9 @@ Rows: TypeAlias = tuple[int, int]
 
 
 class _Window(NamedTuple):
-    """Parameters that are updated together.
+    """Parameters that are updated together."""
 
-    Attributes:
-        rows: by parameter; None for all rows.
-        on_host: the update is computed on the host.
-    """
-
-    rows: Mapping[str, Rows | None]
+    rows: Mapping[str, Rows | None]  # by parameter; None for all rows
     on_host: bool
 
 
