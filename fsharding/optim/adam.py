@@ -93,13 +93,7 @@ def adamw(
         _on_whole_vectors((values, grads, mu, nu), number, settings | {"scale": step.scale, "finite": step.finite})
         return values
 
-    state = State(
-        AdamState,
-        lambda count, moments: AdamState(count, *moments),
-        lambda state: [state.mu, state.nu],
-        names=("mu", "nu"),
-        roots=("nu",),
-    )
+    state = State(AdamState, ("mu", "nu"), roots=("nu",))
     return driven("fs.adamw", kernel, learning_rate, state, weight_decay=weight_decay, moments=moments, in_place=True)
 
 

@@ -96,13 +96,21 @@ class ElementwiseState(NamedTuple):
 
 
 class State(NamedTuple):
-    """How the state of an optimizer holds its moments."""
+    """The state of an optimizer: a NamedTuple with a field for each moment, or `ElementwiseState`."""
 
     kind: type
-    make: Callable[[Tensor, list[Tree]], Any]
-    moments: Callable[[Any], list[Tree]]
     names: Sequence[str]
     roots: Sequence[str] = ()  # moments that are never negative; a format of 8 bits keeps their root
+
+    def make(self, count: Tensor, moments: Sequence[Tree]) -> Any:
+        """Make a state of its moments."""
+        named = dict(zip(self.names, moments, strict=True))
+        return ElementwiseState(count, named) if self.kind is ElementwiseState else self.kind(count, **named)
+
+    def moments(self, state: Any) -> list[Tree]:
+        """Return the moments of a state, in the order of their names."""
+        held = state.moments if self.kind is ElementwiseState else state._asdict()
+        return [held[name] for name in self.names]
 
 
 @public("fs.optim.elementwise")
@@ -148,13 +156,7 @@ def elementwise(
     if len({*named}) != len(named) or len(named) > len(ROLES):
         mend = f"Give each moment a name of its own, and at most {len(ROLES)}."
         raise ConfigError(message(f"got names={named!r}.", mend=mend))
-    state = State(
-        ElementwiseState,
-        lambda count, trees: ElementwiseState(count, dict(zip(named, trees, strict=True))),
-        lambda state: [state.moments[name] for name in named],
-        named,
-        roots,
-    )
+    state = State(ElementwiseState, named, roots)
     return driven("fs.optim.elementwise", rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
 
 

@@ -71,5 +71,5 @@ def lion(
         _compat.foreach_add_(mu, _compat.foreach_mul(grads, 1 - b2))
         return [direction.sign_() for direction in directions]
 
-    state = State(LionState, lambda count, moments: LionState(count, *moments), lambda state: [state.mu], ("mu",))
+    state = State(LionState, ("mu",))
     return driven("fs.optim.lion", rule, learning_rate, state, weight_decay=weight_decay, moments=moments)

@@ -31,7 +31,7 @@ class SgdState(NamedTuple):
     """
 
     count: Tensor
-    trace: Tree
+    trace: Tree = None
 
 
 @public("fs.sgd")
@@ -90,10 +90,4 @@ def sgd(
         return _compat.foreach_add(grads, _compat.foreach_mul(trace, momentum)) if nesterov else trace
 
     rule, names = (with_momentum, ("trace",)) if momentum else (plain, ())
-    state = State(
-        SgdState,
-        lambda count, traces: SgdState(count, traces[0] if traces else None),
-        lambda state: [] if state.trace is None else [state.trace],
-        names,
-    )
-    return driven("fs.sgd", rule, learning_rate, state, l2=weight_decay, moments=moments)
+    return driven("fs.sgd", rule, learning_rate, State(SgdState, names), l2=weight_decay, moments=moments)
