@@ -11,7 +11,7 @@ from fsharding.contrib.optim.wrappers import (
     ema,
     ema_of,
     lookahead,
-)  # fmt: skip
+)
 
 __all__ = [
     "AdafactorState", "EmaState", "LookaheadState", "NoiseState", "TorchState", "adafactor", "add_noise", "annealed",

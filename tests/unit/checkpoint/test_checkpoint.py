@@ -6,6 +6,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -76,8 +78,14 @@ def test_bf16_loads_as_fp32(tmp_path):
         fs.optim.multi_transform(
             {"a": fs.adamw(1e-2), "b": fs.sgd(0.1, momentum=0.5)}, lambda path, x: "a" if x.ndim > 1 else "b"
         ),
+        fs.optim.adafactor(),
+        fs.optim.chain(
+            fs.optim.add_noise(0.1, fs.random.key(0)),
+            fs.optim.lookahead(fs.optim.from_torch(torch.optim.NAdam)),
+            fs.optim.ema(),
+        ),
     ],
-    ids=["sgd", "momentum", "adamw_bf16", "masked"],
+    ids=["sgd", "momentum", "adamw_bf16", "masked", "adafactor", "registered"],
 )
 @pytest.mark.parametrize("given", [True, False], ids=["opt", "manifest"])
 def test_optimizers(tmp_path, opt, given):
@@ -113,6 +121,23 @@ def test_state_of_an_unknown_class_needs_opt(tmp_path):
         f"  opt_state is a {name}(inner, mean); known are {', '.join(known_kinds())}\n"
         "Pass the optimizer that made it: opt=..."
     )
+
+
+REBUILT = """
+import sys
+import fsharding as fs
+from fsharding.checkpoint.serialized_layout import rebuild
+fs.adamw, fs.optim.muon
+assert not [name for name in sys.modules if name.startswith("fsharding.contrib")]
+fields = dict.fromkeys(("count", "row", "col", "full"), "leaf")
+assert type(rebuild({"namedtuple": "AdafactorState", "fields": fields}, str)) is fs.optim.AdafactorState
+"""
+
+
+def test_states_of_registered_optimizers_need_no_import():
+    subprocess.run([sys.executable, "-c", REBUILT], check=True, timeout=120)
+    with pytest.raises(CheckpointError, match="adafactor"):  # a name of `fs.optim`, but not of a state
+        rebuild({"namedtuple": "adafactor", "fields": {}}, str)
 
 
 def test_plain_torch_reads_a_leaf(tmp_path):
