@@ -15,7 +15,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,10 @@ __all__ = ["agree", "checksum", "compare", "differences", "digest", "facts_of", 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _LONG = 1000
+_LOADS = ("LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST")
+"""Instructions that end by loading a variable; by others, code may write it."""
+_Step: TypeAlias = tuple[str, Any]
+_ATTRIBUTE, _KEY = "attribute", "key"
 
 
 def agree(
@@ -160,8 +164,9 @@ def facts_of(name: str, value: Any) -> dict[str, str]:
 
     Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
     length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;
-    anything else by its type alone, since a device, a file or a generator may well differ between ranks. A dataclass or
-    mapping that a function closes over is told by the entries that its code reads, if it reads nothing else of it.
+    anything else by its type alone, since a device, a file or a generator may well differ between ranks. Of a
+    dataclass, mapping or sequence that a function closes over, has as a default, or gets from a partial, only the
+    entries that its code reads are told, if it reads nothing else of it.
     """
     result: dict[str, str] = {}
     _tell(result, name, value, ())
@@ -190,8 +195,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, functools.partial):
         whole = cast("functools.partial[Any]", value)
         yield "func", whole.func
-        yield from ((str(i), x) for i, x in enumerate(whole.args))
-        yield from whole.keywords.items()
+        yield from _bound(whole)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
     elif isinstance(value, tuple | list | Mapping) and len(cast("Sequence[Any]", value)) > _LONG:
@@ -205,16 +209,29 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _closed_over(value)
 
 
+def _bound(fn: functools.partial[Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments that a partial gives, as its function reads them."""
+    code = getattr(inspect.unwrap(fn.func), "__code__", None)
+    try:
+        given = inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments
+    except (TypeError, ValueError):  # such as a function in C, without a signature
+        code = None
+        given = {**{str(i): x for i, x in enumerate(fn.args)}, **fn.keywords}
+    for name, x in given.items():
+        yield from ((name, x),) if code is None else _as_read(name, x, code)
+
+
 def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Defaults of a function's arguments, and what it closes over; a cell may still be empty."""
+    """Defaults of a function's arguments, and what it closes over, as it reads them; a cell may still be empty."""
     fn = inspect.unwrap(fn)
-    yield from (getattr(fn, "__kwdefaults__", None) or {}).items()
-    yield from ((f"default {i}", x) for i, x in enumerate(getattr(fn, "__defaults__", None) or ()))
-    cells: Sequence[Any] = getattr(fn, "__closure__", None) or ()
-    if not cells:
+    code = getattr(fn, "__code__", None)
+    if not isinstance(code, CodeType):
         return
-    code: CodeType = fn.__code__
-    for name, cell in zip(code.co_freevars, cells, strict=True):
+    defaults: tuple[Any, ...] = getattr(fn, "__defaults__", None) or ()
+    named = dict(zip(code.co_varnames[: code.co_argcount][::-1], defaults[::-1], strict=False))
+    for name, x in {**named, **(getattr(fn, "__kwdefaults__", None) or {})}.items():
+        yield from _as_read(name, x, code)
+    for name, cell in zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=True):
         try:
             yield from _as_read(name, cell.cell_contents, code)
         except ValueError:
@@ -222,42 +239,61 @@ def _closed_over(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _as_read(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any]]:
-    """What a function reads of a value that it closes over: entries of a dataclass or a mapping, or all of it."""
-    entries: Mapping[Any, Any] = {}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, Mapping):
-        entries = cast("Mapping[Any, Any]", value)
-    read = _entries_read(name, code, by_key=isinstance(value, Mapping)) if entries else None
-    if read is None or not read <= entries.keys():
-        yield name, value
-    else:
-        yield from ((f"{name}.{key}", entries[key]) for key in sorted(read))
+    """What code reads of the value of a variable: entries of dataclasses, mappings and sequences, or all of it."""
+    for path in dict.fromkeys(_paths_read(name, code)) if _entries(value) else ((),):
+        part, at = name, value
+        for step in path:
+            entries = _entries(at)
+            if step not in entries:
+                break
+            part, at = f"{part}.{step[1]}", entries[step]
+        yield part, at
 
 
-def _entries_read(name: str, code: CodeType, *, by_key: bool) -> set[str] | None:
-    """Attributes, or constant text keys, that code reads of a free variable; None if it also uses the value itself."""
-    result: set[str] = set()
+def _entries(value: Any) -> dict[_Step, Any]:
+    """The entries of a value by the step that reads one."""
+    if isinstance(value, Mapping):
+        return {(_KEY, key): x for key, x in cast("Mapping[Any, Any]", value).items()}
+    result: dict[_Step, Any] = {}
+    if isinstance(value, tuple | list):
+        entries = cast("Sequence[Any]", value)
+        result = {(_KEY, i): x for i, x in enumerate(entries)}
+        result |= {(_ATTRIBUTE, key): x for key, x in zip(getattr(entries, "_fields", ()), entries, strict=False)}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = {(_ATTRIBUTE, field.name): getattr(value, field.name) for field in dataclasses.fields(value)}
+    return result
+
+
+def _paths_read(name: str, code: CodeType) -> Iterator[tuple[_Step, ...]]:
+    """Chains of attributes and constant keys that code reads of a variable; the empty one where it uses the value."""
     steps = [*dis.get_instructions(code)]
+    # Only DEREF reads a variable that is shared with an inner function; other loads hand its cell on.
+    access = "DEREF" if name in (*code.co_freevars, *code.co_cellvars) else "FAST"
     for i, step in enumerate(steps):
-        # Instructions that only hand the cell to an inner function aren't named DEREF; the inner code is asked below.
-        if step.argval != name or not step.opname.endswith("DEREF"):
+        variables = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if access not in step.opname or name not in variables:
             continue
-        if step.opname != "LOAD_DEREF" or i + 2 >= len(steps):
-            return None
-        entry, use = steps[i + 1], steps[i + 2]
-        reads = (
-            entry.opname == "LOAD_CONST" and use.opname.startswith("BINARY_") and use.argrepr in ("", "[]")
-            if by_key
-            else entry.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        )
-        if not reads or not isinstance(entry.argval, str):
-            return None
-        result.add(entry.argval)
+        is_read = step.opname in _LOADS and variables[-1] == name and variables.count(name) == 1
+        yield tuple(_chain(steps[i + 1 :])) if is_read else ()
     for inner in code.co_consts:
         if isinstance(inner, CodeType) and name in inner.co_freevars:
-            inside = _entries_read(name, inner, by_key=by_key)
-            if inside is None:
-                return None
-            result |= inside
-    return result
+            yield from _paths_read(name, inner)
+
+
+def _chain(steps: Sequence[dis.Instruction]) -> Iterator[_Step]:
+    """The attributes and constant keys that instructions read one of the other, first to last."""
+    at = 0
+    while at + 1 < len(steps):
+        step, use = steps[at : at + 2]
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield _ATTRIBUTE, step.argval
+            at += 1
+        elif isinstance(step.argval, str | int) and _is_key_read(step, use):
+            yield _KEY, step.argval
+            at += 2
+        else:
+            return
+
+
+def _is_key_read(step: dis.Instruction, use: dis.Instruction) -> bool:
+    return step.opname == "LOAD_CONST" and use.opname.startswith("BINARY_") and use.argrepr in ("", "[]")

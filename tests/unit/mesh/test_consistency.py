@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def closures(options: Options, entries: dict[str, object], use=len):
         attribute: rate,
         key: {"f.entries.rate": "2"},
         inner: {**rate, "f.entries.rate": "2"},
-        item_of_attribute: {"f.options.at": "dict of 1", "f.options.at.rate": "3"},
+        item_of_attribute: {"f.options.at.rate": "3"},
         method: whole,
         handed_on: {**mapping, **rate, "f.use": "len"},
         written: whole,
@@ -119,6 +120,49 @@ def test_closures_are_told_by_the_entries_that_they_read():
     assert {f.__name__: facts_of("f", f) for f in expected} == {
         f.__name__: {"f": f"closures.{f.__name__}", **facts} for f, facts in expected.items()
     }
+
+
+class Pair(NamedTuple):
+    first: Options
+    rest: list[Options]
+
+
+def by_argument(options, entries, *, pair, **others):
+    return options.rate * entries["rate"] + pair.rest[0].rate + others["more"].rate
+
+
+def all_of_one(options, entries):
+    options = options or entries
+    return [options.rate for _ in entries]
+
+
+def test_defaults_partials_and_sequences_are_told_by_the_entries_that_are_read():
+    options = Options()
+
+    def default(x, options=options, *, other=options):
+        return x * options.rate * other.at["rate"]
+
+    def in_sequences(x):
+        return x * several[0].rate * pair.rest[1].rate * pair[0].rate
+
+    options.at["rate"] = 3
+    several, pair = [options, options], Pair(options, [options, options])
+    assert facts_of("f", default) == {
+        "f": default.__qualname__.replace("<locals>.", ""),
+        "f.options.rate": "0.1",
+        "f.other.at.rate": "3",
+    }
+    assert facts_of("f", in_sequences) == {
+        "f": in_sequences.__qualname__.replace("<locals>.", ""), "f.several.0.rate": "0.1", "f.pair.rest.1.rate": "0.1",
+        "f.pair.0.rate": "0.1",
+    }  # fmt: skip
+    entries = {"rate": 2, "out": "here"}
+    assert facts_of("f", functools.partial(by_argument, options, entries, pair=pair, more=options)) == {
+        "f": "partial", "f.func": "by_argument", "f.options.rate": "0.1", "f.entries.rate": "2", "f.pair.rest.0.rate": "0.1",
+        "f.others.more.rate": "0.1",
+    }  # fmt: skip
+    whole = facts_of("f", functools.partial(all_of_one, options, entries))
+    assert whole.keys() >= {"f.options.out", "f.options.at.rate", "f.entries.out"}
 
 
 def test_differences_name_the_odd_ranks_first_and_a_value_once():
