@@ -6,6 +6,7 @@ Start with `setup`, as `docs/tutorials/first-steps.md` does; or with `make_mesh`
 
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import isroutine
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ _SHARD = "Plan it: layout = fs.plan_layout(model, mesh, strategy={}), then fs.in
 _LOSS_GRAD = "Call fs.value_and_grad(loss_fn)(params, batch), which returns (value, grads)."
 _COLLECTIVE = "Inside a loss function call {}, by the name of an axis."
 _CLIP = "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt)."
+_SAVE = "Call fs.checkpoint.save(path, state), and fs.checkpoint.load(path, layout)."
 _ELSEWHERE = {
     **dict.fromkeys(("grad", "grad_and_value", "jacrev"), _LOSS_GRAD),
     "jit": "Nothing has to be traced: call the function. torch.compile(block) compiles a block.",
@@ -53,18 +55,42 @@ _ELSEWHERE = {
     **{f"zero{level}": f"Write fs.zero({level})." for level in range(4)},
     "device_put": "Call fs.shard(tree, layout).",
     "with_sharding_constraint": "Call fs.redistribute(tree, shardings).",
-    **dict.fromkeys(("save", "load"), "Call fs.checkpoint.save(path, state), and fs.checkpoint.load(path, layout)."),
-    **dict.fromkeys(("adam", "Adam", "AdamW"), "Write fs.adamw(1e-3)."),
+    **dict.fromkeys(("save", "load", "checkpoint"), _SAVE),
+    **dict.fromkeys(("adam", "Adam", "AdamW", "optim"), "Write fs.adamw(1e-3)."),
     "SGD": "Write fs.sgd(0.1).",
     **dict.fromkeys(("clip_grad_norm_", "clip_grad_norm"), _CLIP),
     "no_sync": "Give make_train_step(..., microbatches=n), which accumulates gradients.",
-    **dict.fromkeys(("tree_map", "map"), "Call fs.tree.map."),
-    **dict.fromkeys(("PRNGKey", "key", "manual_seed"), "Make a key: fs.random.key(0)."),
+    **dict.fromkeys(("tree_map", "map", "tree"), "Call fs.tree.map."),
+    **dict.fromkeys(("PRNGKey", "key", "manual_seed", "random"), "Make a key: fs.random.key(0)."),
     "psum": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
     "all_gather": _COLLECTIVE.format("fs.ops.all_gather(x, axis, dim=0)"),
     "reduce_scatter": _COLLECTIVE.format("fs.ops.reduce_scatter(x, axis, dim=0)"),
     "all_reduce": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
 }
+
+
+class _Namespace(ModuleType):
+    """A module of `fs`, such as `fs.optim`: a call of it says what to call instead."""
+
+    path: str
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        from fsharding.base.errors import ArgumentError, listed, report  # lazy: it loads torch
+
+        functions = [f"{self.path}.{own}" for own in self.__all__ if isroutine(getattr(self, own))]
+        mend = _ELSEWHERE.get(self.path.removeprefix("fs.")) or f"Call what is in it: {listed(functions)}."
+        raise ArgumentError(report(f"{self.path} is a module, not a function.", mend=mend))
+
+
+def _namespace(path: str, found: object) -> object:
+    """Refuse calls of what is found, if it is a module, and of the modules in it."""
+    if type(found) is ModuleType:
+        found.__class__ = _Namespace
+        vars(found)["path"] = path
+        for name, inner in [*vars(found).items()]:
+            if isinstance(inner, ModuleType) and inner.__name__ == f"{found.__name__}.{name}":
+                _namespace(f"{path}.{name}", inner)
+    return found
 
 
 def _in_namespaces(api: ModuleType) -> dict[str, str]:
@@ -85,13 +111,14 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         if name in names_of("namespace"):
-            return globals().setdefault(name, find("namespace", name))
+            return globals().setdefault(name, _namespace(f"fs.{name}", find("namespace", name)))
         # Modules alone: `from fsharding import optim` asks for one while the names of the api are still being made.
         if find_spec(f"{__name__}.{name}") is not None:
-            return import_module(f"{__name__}.{name}")  # lazy: so that the command line answers before torch is there
+            # lazy: so that the command line answers before torch is there
+            return _namespace(f"fs.{name}", import_module(f"{__name__}.{name}"))
         api = import_module(f"{__name__}.api")  # lazy: as above
         public = sorted([*api.__all__, *names_of("namespace")])
-        globals().update({own: getattr(api, own) for own in api.__all__}, __all__=public)
+        globals().update({own: _namespace(f"fs.{own}", getattr(api, own)) for own in api.__all__}, __all__=public)
         if name not in globals():
             from fsharding.base.public import missing_name  # lazy: as above
 

@@ -13,6 +13,7 @@ import torch
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, without_parameters
+from fsharding.optim.schedules import Schedule
 
 __all__ = [
     "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings",
@@ -69,12 +70,14 @@ def _why_no_schedule(x: Any) -> str:
     if not callable(x):
         return f"{kind_of(x)}, which sets the rate of a torch.optim optimizer" if hasattr(x, "get_last_lr") else ""
     try:
-        inspect.signature(x).bind(0)
+        signature = inspect.signature(x)
+        signature.bind(0)
     except TypeError as error:
         return f"{getattr(x, '__name__', type(x).__name__)}, which cannot be called with a count: {error}"
     except ValueError:  # a callable without a signature
         return ""
-    return ""
+    makes_one = signature.return_annotation in ("Schedule", Schedule)
+    return f"{x.__name__}, which makes a schedule: {x.__name__}(...)" if makes_one else ""
 
 
 def check_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -200,7 +200,8 @@ def _refuses(use: str) -> Any:
     """A method that refuses: a draw is no tensor."""
 
     def refuse(draw: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-        raise _refusal(use, _VALUES if "tensor" in use or "NumPy" in use else _DRAWN)
+        of_values = "tensor" in use or "NumPy" in use or any(isinstance(x, Tensor) for x in args)
+        raise _refusal(use, _VALUES if of_values else _DRAWN)
 
     return refuse
 

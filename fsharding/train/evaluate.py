@@ -30,6 +30,7 @@ from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.step import TrainStep, model_loss, planned_schedule, refuse_model
+from fsharding.transforms.first_call import refuse_named_scaler
 from fsharding.transforms.gather_context import evaluating
 from fsharding.transforms.value_and_grad import Loss, global_loss, without_gradients
 
@@ -79,7 +80,8 @@ def evaluate(
         BatchError: from the function: a leaf of the batch is no tensor, or cannot be cut into microbatches.
         NonFiniteError: from the function: an expert got more tokens than its capacity has room for. A count on a device
             is not read: then the mean is NaN.
-        TransformError: from the function: the loss is not a 0-d floating point tensor.
+        TransformError: the loss function names a `GradScaler` of torch and calls its `scale`. From the function: the
+            loss is not a 0-d floating point tensor.
         RankError: from the function: another rank is gone.
 
     Example:
@@ -100,6 +102,7 @@ def evaluate(
     is_model = hasattr(model, "block")
     if not is_model:
         check_function("a Model, or a loss function (params, batch)", model, 2)
+        refuse_named_scaler(model)
     elif has_aux:
         mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
         raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))

@@ -19,13 +19,14 @@ from typing import Any, cast
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.base.errors import TransformError, message
+from fsharding.base.calls import public_name
+from fsharding.base.errors import TransformError, report
 from fsharding.base.public import kind_of
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.named_sharding import Local
 from fsharding.transforms.loss_checks import names_of
 
-__all__ = ["call_unwritten"]
+__all__ = ["call_unwritten", "content_of"]
 
 _MOST = 10_000
 """Objects that are looked at in one call; an argument may lead to a data set."""
@@ -44,7 +45,7 @@ def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bo
     watched = [(name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True)]
     cells = getattr(fn, "__closure__", None) or ()
     if closure and cells:
-        held = zip(fn.__code__.co_freevars, map(_content, cells), strict=True)
+        held = zip(fn.__code__.co_freevars, map(content_of, cells), strict=True)
         watched += [(name, x, False) for name, x in held if isinstance(x, list | dict | set | deque)]
     before = _held(watched)
     out = fn(*args)
@@ -59,14 +60,15 @@ def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bo
             rows.append(f"{_shown(path)} was changed in place: {kind_of(was)}")
     if rows:
         name = getattr(fn, "__name__", type(fn).__name__)
-        rule = f"recomputes {name} in backward, so what {name} writes into its arguments would be lost."
+        caller = "fs.scan_units" if public_name() == "fs.scan_units" else "fs.remat"
+        rule = f"{caller} recomputes {name} in backward, so what {name} writes into its arguments would be lost."
         mend = (
             "Return the value instead: return x, aux, or a new list, [*kept, aux]; fs.scan_units(..., has_aux=True)"
             " stacks what blocks return beside their carry. Write x = x * 2 instead of x.mul_(2). Under"
             " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write. Models of Hugging"
             " Face write into a cache of keys and values unless they are called with use_cache=False."
         )
-        raise TransformError(message(rule, rows, mend))
+        raise TransformError(report(rule, rows, mend))
     return out
 
 
@@ -75,7 +77,8 @@ def _shown(path: str) -> str:
     return re.sub(r"\{[0-9a-f]+\}", "{...}", path)
 
 
-def _content(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """Return what a cell of a closure holds; None if nothing yet."""
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import pickle
 import random as python_random
 import traceback
@@ -16,6 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -30,10 +32,11 @@ from fsharding.base.errors import TransformError, report
 from fsharding.comm.step_agreement import numbers_of_all
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding import random
+from fsharding.transforms.argument_writes import content_of
 from fsharding.transforms.gather_context import GatherContext
 from fsharding.transforms.loss_checks import line_of_user
 
-__all__ = ["FirstCall", "first_call"]
+__all__ = ["FirstCall", "first_call", "refuse_named_scaler"]
 
 _UNIT = "_GatherUnitBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -180,9 +183,25 @@ def _refuse_scaler(total: Tensor, name: str) -> None:
     # A scaler is found by its scale, and looked for only where a 0-d tensor scales the loss.
     scalers = (x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)) if factors else ()
     if any(isinstance(s := vars(x).get("_scale"), Tensor) and s.data_ptr() in factors for x in scalers):
-        rule = "has a loss function that calls GradScaler.scale: gradients would be that many times too large."
-        mend = "Return the loss itself; precision=fs.FP16 scales it, unscales gradients and skips steps."
-        raise TransformError(report(f"{name} {rule}", (), mend))
+        raise _scaled(name, "gradients")
+
+
+def _scaled(name: str, what: str) -> TransformError:
+    rule = f"{name} has a loss function that calls GradScaler.scale: {what} would be that many times too large."
+    mend = "Return the loss itself; precision=fs.FP16 scales it, unscales gradients and skips steps."
+    return TransformError(report(rule, (), mend))
+
+
+def refuse_named_scaler(fn: Callable[..., Any]) -> None:
+    """Refuse a loss function that names a `GradScaler` and its `scale`: an evaluation has no graph to find it in."""
+    fn = inspect.unwrap(fn)
+    code = getattr(fn, "__code__", None)
+    if not isinstance(code, CodeType) or "scale" not in code.co_names:
+        return
+    held = [fn.__globals__.get(name) for name in code.co_names]
+    held += [content_of(cell) for cell in fn.__closure__ or ()]
+    if any(isinstance(x, torch.amp.GradScaler) for x in held):
+        raise _scaled(public_name(), "losses")
 
 
 class _Checked:

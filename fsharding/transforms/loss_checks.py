@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import LIBRARY, named
+from fsharding.base.calls import LIBRARY, name_of, named
 from fsharding.base.errors import (
     ArgumentError,
     BatchError,
@@ -50,6 +50,8 @@ _NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
 _OUTSIDE = re.compile(r"index out of range in self|index -?\d+ is out of bounds for dimension 0")
+_UNITS = re.compile(r"invalid data type 'str'|not (dict|tuple)$|'(dict|tuple)'")
+"""A dict of parameters where a tensor is needed, or a tensor where the dict is."""
 _FLOAT_IDS = re.compile(r"'indices'|used as indices must be")
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 """The error of an operation that a compiler has tried on tensors without values."""
@@ -81,6 +83,7 @@ def explained(
         _of_arguments(error, fn, params, args)
         or _of_writing(error)
         or _of_nodes(error)
+        or _of_order(error)
         or _of_missing(error, names, params, args)
         or _of_arrays(error, names[1:], args)
         or _of_ids(error, names[1:], args, context)
@@ -178,6 +181,19 @@ def _of_nodes(error: Exception) -> FshardingError | None:
     rule = "has a loss function that uses leaves of its parameters before they are gathered."
     mend = 'Gather their unit first, such as unit = fs.gather_unit(params["head"]), and use its leaves.'
     return TransformError(message(rule, [str(error).strip(), *_line_of(error)], mend))
+
+
+def _of_order(error: Exception) -> FshardingError | None:
+    """A block of `fs.scan_units` that takes or returns what a body of lax.scan does."""
+    calls = (name_of(frame.f_code) for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, TypeError) or not _UNITS.search(str(error)) or "fs.scan_units" not in calls:
+        return None
+    mend = (
+        "fs.scan_units calls block(params, carry), parameters first, where lax.scan calls (carry, x). A block returns"
+        " the carry, or (carry, aux) with has_aux=True."
+    )
+    rows = [*_line_of(error), str(error)]
+    return ArgumentError(message("has a loss function with a block that failed.", rows, mend))
 
 
 def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:

@@ -48,6 +48,9 @@ def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     terms: dict[tuple[str, ...], list[Tensor]] = {}
     mesh: Mesh | None = None
     wrong: list[str] = []
+    if unlike := [path for path, x in left.items() if x.shape != right[path].shape]:
+        rows = [f"{path} is {_unlike(left[path], right[path])}" for path in unlike]
+        raise LayoutError(message("needs equal shapes.", rows, "Give both the same shapes."))
     for path, x in left.items():
         (value, sharding, slices), (other, theirs, _) = _opened(x), _opened(right[path])
         owners = known[path]

@@ -61,6 +61,7 @@ class Policy:
         ]
         if rows:
             mend = "activations='dots' keeps the results of matrix products; single operators cannot be chosen."
+            mend = mend if any(row.startswith("activations") for row in rows) else "Give one of these values."
             raise ConfigError(report("fs.policies.Policy cannot keep what it is asked to.", rows, mend))
 
 

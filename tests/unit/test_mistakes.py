@@ -889,6 +889,61 @@ MISTAKES = {
         "precision=fs.FP16 scales it, unscales gradients and skips steps.",
         lambda at: fs.make_train_step(scaled_by_torch, at.opt)(at.state, at.batch),
     ),
+    "GradScaler in an evaluation": (
+        TransformError,
+        "precision=fs.FP16 scales it, unscales gradients and skips steps.",
+        lambda at: fs.evaluate(scaled_by_torch),
+    ),
+    "a policy of text for gathered": (
+        ConfigError,
+        "Give one of these values.",
+        lambda at: fs.policies.Policy("mine", "yes", "all"),
+    ),
+    "fs.optim(1e-3)": (
+        ArgumentError,
+        "Write fs.adamw(1e-3).",
+        lambda at: fs.optim(1e-3),
+    ),
+    "fs.random(0)": (
+        ArgumentError,
+        "Make a key: fs.random.key(0).",
+        lambda at: fs.random(0),
+    ),
+    "fs.optim.schedules(0.1)": (
+        ArgumentError,
+        "Call what is in it: fs.optim.schedules.as_schedule, fs.optim.schedules.constant,",
+        lambda at: fs.optim.schedules(0.1),
+    ),
+    "fs.data(path)": (
+        ArgumentError,
+        "Call what is in it: fs.data.from_files,",
+        lambda at: fs.data("tokens"),
+    ),
+    "a block in the order of lax.scan": (
+        ArgumentError,
+        "fs.scan_units calls block(params, carry), parameters first,",
+        in_loss(lambda p, b: fs.scan_units(lambda x, p: x @ p["w"].T, [p["body"]], b["x"]).sum()),
+    ),
+    "a block that returns what lax.scan takes": (
+        ArgumentError,
+        "A block returns the carry, or (carry, aux) with has_aux=True.",
+        in_loss(lambda p, b: fs.scan_units(lambda p, x: (x @ p["w"].T, None), [p["body"], p["body"]], b["x"]).sum()),
+    ),
+    "a draw beside a tensor": (
+        ArgumentError,
+        "draw.tensor() gives all values of one draw.",
+        in_loss(lambda p, b: (fs.gather_unit(p["body"])["w"] * fs.random.normal(fs.random.key(0), (8, 4))).sum()),
+    ),
+    "vdot of trees with other shapes": (
+        LayoutError,
+        "Give both the same shapes.",
+        lambda at: fs.tree.vdot({"a": torch.ones(3)}, {"a": torch.ones(4)}),
+    ),
+    "a constant schedule that is not made yet": (
+        ConfigError,
+        "learning_rate: constant, which makes a schedule: constant(...)",
+        lambda at: fs.adamw(fs.optim.schedules.constant),
+    ),
     "a schedule that is a class": (
         ConfigError,
         "learning_rate: the class Warmup, not an instance: Warmup(...)",

@@ -275,6 +275,12 @@ MISTAKES = {
     )(at.state.params, at.batch),
     "a block that recompute runs again, which appends to a list that it is given": in_loss(lambda p, b: fs.remat(appending)(b["x"], [])),
     "gathered weights changed in place": in_loss(in_place),
+    "a block of `fs.scan_units` in the order of `lax.scan`: `(carry, w)`": in_loss(
+        lambda p, b: fs.scan_units(lambda x, w: x @ w["w"].T, [p["body"]], b["x"]).sum()
+    ),
+    "`w * fs.random.normal(key, shape)` in a loss": in_loss(
+        lambda p, b: (fs.gather_unit(p["body"])["w"] * fs.random.normal(fs.random.key(0), (8, 4))).sum()
+    ),
     "`return loss, logits`": in_loss(lambda p, b: (torch.zeros(()), torch.zeros(2))),
     "`return loss.item()`": in_loss(lambda p, b: loss_fn(p, b)[0].item()),
     "`return losses.mean(), n`": in_loss(lambda p, b: ((b["y"] @ fs.gather_unit(p["head"])["weight"]).mean(), 6)),
@@ -282,7 +288,7 @@ MISTAKES = {
     "`F.dropout`, `random.random()` or `np.random` in a loss": in_step(lambda p, b: F.dropout(b["y"] @ fs.gather_unit(p["head"])["weight"]).sum()),
     "one key for two draws": in_step(drawn_twice),
     "`.backward()` on a loss computed outside of a step": lambda at: loss_fn(at.state.params, at.batch)[0].backward(),
-    "`GradScaler.scale` in a loss": in_step(scaled_by_torch),
+    "`GradScaler.scale` in a loss, also in one for `fs.evaluate`": in_step(scaled_by_torch),
     "`loss.backward()`": lambda at: at.grads[0][0].backward(),
     "`torch.func.grad(f)(state.params)`": lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(
         at.state.params
@@ -299,6 +305,7 @@ MISTAKES = {
     ),
     "`policy=\"everything\"`": lambda at: fs.make_train_step(loss_fn, at.opt, policy="everything"),
     # ------------------------------------------------------------------------------------------ optimizers and steps
+    "`fs.optim(1e-3)`, and other namespaces called as functions": lambda at: fs.optim(1e-3),
     "a schedule that is a class, or a function that makes one": lambda at: fs.adamw(fs.optim.schedules.warmup_cosine),
     "`fs.make_train_step(loss_fn, torch.optim.RMSprop)`": lambda at: fs.make_train_step(loss_fn, torch.optim.RMSprop),
     "`opt.update(grads, opt_state)` with weight decay": lambda at: at.opt.update(at.grads[1], at.state.opt_state),
