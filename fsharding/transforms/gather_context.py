@@ -457,10 +457,12 @@ class GatherContext:
         Args:
             put: adds the term now; None if the bucket can't be written directly.
         """
-        if not self._defers:
-            return put
+        if put is None and not self._defers:
+            return None
 
         def put_or_defer(dtype: torch.dtype, kernel: Kernel) -> bool:
+            if _context.get() is self:  # in forward: the loss itself takes a gradient, by torch.autograd.grad
+                return False
             if self._deferred is None:
                 return put is not None and put(dtype, kernel)
             self._deferred.terms.setdefault(unit.order, []).append(_Term(leaf, shape, dtype, put, kernel))

@@ -10,7 +10,7 @@ import torch
 
 import fsharding as fs
 from bench.rounds import allocated
-from fsharding.testing import assert_bitwise_equal, run_ranks
+from fsharding.testing import assert_bitwise_equal, assert_trees_close, run_ranks
 from fsharding.transforms.grad_reducer import GradReducer
 from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import large_from
@@ -187,3 +187,41 @@ def test_memory_of_a_stack_grows_with_its_rows():
     _, peak = allocated(lambda: run(sharded, x))
     both = MATRICES * DEEP * SIDE * SIDE * 4
     assert peak < 1.4 * both
+
+
+IDS_OF_ROWS = torch.tensor([1, 2, 2, 5])
+INNER = [(of, create_graph) for of in ("x", "up", "table") for create_graph in (True, False)]
+
+
+def penalized(weights, of, create_graph):
+    """A loss that holds a gradient of its own: of an activation, or of a gathered weight."""
+    x = fs.ops.embedding(IDS_OF_ROWS, weights["table"]) * 1
+    total = torch.tanh(fs.ops.scaled_matmul(x, weights["up"], 1)).square().sum()
+    inner = {**weights, "x": x}[of]
+    (slope,) = torch.autograd.grad(total, inner, create_graph=create_graph, retain_graph=True)
+    return total + slope.square().sum()
+
+
+def gradients_of_penalties():
+    """For each inner gradient: loss and gradients of gathered weights, and those of plain torch."""
+    mesh = fs.make_mesh(dp=2)
+    whole = {name: torch.linspace(-0.5, 0.7 + i, 64).view(8, 8) for i, name in enumerate(("table", "up"))}
+    params = fs.shard(whole, fs.plan_layout(whole, mesh))
+    results = []
+    for of, create_graph in INNER:
+        with large_from(1):
+            value, grads = fs.value_and_grad(lambda p, *args: penalized(fs.gather_unit(p), *args))(
+                params, of, create_graph
+            )
+        plain = {name: x.clone().requires_grad_() for name, x in whole.items()}
+        with fs.set_mesh(mesh):
+            want = penalized(plain, of, create_graph)
+        theirs = torch.autograd.grad(want, [*plain.values()])
+        results.append(((value, *(x.full_tensor() for x in grads.values())), (want.detach(), *theirs)))
+    return results
+
+
+def test_a_gradient_inside_a_loss_is_torchs():
+    for results in run_ranks(gradients_of_penalties, 2):
+        for case, (found, want) in zip(INNER, results, strict=True):
+            assert_trees_close(found, want, rtol=1e-5, atol=1e-6, what=str(case))
