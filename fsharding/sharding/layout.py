@@ -346,14 +346,24 @@ class Layout:
         _check_patterns(precision, self.leaves)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
-    def with_mesh(self, mesh: Mesh, stages: Mapping[str, Any] | None = None) -> Layout:
+    @public("Layout.with_mesh")
+    def with_mesh(
+        self, mesh: Mesh, stages: Mapping[str, Any] | None = None, *, tp: Literal["shard", "replicate"] = "shard"
+    ) -> Layout:
         """The layout of the same model on another mesh.
 
         Args:
             mesh: with devices, or abstract.
             stages: as in `plan_layout`; by default this layout's.
+            tp: as in `plan_layout`.
+
+        Raises:
+            ConfigError: the mesh has other axes than this layout's, and its `tp` axis shards no leaf.
         """
-        return self._replan(mesh=mesh, stages=self.stages if stages is None else normal(stages))
+        new = self._replan(mesh=mesh, stages=self.stages if stages is None else normal(stages))
+        if abstract(mesh) != abstract(self.mesh):
+            _check_tp(new, tp)
+        return new
 
     def with_frozen(self, paths: Collection[str]) -> Layout:
         """The same layout with exactly these leaves frozen, and those that have no gradient.
@@ -520,7 +530,6 @@ def plan_layout(
     return layout
 
 
-@named("fs.plan_layout")
 def _check_tp(layout: Layout, tp: str) -> None:
     """Refuse a `tp` axis that shards no leaf; warn if it shards less than half of the bytes."""
     if tp not in ("shard", "replicate"):
@@ -540,7 +549,7 @@ def _check_tp(layout: Layout, tp: str) -> None:
     rows = [f"{x.path} is {type_text(x.shape, x.init)} {x.names or '(no names)'}" for x in idle]
     dp = abstract(layout.mesh).axis_size("dp")
     mend = (
-        f"Use tp=1, and dp={dp * ranks} for these ranks; or name the dims that tp shards: names= here for a tree, "
+        f"Use tp=1, and dp={dp * ranks} for these ranks; or name the dims that tp shards: names= for a tree, "
         'names= and roles= of fs.functionalize for a module. If replicas are meant: tp="replicate".'
     )
     if any(sharded):

@@ -283,7 +283,10 @@ def check_axes(
     wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if cut_heads and count % tp]
     wrong = wrong or (tried(frozenset(cut_weights), tp) if cut_weights else [])
     if wrong:
-        mend = "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
+        mend = (
+            "Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these"
+            ' dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
+        )
         raise ConfigError(report(f"fs.plan_layout cannot cut this module on mesh {shape}.", wrong, mend))
 
 

@@ -497,9 +497,7 @@ def test_roles_that_a_forward_cannot_have_are_refused_when_a_layout_is_planned(w
     rule, row, mend = str(caught.value).splitlines()
     assert rule == "fs.plan_layout cannot cut this module on mesh {tp: 2}."
     assert row.startswith(f"  {UNFIT[way]}") and (row.endswith(UNFIT[way]) or "Error: " in row), "torch's words follow"
-    assert (
-        mend == "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
-    )
+    assert mend.startswith("Leave the axis out of the mesh, or give roles=.") and 'tp="replicate"' in mend
 
 
 def plan(module, units, names, roles, axes, **settings):
@@ -653,12 +651,12 @@ fs.plan_layout cannot cut this module on mesh {pp: 2, cp: 2, tp: 2}.
   pp=2: a forward in one piece has no stages; see fs.model_from_module
   cp=2: the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them
   layers.up.weight is float32[3, 10, 7], dim 1 ('mlp') over tp: layers.0.up.weight is of a layer with role 'row'
-Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
+Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp."""),
     "tied roles": (lambda: plan(Net(), UNITS, {"embed.weight": ("vocab", None), "*": None}, {"embed": "vocab"},
                                 {"tp": 2}), ConfigError, """
 fs.plan_layout cannot cut this module on mesh {tp: 2}.
   embed.weight is float32[13, 7], dim 0 ('vocab') over tp: head.weight is of a layer with no role
-Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."""),
+Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp."""),
     "no parts of a family": (lambda: fs.model_from_module(sliding()), ConfigError, """
 fs.model_from_module has no parts for this config.
   attention is 'eager', not 'sdpa'

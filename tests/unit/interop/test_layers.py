@@ -242,7 +242,8 @@ def test_a_familys_role_for_a_layer_with_a_forward_of_its_own_is_refused_where_t
         "Doubled, a Linear with a forward of its own, which role 'column' would replace\n"
         "  model.layers.mlp.up_proj.bias is float32[1, 6], dim 1 ('mlp') over tp: model.layers.0.mlp.up_proj is "
         "Doubled, a Linear with a forward of its own, which role 'column' would replace\n"
-        "Leave the axis out of the mesh, set the rule to None (all ranks then compute alike), or give roles=."
+        "Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these dims to "
+        'None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
     )
 
 

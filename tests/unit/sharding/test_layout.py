@@ -308,7 +308,7 @@ def test_a_tp_axis_that_shards_no_leaf_is_refused_unless_replicas_are_meant():
         "fs.plan_layout shards none of 2 leaves (2,080 bytes) over tp=2: its ranks would compute the same.\n"
         "  up is float32[64, 8] (no names)\n"
         "  out is float32[8] (no names)\n"
-        "Use tp=1, and dp=8 for these ranks; or name the dims that tp shards: names= here for a tree, names= and roles= of "
+        "Use tp=1, and dp=8 for these ranks; or name the dims that tp shards: names= for a tree, names= and roles= of "
         'fs.functionalize for a module. If replicas are meant: tp="replicate".'
     )
     with warnings.catch_warnings(action="error"):
@@ -316,6 +316,11 @@ def test_a_tp_axis_that_shards_no_leaf_is_refused_unless_replicas_are_meant():
         assert specs(plan(tree, tp="shard", names={"up": ("mlp", "embed"), "out": None}))["up"] == P("tp", "dp")
         fs.plan_layout(tree, AbstractMesh(("ep", "cp"), (2, 2)))  # data axes: they shard tokens
     assert 'got tp=2.\nGive tp="shard"' in refusal(plan, tree, tp=2)
+    one = fs.plan_layout(tree, AbstractMesh(("dp",), (8,)))
+    text = refusal(one.with_mesh, MESH, kind=ConfigError)
+    assert text.startswith("Layout.with_mesh shards none of 2 leaves (2,080 bytes) over tp=2")
+    replicas = one.with_mesh(MESH, tp="replicate")
+    assert replicas.with_mesh(MESH) == replicas == fs.plan_layout(tree, MESH, tp="replicate")
 
 
 def test_a_tp_axis_that_shards_less_than_half_of_the_bytes_warns_with_both_numbers():
