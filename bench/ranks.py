@@ -129,9 +129,7 @@ def _planning(sizes: DecoderConfig, ranks: int) -> dict[str, float]:
         of_block = [leaf for leaf in layout.leaves if leaf.path.startswith("blocks.")]
         unit = plan_unit(tuple(map(of_row, of_block)))
         for b in unit.reductions:
-            plan_bucket(
-                tuple((x, steps[0].dim) for x, steps in zip(b.early.shapes, b.early.steps, strict=True)), (ranks,)
-            )
+            plan_bucket(tuple((leaf.local, leaf.steps[0].dim) for leaf in b.early.leaves), (ranks,))
 
     levels: dict[_Level, None] = {level: None for level, _ in _OURS.values()}
     by_level = {level: _timed(functools.partial(plan, level)) for level in levels}

@@ -8,7 +8,7 @@ start the same collectives in the same order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,19 +16,7 @@ from typing import Any, NamedTuple
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle
 
-__all__ = ["BucketQueue", "Queued"]
-
-
-class Queued(NamedTuple):
-    """A bucket that may be sent.
-
-    Attributes:
-        bytes: of memory that it takes while it is in flight.
-        start: starts its collectives; the handle's result is not looked at.
-    """
-
-    bytes: int
-    start: Callable[[], Handle[Any]]
+__all__ = ["BucketQueue"]
 
 
 class BucketQueue:
@@ -46,19 +34,19 @@ class BucketQueue:
         self._bytes = 0
         self._added = 0
         self._finished = 0
-        self._waiting: deque[Queued] = deque()
+        self._waiting: deque[tuple[int, Callable[[], Handle[Any]]]] = deque()
         self._flying: deque[tuple[int, Handle[Any]]] = deque()
 
-    def add(self, buckets: Sequence[Queued]) -> int:
-        """Puts buckets behind the others, and starts those that there is room for.
+    def add(self, size: int, start: Callable[[], Handle[Any]]) -> Handle[None]:
+        """Put a bucket of so many bytes behind the others, and start those that there is room for.
 
         Returns:
-            The number of the last one, for `finish`.
+            A handle that finishes the bucket, and those before it.
         """
-        self._waiting.extend(buckets)
-        self._added += len(buckets)
+        self._waiting.append((size, start))
+        self._added += 1
         self._fill()
-        return self._added
+        return Handle(_Bucket(self, self._added), lambda _: None)
 
     def advance(self) -> None:
         """If buckets wait for room, finish the oldest one in flight and start those that fit."""
@@ -86,11 +74,11 @@ class BucketQueue:
         self._flying.clear()
 
     def _fill(self) -> None:
-        while self._waiting and (not self._flying or self._bytes + self._waiting[0].bytes <= self._limit):
-            bucket = self._waiting.popleft()
-            self._bytes += bucket.bytes
+        while self._waiting and (not self._flying or self._bytes + self._waiting[0][0] <= self._limit):
+            size, start = self._waiting.popleft()
+            self._bytes += size
             note("start", "bucket")
-            self._flying.append((bucket.bytes, bucket.start()))
+            self._flying.append((size, start()))
 
     def _finish_oldest(self) -> None:
         size, handle = self._flying.popleft()
@@ -98,3 +86,21 @@ class BucketQueue:
         note("wait", "bucket")
         self._bytes -= size
         self._finished += 1
+
+
+class _Bucket(NamedTuple):
+    """A bucket of a queue, as a `Work`."""
+
+    queue: BucketQueue
+    number: int
+
+    def is_ready(self) -> bool:
+        """See `Work`."""
+        return self.queue.is_finished(self.number)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """See `Work`; each bucket is waited for as long as its group says."""
+        self.queue.finish(self.number)
+
+    def release(self, timeout: timedelta | None = None) -> None:
+        """See `Work`: the queue releases its buckets."""

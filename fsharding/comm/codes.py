@@ -10,8 +10,7 @@ Guarantee: quantizing shards and gathering them gives the bytes of quantizing th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,11 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base._compat import cache_on_mesh
-from fsharding.comm import bucket as buckets
-from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Works
-from fsharding.comm.reduce import Noise
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
@@ -35,9 +31,8 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "CodedBucket", "code_bucket", "decoded", "encode_shards",
-    "encoded_bytes", "from_bytes", "gathered_bytes", "is_packed", "largest_over",
-    "packed_from_bytes", "plan_codes", "shared_scales",
+    "CodePlan", "Coded", "decode", "encode", "gathered_bytes", "is_packed", "largest_over", "plan_codes", "received",
+    "sent_shapes", "shared_scales",
 ]  # fmt: skip
 
 _DECODED = 1 << 20
@@ -76,23 +71,10 @@ class CodePlan(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """Codes, one a byte, and the scales of the blocks that they touch."""
+    """Quantized values, and the scales of the blocks that they touch."""
 
     codes: Tensor
     scales: Scales
-
-
-@dataclass(frozen=True)
-class CodedBucket:
-    """Leaves whose codes and scales are gathered together.
-
-    Attributes:
-        plans: one for each leaf.
-        bucket: of bytes: for each leaf its codes, then its scales and outer scales where these travel.
-    """
-
-    plans: tuple[CodePlan, ...]
-    bucket: Bucket
 
 
 @cache_on_mesh(1024)
@@ -166,24 +148,13 @@ def _data_cut(sharding: NamedSharding, whole: NamedSharding, ndim: int) -> tuple
     return None, ()
 
 
-def code_bucket(plans: Sequence[CodePlan], dims: Sequence[int], axis_sizes: tuple[int, ...]) -> CodedBucket:
-    """Lays codes and scales out in rows of bytes.
-
-    Args:
-        dims: along which each is gathered.
-        axis_sizes: of the axes over which they are.
-    """
-    leaves = tuple((shape, dim) for plan, dim in zip(plans, dims, strict=True) for shape in _shapes_of_bytes(plan))
-    return CodedBucket(tuple(plans), plan_bucket(leaves, axis_sizes))
-
-
 def gathered_bytes(plan: CodePlan) -> int:
     """Memory of a leaf that arrives: its codes, the scales that travel with them, and codes of 4 bits unpacked."""
-    return sum(map(math.prod, _shapes_of_bytes(plan))) + (math.prod(plan.whole) if plan.packed else 0)
+    return sum(map(math.prod, sent_shapes(plan))) + (math.prod(plan.whole) if plan.packed else 0)
 
 
-def _shapes_of_bytes(plan: CodePlan) -> list[tuple[int, ...]]:
-    """The shapes of `encoded_bytes` of a leaf that has been gathered."""
+def sent_shapes(plan: CodePlan) -> list[tuple[int, ...]]:
+    """Return the shapes, once gathered, of the bytes that `encode` makes."""
     shapes = [plan.format.code_shape(plan.whole, packed=plan.packed)]
     if plan.scales_travel:
         shapes.append((*_touched(plan, plan.whole, plan.whole_start), plan.format.scale_dtype.itemsize))
@@ -207,25 +178,17 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
 
 # ------------------------------------------------------------------------------------------------------------- rounding
 @torch.no_grad()
-def encode_shards(
-    plans: Sequence[CodePlan], shards: Sequence[Tensor], scales: Sequence[Scales], noise: Noise | None = None
-) -> list[Coded]:
-    """Codes and scales of shards.
-
-    Args:
-        noise: for formats whose rounding is keyed.
-
-    Returns:
-        For each leaf its codes, and the scales of the blocks that the shard touches; of all blocks where scales do not
-        travel.
-    """
-    result: list[Coded] = []
-    for i, (plan, shard, given) in enumerate(zip(plans, shards, scales, strict=True)):
-        here = _here(plan, given, plan.held, plan.start)
-        drawn = noise(i) if plan.format.keyed and noise is not None else None
-        codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
-        result.append(Coded(codes, here if plan.scales_travel else given))
-    return result
+def encode(plan: CodePlan, shard: Tensor, given: Scales, noise: Callable[[], Tensor] | None = None) -> list[Tensor]:
+    """Quantize a shard by scales from `shared_scales`; return bytes of values, and of the scales that are sent."""
+    here = _here(plan, given, plan.held, plan.start)
+    drawn = noise() if plan.format.keyed and noise is not None else None
+    codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
+    sent = [codec.pack(codes) if plan.packed else codes]
+    if plan.scales_travel:
+        sent.append(codec.as_bytes(here.blocks))
+    if plan.outer_travels and here.outer is not None:
+        sent.append(codec.as_bytes(here.outer))
+    return sent
 
 
 @torch.no_grad()
@@ -299,68 +262,35 @@ def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     return bits.view(torch.float32)
 
 
-# ------------------------------------------------------------------------------------------------------------- as bytes
-def encoded_bytes(plans: Sequence[CodePlan], coded: Sequence[Coded]) -> list[Tensor]:
-    """Shards of a `CodedBucket`: codes and scales as bytes."""
-    result: list[Tensor] = []
-    for plan, (codes, scales) in zip(plans, coded, strict=True):
-        result.append(codec.pack(codes) if plan.packed else codes)
-        if plan.scales_travel:
-            result.append(codec.as_bytes(scales.blocks))
-        if plan.outer_travels and scales.outer is not None:
-            result.append(codec.as_bytes(scales.outer))
-    return result
+def received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> Coded:
+    """Return the values, of 4 bits two in a byte, and scales of a gathered leaf; scales not sent are as `given`."""
+    rest = iter(parts)
+    codes = next(rest)
+    if plan.format.element.bits == 4 and not plan.packed:
+        codes = codec.pack(codes)
+    if plan.scales_travel:
+        blocks = next(rest).contiguous().view(plan.format.scale_dtype).squeeze(-1)
+    else:
+        blocks = _here(plan, given, plan.whole, plan.whole_start).blocks
+    outer = given.outer
+    if plan.outer_travels and outer is not None:
+        outer = next(rest).contiguous().view(torch.float32).squeeze(-1)
+    return Coded(codes, Scales(blocks, outer))
 
 
-def from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
-    """Codes and scales of leaves that have been gathered.
-
-    Args:
-        own: what this rank gave, of which the scales are taken that do not travel.
-    """
-    packed = packed_from_bytes(coded, flat, own)
-    return [
-        Coded(codec.unpack(codes, plan.whole[-1]) if plan.format.element.bits == 4 else codes, scales)
-        for plan, (codes, scales) in zip(coded.plans, packed, strict=True)
-    ]
-
-
-def packed_from_bytes(coded: CodedBucket, flat: Tensor, own: Sequence[Coded]) -> list[Coded]:
-    """As `from_bytes`, with two codes of 4 bits in a byte: views of what was gathered where they travelled so."""
-    parts = iter(buckets.whole_views(flat, coded.bucket))
-    result = list[Coded]()
-    for plan, (_, known) in zip(coded.plans, own, strict=True):
-        codes = next(parts)
-        if plan.format.element.bits == 4 and not plan.packed:
-            codes = codec.pack(codes)
-        if plan.scales_travel:
-            blocks = next(parts).contiguous().view(plan.format.scale_dtype).squeeze(-1)
-        else:
-            blocks = _here(plan, known, plan.whole, plan.whole_start).blocks
-        outer = known.outer
-        if plan.outer_travels and outer is not None:
-            outer = next(parts).contiguous().view(torch.float32).squeeze(-1)
-        result.append(Coded(codes, Scales(blocks, outer)))
-    return result
+def decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
+    """Dequantize what `received` returns into a tensor of any dtype, some matrices of a stack at a time."""
+    if plan.format.element.bits == 4:
+        codes = codec.unpack(codes, plan.whole[-1])
+    step = max(1, _DECODED // max(1, math.prod(plan.whole[1:]))) if len(plan.whole) > 2 else 1
+    if len(plan.whole) <= 2 or step >= plan.whole[0]:
+        return _decode(plan, codes, scales, into)
+    for first in range(0, plan.whole[0], step):
+        some = slice(first, first + step)
+        outer = None if scales.outer is None else scales.outer[some]
+        _decode(plan, codes[some], Scales(scales.blocks[some], outer), into[some])
+    return into
 
 
-def decoded(plans: Sequence[CodePlan], coded: Sequence[Coded], into: Sequence[Tensor]) -> None:
-    """Writes the numbers that codes stand for, of a stack of matrices some at a time.
-
-    Args:
-        coded: of leaves that have been gathered, with the scales of the blocks that these touch.
-        into: as many such leaves, of any dtype.
-    """
-    for plan, (codes, scales), leaf in zip(plans, coded, into, strict=True):
-        step = max(1, _DECODED // max(1, math.prod(plan.whole[1:]))) if len(plan.whole) > 2 else 1
-        if len(plan.whole) <= 2 or step >= plan.whole[0]:
-            _decode(plan, codes, scales, leaf)
-            continue
-        for first in range(0, plan.whole[0], step):
-            some = slice(first, first + step)
-            outer = None if scales.outer is None else scales.outer[some]
-            _decode(plan, codes[some], Scales(scales.blocks[some], outer), leaf[some])
-
-
-def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> None:
-    into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))
+def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
+    return into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))

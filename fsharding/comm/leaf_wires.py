@@ -8,9 +8,9 @@ Guarantee: a weight is rounded once, from its main copy, to the same bits under 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,16 +20,17 @@ from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.tree import Tree
-from fsharding.comm.wires import Plain, Quantizing, Rounded, Wire
+from fsharding.comm.wires import Plain, Quantizing, SumWire, Wire
+from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
-from fsharding.formats.quantized import Note, noting_numbers
+from fsharding.formats.quantized import Note, Quantized, noting_numbers
 from fsharding.mesh.device_mesh import Mesh, data_rank_and_size
 from fsharding.sharding import random
 from fsharding.sharding.boxes import Runs
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["LeafIndex", "LeafWires", "TreeLeaf", "check_patterns", "keyed_noise", "wires_of"]
+__all__ = ["LeafIndex", "LeafWires", "TreeLeaf", "UnitWire", "check_patterns", "keyed_noise", "wires_of"]
 
 _GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
 
@@ -55,6 +56,14 @@ class TreeLeaf(NamedTuple):
     layers: int
 
 
+class UnitWire(NamedTuple):
+    """How a leaf of a unit is gathered; see `UnitLeaf`."""
+
+    wire: Wire
+    again: Wire | None = None
+    seen: Callable[[Tensor], Quantized] | None = None
+
+
 class LeafWires(Protocol):
     """How the leaves of a tree are sent."""
 
@@ -62,16 +71,12 @@ class LeafWires(Protocol):
         """Inside, `note` is told of all that a loss function dequantizes, so that autograd may save less."""
         ...
 
-    def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
-        """Return the wire by which a leaf of a unit is gathered.
-
-        Args:
-            ndim: dims that it has in the unit.
-        """
+    def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
+        """Return how a leaf of a unit, of this full shape, is gathered."""
         ...
 
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
-        """Return the wire of the terms of its gradient; None for the wire of later sums. Arguments as in `gather`."""
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> SumWire | None:
+        """Return the wire of the terms of its gradient; None for the wire of later sums."""
         ...
 
     def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -104,16 +109,26 @@ def wires_of(
     return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
 
 
+class _OfNumbers(NamedTuple):
+    """What a loss function sees of a leaf that was rounded at rest: its numbers, which products quantize."""
+
+    format: Blocks
+    strict: bool
+
+    def __call__(self, node: Tensor) -> Quantized:
+        return Quantized.of_numbers(node, self.format, strict=self.strict)
+
+
 class _PlainWires:
     """Every leaf is cast to the dtype that the call computes in, and nothing is rounded to a format."""
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
-        return Plain(dtype)
+    def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
+        return UnitWire(Plain(dtype))
 
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> SumWire | None:
         return None
 
     def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -141,20 +156,21 @@ class _FormatWires:
     def noting(self, note: Note) -> AbstractContextManager[None]:
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
-    def gather(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire:
+    def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
         precision = self.precision
         path = self.leaves[index.leaf].path
-        format = precision.format_of(path, ndim)
+        format = precision.format_of(path, len(shape))
         if format is None or self._keeps(index):
-            return Plain(dtype)
+            return UnitWire(Plain(dtype))
         if precision.rounded:
-            return Rounded(dtype, format, precision.strict)
-        if not precision.computes_quantized:
-            return Quantizing(dtype, format)
-        columnwise = precision.takes_columns(path, ndim)
-        return Quantizing(dtype, format, stays=True, strict=precision.strict, columnwise=columnwise)
+            return UnitWire(Plain(dtype), seen=_OfNumbers(format, precision.strict))
+        wire = Quantizing(dtype, format, precision.computes_quantized, precision.strict)
+        if not (wire.stays and precision.takes_columns(path, len(shape))):
+            return UnitWire(wire)
+        # Products in backward sum along the other dim, so backward gathers the leaf in blocks along it.
+        return UnitWire(wire, again=replace(wire, format=format.across(shape)))
 
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> SumWire | None:
         format = self.precision.reduce_format(self.leaves[index.leaf].path, ndim)
         return None if format is None or self._keeps(index) else Quantizing(dtype, format)
 

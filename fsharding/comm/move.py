@@ -1,7 +1,7 @@
 """Move leaves together from one sharding to another: the plan, and its execution.
 
-In: the steps of some leaves, and their local tensors or terms of a sum. Out: a handle of the local tensors in the new
-sharding.
+`comm.steps` lists the collectives between shardings. The first step of a move is a gather, a sum, a slice, or none (a
+cast or an encoding where the leaves are); the steps after it follow when the handle is waited for.
 Guarantee: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
 """
 
@@ -10,24 +10,38 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat
+from fsharding.base import _compat, tree
 from fsharding.comm import bucket as buckets
-from fsharding.comm.handles import Handle, Memory, Reduction, Terms, done
+from fsharding.comm.bucket import Bucket, plan_bucket
+from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms, done
 from fsharding.comm.native_sums import native_reduction
-from fsharding.comm.reduce import Noise, PlainTerms
+from fsharding.comm.reduce import Noise, PlainTerms, SumLayout
 from fsharding.comm.step_agreement import compare_plans
-from fsharding.comm.steps import Step, begins_with_sum, full_lengths, plan_steps
+from fsharding.comm.steps import LeafSteps, begins_with_sum, steps_of
 from fsharding.comm.transport import transport_for
-from fsharding.comm.wires import Plain, Wire, plain_payload, start_gather
+from fsharding.comm.wires import Parts, Plain, SumWire, WholeLeaf, Wire
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["Filling", "Move", "axis_sizes", "plan_move"]
+__all__ = ["Filling", "Move", "Moved", "axis_sizes", "plan_move"]
+
+
+class Moved(NamedTuple):
+    """The result of a move.
+
+    Attributes:
+        leaves: in the new sharding, as their wires decode them.
+        buffers: flat tensors of `memory` that gathered leaves view; a leaf views the same one each time.
+    """
+
+    leaves: Sequence[WholeLeaf]
+    buffers: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,21 +49,16 @@ class Move:
     """Leaves that are sent together. The same value on every rank of a mesh.
 
     Attributes:
-        mesh: of the leaves.
-        steps: of each leaf, as planned; alike but for the dims.
-        shapes: of the local tensors before the first step.
-        lengths: `full_lengths` of each leaf.
-        wire: how terms are sent that are summed in the first step.
-        dtype: of the results; sums are taken in it.
-        native: sums are the backend's own, see `comm.native_sums`; the wire is plain then.
+        leaves: whose steps differ in dims only.
+        wires: how each leaf is sent in the first step; a sum has one wire for all.
+        dtype: of sums, and of what steps after the first one send.
+        native: sums are the backend's own, see `comm.native_sums`; their wire is plain.
         large: leaves are worth being added one by one.
     """
 
     mesh: Mesh
-    steps: tuple[tuple[Step, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    lengths: tuple[tuple[int, ...], ...]
-    wire: Wire
+    leaves: tuple[LeafSteps, ...]
+    wires: tuple[Wire, ...]
     dtype: torch.dtype
     native: bool = False
     large: bool = False
@@ -57,108 +66,202 @@ class Move:
     @functools.cached_property
     def outline(self) -> str:
         """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
-        return repr((self.steps, self.wire, self.dtype, self.native, self.large))
+        return repr(([leaf.steps for leaf in self.leaves], self.wires, self.dtype, self.native, self.large))
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no steps."""
-        return not self.steps or not self.steps[0]
+        return not self.leaves or not self.leaves[0].steps
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of the first step; none without steps."""
+        return () if self.is_empty else self.leaves[0].steps[0].axes
 
     @functools.cached_property
     def sums_first(self) -> bool:
         """Whether the first step is a sum, so that terms are copied one by one to where they are sent from."""
-        return begins_with_sum(self.steps)
+        return bool(self.leaves) and begins_with_sum(self.leaves[0].steps)
 
     @functools.cached_property
     def rest(self) -> Move:
-        """The move after its first step, without shapes. What has been summed is sent as it is."""
-        return replace(
-            self,
-            steps=tuple(steps[1:] for steps in self.steps),
-            shapes=(),
-            lengths=tuple(lengths[1:] for lengths in self.lengths),
-            wire=Plain(self.dtype),
-            large=False,
-        )
+        """The move after its first step. What has been summed or gathered is sent as it is."""
+        return replace(self.unrounded, leaves=tuple(leaf.rest for leaf in self.leaves), large=False)
+
+    @functools.cached_property
+    def unrounded(self) -> Move:
+        """The same move of values that are sent in `dtype`."""
+        return replace(self, wires=(Plain(self.dtype),) * len(self.leaves))
+
+    @functools.cached_property
+    def parts(self) -> tuple[Parts, ...]:
+        """What is sent of each leaf, if the first step is a gather or there is none."""
+        return tuple(leaf.parts(wire) for leaf, wire in zip(self.leaves, self.wires, strict=True))
+
+    @functools.cached_property
+    def bucket(self) -> Bucket:
+        """The layout of all `parts`."""
+        return plan_bucket(tuple(sent for parts in self.parts for sent in parts.sent), axis_sizes(self.mesh, self.axes))
+
+    @functools.cached_property
+    def decoded(self) -> Bucket | None:
+        """The layout of the results, if they are decoded to memory of their own: all of a bucket are, or none."""
+        shapes = tuple((parts.decoded, 0) for parts in self.parts if parts.decoded is not None)
+        return plan_bucket(shapes, ()) if shapes else None
+
+    @functools.cached_property
+    def terms(self) -> SumLayout:
+        """The layout of terms, if the first step is a sum."""
+        step = self.leaves[0].steps[0]
+        cuts = tuple((leaf.local, leaf.steps[0].dim) for leaf in self.leaves)
+        sums = cast(SumWire, self.wires[0])
+        return sums.terms(cuts, axis_sizes(self.mesh, step.axes), scatter=step.kind == "scatter")
 
     def has_slots(self, leaf: Tensor) -> bool:
         """Whether a kernel can write a large leaf to where it is sent from. Collective the first time."""
-        if self.native or not self.sums_first or not self.wire.has_slots:
+        # An encoded term has no slot: it is encoded when all of it is there.
+        if self.native or not self.sums_first or not isinstance(self.terms, PlainTerms):
             return False
-        first = self.steps[0][0]
-        transport = transport_for(reduction_group(self.mesh, first.axes), leaf.device)
-        return transport.has_slots(leaf.numel(), scatter=first.kind == "scatter")
+        transport = transport_for(reduction_group(self.mesh, self.axes), leaf.device)
+        return transport.has_slots(leaf.numel(), scatter=self.terms.scatter)
 
     def open(self, device: torch.device, memory: Memory | None = None, noise: Noise | None = None) -> Filling:
-        """Make room for the terms of a sum; nothing is sent.
+        """Make room for the terms of a sum; nothing is sent. `noise` is by number of the leaf, for keyed rounding."""
+        return Filling(self, device, memory, noise)
 
-        Args:
-            noise: by number of the leaf, for a wire whose rounding is keyed.
-        """
-        return Filling(self, self.shapes, device, memory, noise)
+    def agree(self, leaves: Sequence[Tensor]) -> Sequence[Any]:
+        """Find what ranks have to know before they encode leaves; see `Wire`."""
+        return self.wires[0].agree(self.parts, leaves, self.mesh)
 
-    def start(self, leaves: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Handle[list[Tensor]]:
+    def start(
+        self,
+        leaves: Sequence[Tensor],
+        memory: Memory | None = None,
+        into: Sequence[Tensor] | None = None,
+        *,
+        noise: Noise | None = None,
+        agreed: Sequence[Any] | None = None,
+    ) -> Handle[Moved]:
         """Start the first collective; those that follow it are done when the handle is waited for.
 
         Args:
-            leaves: local tensors, sent in the one dtype that they have; they must not change before `wait`.
+            leaves: local tensors; they must not change before `wait`.
+            memory: for gathered leaves. Other ranks may read them there, so they must not be written. Without it, and
+                after any other step, leaves are this rank's own.
             into: contiguous tensors for the results, of their shapes and dtype. A gather as the last step fills them, a
                 sum may; other last steps ignore them. A result that is a different tensor has to be copied.
+            noise: by number of the leaf, for keyed rounding.
+            agreed: result of `agree`; by default ranks agree now.
         """
-        if self.is_empty:
-            return done(lambda: list(leaves))
-        first = self.steps[0][0]
-        last = self.rest.is_empty
-        dims = [steps[0].dim for steps in self.steps]
-        if first.kind == "slice":
-            sizes = axis_sizes(self.mesh, first.axes)
-            index = axis_group(self.mesh, first.axes).index
-            return self.rest.start([_slice(x, dim, sizes, index) for x, dim in zip(leaves, dims, strict=True)], into)
-        if first.kind == "gather":
-            compare_plans(axis_group(self.mesh, first.axes), leaves[0].device.type, lambda: self.outline)
-            lengths = [lengths[0] for lengths in self.lengths]
-            gathered = _gather(leaves, lengths, dims, first.axes, self.mesh, into if last else None)
-            return gathered.then(lambda x: [*x] if last else self.rest.run(x, into), communicates=not last)
-        shapes = [tuple(x.shape) for x in leaves]
-        terms = Filling(replace(self, wire=Plain(leaves[0].dtype)), shapes, leaves[0].device)
-        terms.add(range(len(leaves)), leaves)
-        return terms.start().then(lambda received: received.sum(into), communicates=not last)
+        kind = "gather" if self.is_empty else self.leaves[0].steps[0].kind
+        last = self.is_empty or self.rest.is_empty
+        if kind == "slice":
+            sizes = axis_sizes(self.mesh, self.axes)
+            index = axis_group(self.mesh, self.axes).index
+            pairs = zip(leaves, self.leaves, strict=True)
+            views = [_slice(x, leaf.steps[0].dim, sizes, index) for x, leaf in pairs]
+            return done(lambda: Moved(views, [])) if last else self.rest.start(views, memory, into)
+        if kind != "gather":
+            terms = self.open(leaves[0].device)
+            terms.add(range(len(leaves)), leaves)
+            return terms.start().then(lambda received: Moved(received.sum(into), []), communicates=not last)
+        first = self._gather(leaves, memory, into if last else None, noise, agreed)
+        if last:
+            return first
+        return first.then(
+            lambda moved: Moved(self.rest.run(cast(Sequence[Tensor], moved.leaves), into), []), communicates=True
+        )
 
     def run(self, leaves: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Take the steps one after the other; see `start`."""
-        return self.start(leaves, into).wait()
+        return cast("list[Tensor]", [*self.start(leaves, None, into).wait().leaves]) if not self.is_empty else [*leaves]
+
+    def _gather(
+        self,
+        leaves: Sequence[Tensor],
+        memory: Memory | None,
+        into: Sequence[Tensor] | None,
+        noise: Noise | None,
+        agreed: Sequence[Any] | None,
+    ) -> Handle[Moved]:
+        given = self.agree(leaves) if agreed is None else agreed
+        sent = list[Tensor]()
+        for i, (wire, parts, x) in enumerate(zip(self.wires, self.parts, leaves, strict=True)):
+            sent += wire.encode(parts, x, given[i], None if noise is None else functools.partial(noise, i))
+        device = leaves[0].device
+        dtype = self.parts[0].dtype
+        if not self.axes:
+            return done(lambda: self._kept(sent, given, memory or FreshMemory(device), into))
+        group = axis_group(self.mesh, self.axes)
+        compare_plans(group, device.type, lambda: self.outline)
+        transport = transport_for(group, device)
+        if self.decoded is None and memory is None:
+            flat = None if into is not None else _compat.fresh((self.bucket.size,), dtype, device)
+            results = into if flat is None else buckets.whole_views(flat, self.bucket)
+            assert results is not None
+            handle = transport.all_gather_into(self.bucket, [x.to(dtype) for x in sent], results)
+            return handle.then(lambda received: self._decode(received, given, None, None, []))
+
+        def decode(flat: Tensor) -> Moved:
+            return self._decode(buckets.whole_views(flat, self.bucket), given, memory, into, [flat])
+
+        return transport.all_gather(self.bucket, sent, dtype, memory).then(decode)
+
+    def _kept(self, sent: list[Tensor], given: Sequence[Any], memory: Memory, into: Sequence[Tensor] | None) -> Moved:
+        """Decode leaves that no rank sends. If nothing is decoded, they are copied: the shards are not the results."""
+        if self.decoded is not None:
+            return self._decode(sent, given, memory, into, [])
+        buffers = list[Tensor]()
+        if into is None:
+            buffers.append(memory.empty(self.bucket.size, self.parts[0].dtype))
+            into = buckets.whole_views(buffers[0], self.bucket)
+        _compat.foreach_copy_([*into], sent)
+        return self._decode(into, given, memory, None, buffers)
+
+    def _decode(
+        self,
+        received: Sequence[Tensor],
+        given: Sequence[Any],
+        memory: Memory | None,
+        into: Sequence[Tensor] | None,
+        buffers: list[Tensor],
+    ) -> Moved:
+        """Decode leaves of what was received, which views `buffers`."""
+        outs = into
+        if self.decoded is not None:
+            buffers = []
+            if outs is None:
+                memory = memory or FreshMemory(received[0].device)
+                buffers = [memory.empty(self.decoded.size, self.wires[0].dtype)]
+                outs = buckets.whole_views(buffers[0], self.decoded)
+        results = list[WholeLeaf]()
+        first = 0
+        for i, (wire, parts) in enumerate(zip(self.wires, self.parts, strict=True)):
+            last = first + len(parts.sent)
+            leaf = wire.decode(parts, received[first:last], given[i], None if outs is None else outs[i])
+            if not isinstance(leaf, Tensor):
+                # What was not sent but computed by every rank is in memory of its own.
+                known = {_compat.storage_id(x) for x in buffers}
+                buffers += [x.view(-1) for x in tree.leaves(leaf) if _compat.storage_id(x) not in known]
+            results.append(leaf)
+            first = last
+        return Moved(results, buffers)
 
 
 def plan_move(
     sources: Sequence[NamedSharding],
     targets: Sequence[NamedSharding],
     shapes: Sequence[tuple[int, ...]],
-    wire: Wire,
+    wires: Wire | Sequence[Wire],
     dtype: torch.dtype,
     *,
     native: bool = False,
     large: bool = False,
 ) -> Move:
-    """Plan a move of leaves whose steps differ in dims only.
-
-    Args:
-        sources: of the leaves, at least one; on one mesh.
-        wire: see `Move`, as for the arguments that follow.
-        native: sums are the backend's own.
-        large: leaves are worth being added one by one.
-    """
-    steps = [plan_steps(source, target) for source, target in zip(sources, targets, strict=True)]
-    leaves = [*zip(sources, steps, shapes, strict=True)]
-    return Move(
-        mesh=sources[0].mesh,
-        steps=tuple(steps),
-        shapes=tuple(source.local_shape(shape) for source, _, shape in leaves),
-        lengths=tuple(full_lengths(*leaf) for leaf in leaves),
-        wire=wire,
-        dtype=dtype,
-        native=native,
-        large=large,
-    )
+    """Plan a move of leaves, at least one, whose steps differ in dims only, by one wire or one for each leaf."""
+    leaves = tuple(steps_of(*leaf) for leaf in zip(sources, targets, shapes, strict=True))
+    each = tuple(wires) if isinstance(wires, list) else (cast(Wire, wires),) * len(leaves)
+    return Move(sources[0].mesh, leaves, each, dtype, native, large)
 
 
 class Filling:
@@ -175,7 +278,6 @@ class Filling:
     def __init__(
         self,
         move: Move,
-        shapes: Sequence[tuple[int, ...]],
         device: torch.device,
         memory: Memory | None = None,
         noise: Noise | None = None,
@@ -183,17 +285,13 @@ class Filling:
         self.memory = memory
         self.filled: set[int] = set()
         self._move = move
-        self._shapes = shapes
         self._device = device
         self._terms: dict[int, Tensor] = {}
         """By leaf, where the first step is no sum."""
         self._first: Reduction | None = None
         if move.sums_first:
-            axes = move.steps[0][0].axes
-            scatter = move.steps[0][0].kind == "scatter"
-            cuts = tuple((shape, steps[0].dim) for shape, steps in zip(shapes, move.steps, strict=True))
-            terms = move.wire.terms(cuts, axis_sizes(move.mesh, axes), scatter=scatter)
-            group = reduction_group(move.mesh, axes)
+            group = reduction_group(move.mesh, move.axes)
+            terms = move.terms
             if move.native and group.process_group is not None and isinstance(terms, PlainTerms):
                 self._first = native_reduction(terms, group, device, move.dtype, memory)
             else:
@@ -222,7 +320,7 @@ class Filling:
             first.add([i for i, _ in new], [x for _, x in new])
             for i, x in zip(leaves, terms, strict=True):
                 if i in self.filled and x is not None:
-                    slot = first.slot(i, self._move.wire.dtype)
+                    slot = first.slot(i, self._move.wires[0].dtype)
                     assert slot is not None, "only slots take a second term"
                     slot.add_(x)
         self.filled.update(leaves)
@@ -234,12 +332,12 @@ class Filling:
         if first is None and move.is_empty:
             return done(lambda: Terms(self._own), communicates=True)
         if first is None:
-            values = [self._value(i, move.wire.dtype) for i in range(len(self._shapes))]
-            return done(lambda: Terms(lambda into: move.run(values, into)), communicates=True)
-        if len(self.filled) < len(self._shapes):
-            empty = [i for i in range(len(self._shapes)) if i not in self.filled]
+            values = [self._value(i, move.wires[0].dtype) for i in range(len(self._move.leaves))]
+            return done(lambda: Terms(lambda into: move.unrounded.run(values, into)), communicates=True)
+        if len(self.filled) < len(move.leaves):
+            empty = [i for i in range(len(self._move.leaves)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
-        compare_plans(reduction_group(move.mesh, move.steps[0][0].axes), self._device.type, lambda: move.outline)
+        compare_plans(reduction_group(move.mesh, move.axes), self._device.type, lambda: move.outline)
         handle = first.start()
         if move.rest.is_empty:
             return handle
@@ -253,7 +351,7 @@ class Filling:
     def _own(self, into: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the terms unreduced, since the move has no steps. With `into`, the caller's copy casts them."""
         if into is None:
-            return [self._value(i, self._move.dtype) for i in range(len(self._shapes))]
+            return [self._value(i, self._move.dtype) for i in range(len(self._move.leaves))]
         return [self._terms[i] if i in self._terms else x.zero_() for i, x in enumerate(into)]
 
     def _value(self, leaf: int, sent: torch.dtype) -> Tensor:
@@ -261,7 +359,7 @@ class Filling:
         dtype = self._move.dtype
         term = self._terms.get(leaf)
         if term is None:
-            return torch.zeros(self._shapes[leaf], dtype=dtype, device=self._device)
+            return torch.zeros(self._move.leaves[leaf].local, dtype=dtype, device=self._device)
         return term.to(sent).to(dtype)
 
 
@@ -277,21 +375,3 @@ def _slice(x: Tensor, dim: int, sizes: tuple[int, ...], index: int) -> Tensor:
         places.insert(0, place)
     begin, end = boxes.nested_chunk(x.shape[dim], list(zip(sizes, places, strict=True)))
     return x.narrow(dim, begin, end - begin)
-
-
-def _gather(
-    leaves: Sequence[Tensor],
-    lengths: Sequence[int],
-    dims: Sequence[int],
-    axes: tuple[str, ...],
-    mesh: Mesh,
-    into: Sequence[Tensor] | None,
-) -> Handle[Sequence[Tensor]]:
-    """Gather leaves into `into`, or into memory of their own, which other ranks do not read."""
-    shapes = [(*x.shape[:d], length, *x.shape[d + 1 :]) for x, length, d in zip(leaves, lengths, dims, strict=True)]
-    payload = plain_payload(leaves[0].dtype, tuple(zip(shapes, dims, strict=True)), axis_sizes(mesh, axes))
-    if into is None:
-        flat = _compat.fresh((payload.bucket.size,), leaves[0].dtype, leaves[0].device)
-        into = buckets.whole_views(flat, payload.bucket)
-    results = into
-    return start_gather(payload, leaves, mesh, axes, into=results).then(lambda _: results)

@@ -1,125 +1,78 @@
-"""Move the leaves of a tree between shardings that differ along data axes: slices and gathers, in buckets.
+"""Move the leaves of a tree between shardings that differ along data axes, in buckets.
 
 In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, optionally in another
 dtype. This brings gradients to the optimizer's shards, and updated shards back to parameters. A pipeline starts it for
-a stage, computes, and takes the result later (`start_redistribute`, `start_reduce_grads`).
-Guarantee: values are only moved, except for the requested cast.
+a stage, computes, and takes the result later (`send`).
+Guarantee: values are only moved, except for the requested cast and rounding. A rounded leaf is the full leaf rounded,
+however it is sharded. What is sent together follows from shardings alone.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base._compat import cache_on_its_mesh
+from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.base.calls import named
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
-from fsharding.comm.bucket_queue import BucketQueue, Queued
-from fsharding.comm.handles import Handle
+from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.handles import Handle, done
 from fsharding.comm.leaf_memory import cast_to_memory, memory_of, on_device, to_memory
-from fsharding.comm.move import Move
-from fsharding.comm.steps import Step, full_lengths, kinds_of, plan_steps
-from fsharding.comm.wires import Plain
+from fsharding.comm.move import Move, Moved
+from fsharding.comm.steps import LeafSteps, kinds_of, steps_of
+from fsharding.comm.wires import LeafWire, Plain, Wire
 from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 
-__all__ = [
-    "BUCKET_BYTES", "Moving", "Route", "in_buckets", "memory_for", "redistribute", "reduce_grads", "route_of",
-    "start_redistribute", "start_reduce_grads",
-]  # fmt: skip
+__all__ = ["BUCKET_BYTES", "in_buckets", "plan_rows", "redistribute", "reduce_grads", "send", "sends_encoded"]
 
 Item = TypeVar("Item")
 
 BUCKET_BYTES = 32 << 20
-"""Largest bucket of whole leaves that is gathered at once; a larger leaf travels alone."""
+"""Largest bucket of full leaves that is gathered at once; a larger leaf is sent alone."""
 
 
-class _Leaf(NamedTuple):
-    """A leaf that is sent.
+class _Sent(NamedTuple):
+    """A leaf, or rows of one, that are sent, or encoded where they are.
 
     Attributes:
-        index: its number.
-        local: the local tensor, in any kind of memory.
-        dtype: in which it is sent.
-        device_type: of its mesh.
-        steps: as planned.
-        lengths: `full_lengths` of the steps.
-        bytes: of what is received.
+        leaf: its number.
+        local: local tensor, in any kind of memory.
         home: memory for the result.
+        noise: draws the numbers for keyed rounding.
+        bytes: of what is received.
     """
 
-    index: int
+    leaf: int
     local: Tensor
-    dtype: torch.dtype
-    device_type: str
-    steps: tuple[Step, ...]
-    lengths: tuple[int, ...]
+    steps: LeafSteps
+    wire: Wire
     bytes: int
     home: Tensor | None = None
+    noise: Callable[[], Tensor] | None = None
+    agreed: Any = None
 
     def read(self) -> Tensor:
-        """The local tensor as it is sent: on the device, unless it is only sliced."""
-        sliced = all(step.kind == "slice" for step in self.steps)
-        return (self.local if sliced else on_device(self.local, self.device_type)).to(self.dtype)
-
-
-def _queued(
-    moves: list[_Leaf], mesh: Mesh, take: Callable[[list[_Leaf], list[Tensor]], None], *, native: bool = False
-) -> Queued:
-    """Leaves that are sent together; `take` gets them with their results."""
-
-    def start() -> Handle[None]:
-        at_home = [m.home for m in moves if m.home is not None] or None
-        dtype = moves[0].dtype
-        steps = tuple(m.steps for m in moves)
-        lengths = tuple(m.lengths for m in moves)
-        move = Move(mesh, steps, (), lengths, Plain(dtype), dtype, native)
-        return move.start([m.read() for m in moves], at_home).then(lambda moved: take(moves, moved))
-
-    return Queued(sum(move.bytes for move in moves), start)
-
-
-class Moving(NamedTuple):
-    """A tree on its way.
-
-    Attributes:
-        queue: in which its buckets are.
-        last: the number of the last of them.
-        result: makes the tree, when all have been finished.
-    """
-
-    queue: BucketQueue
-    last: int
-    result: Callable[[], Tree]
-
-    def is_done(self) -> bool:
-        """Whether `wait` has nothing to wait for."""
-        return self.queue.is_finished(self.last)
-
-    def wait(self) -> Tree:
-        """The tree in its new shardings."""
-        self.queue.finish(self.last)
-        return self.result()
+        """Return the local tensor as it is sent: on the device, unless it is only sliced."""
+        sliced = all(step.kind == "slice" for step in self.steps.steps)
+        x = self.local if sliced else on_device(self.local, self.steps.source.device_type)
+        return x.to(self.wire.dtype) if isinstance(self.wire, Plain) else x
 
 
 def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a result: the local tensor of `x` if shape and dtype match, else a new tensor.
-
-    The outcome may differ between ranks, so it must not influence which leaves are sent together.
-
-    Args:
-        x: a DTensor whose memory may be used, or anything else.
-    """
+    """Return memory for a result: the local tensor of `x` if shape and dtype match, else a new tensor."""
+    # The outcome may differ between ranks, so it must not influence which leaves are sent together.
     local = local_of(x) if isinstance(x, DTensor) else None
     if local is not None and local.dtype == dtype and local.shape == shape and local.is_contiguous():
         return local
@@ -149,182 +102,288 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
         >>> fs.redistribute(params, layout.main)["w"].shape
         torch.Size([4])
     """
-    return start_redistribute(values, shardings, BucketQueue(0), dtypes=dtypes, into=into).wait()
+    return send(values, shardings, BucketQueue(0), dtypes=dtypes, into=into).wait()
+
+
+def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = False) -> Tree:
+    """Sum gradients over their unreduced axes and reshard them to `targets`; see `send`."""
+    return send(values, targets, BucketQueue(0), sources=sources, native=native).wait()
 
 
 @named("fs.redistribute")
-def start_redistribute(
-    values: Tree, shardings: Tree, queue: BucketQueue, *, dtypes: Tree = None, into: Tree = None
-) -> Moving:
-    """`redistribute` whose collectives are started in a queue, as far as it has room, and finished when waited for.
+def send(
+    values: Tree,
+    shardings: Tree,
+    queue: BucketQueue,
+    *,
+    dtypes: Tree = None,
+    into: Tree = None,
+    sources: Tree = None,
+    wires: Sequence[LeafWire | None] | None = None,
+    native: bool = False,
+) -> Handle[Tree]:
+    """`redistribute` whose collectives are started in a queue, as far as it has room.
 
     Args:
-        values: must not change before `wait`. All arguments are as in `redistribute`.
+        values: must not change before `wait`; with `sources`, their local tensors may be overwritten.
+        sources: tree of shardings of values that are unreduced; sums are taken on the way.
+        wires: by leaf, how it is rounded on its way; None if it is only cast, or this rank has no part of it.
+        native: sums are the backend's own.
 
     Raises:
-        LayoutError: as `redistribute`.
-        TreeError: the trees do not match.
+        LayoutError, TreeError: as `redistribute`.
     """
     leaves, spec = tree.flatten(values)
     targets = tree.flatten_up_to(spec, shardings, ("values", "shardings"))
-    kinds = tree.flatten_up_to(spec, dtypes, ("values", "dtypes")) if dtypes is not None else [None] * len(leaves)
-    homes = tree.flatten_up_to(spec, into, ("values", "into")) if into is not None else [None] * len(leaves)
-    result: list[Any] = list(leaves)
-    groups: dict[tuple[Any, ...], list[_Leaf]] = {}
+    nothing = [None] * len(leaves)
+    kinds = nothing if dtypes is None else tree.flatten_up_to(spec, dtypes, ("values", "dtypes"))
+    homes = nothing if into is None else tree.flatten_up_to(spec, into, ("values", "into"))
+    given: list[Any] = nothing if sources is None else tree.flatten_up_to(spec, sources)
+    sending = _Sending(leaves, targets)
     wrong: list[int] = []
     for i, (leaf, target, dtype) in enumerate(zip(leaves, targets, kinds, strict=True)):
         if not isinstance(leaf, DTensor) or target is None:
-            result[i] = leaf if dtype is None else leaf.to(dtype)
+            sending.result[i] = leaf if dtype is None else leaf.to(dtype)
             continue
-        local = local_of(leaf)
-        dtype = dtype or local.dtype
         if not isinstance(target, NamedSharding):
             raise refuse("shardings", target, "Give a tree of NamedShardings, such as layout.main.")
-        route = route_of(leaf, target)
-        if route is None:
+        way = _way(leaf, target) if sources is None else _of_term(given[i], target, tuple(leaf.shape))
+        if way is None:
             wrong.append(i)
-        elif not route.steps:
-            local = cast_to_memory(local, dtype, target) if is_member(target.mesh) else local.to(dtype)
-            result[i] = like(leaf, local) if route.stays else route.target.at_rest(local, tuple(leaf.shape))
-        else:
-            device_type = leaf.device_mesh.device_type
-            # If a file fails, what the result would overwrite is still needed.
-            fails = memory_of(local, device_type) == "disk"
-            usable = into is not None and target.memory == "device" and not fails
-            home = memory_for(homes[i], route.shape, dtype, torch.device(device_type)) if usable else None
-            move = _Leaf(i, local, dtype, device_type, route.steps, route.lengths, route.size * dtype.itemsize, home)
-            groups.setdefault((route.mesh, kinds_of(route.steps), dtype, usable), []).append(move)
+            continue
+        local = local_of(leaf)
+        wire = None if wires is None else wires[i]
+        # If a file fails, what the result would overwrite is still needed.
+        fails = memory_of(local, leaf.device_mesh.device_type) == "disk"
+        reuses = into is not None and target.memory == "device" and not fails
+        sending.add(i, leaf, way, dtype or local.dtype, wire, homes[i], reuses=reuses)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
         named = tree.paths(values)
         rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
         raise LayoutError(message(text, rows))
-    shapes = [tuple(leaf.shape) if isinstance(leaf, DTensor) else () for leaf in leaves]
-
-    def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
-        for m, local in zip(moves, moved, strict=True):
-            target = targets[m.index].simplified()
-            result[m.index] = target.at_rest(to_memory(local, target), shapes[m.index])
-
-    batches = [_queued(batch, mesh, take) for (mesh, *_), moves in groups.items() for batch in _batches(moves)]
-    return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
+    return sending.start(queue, native=native).then(lambda _: tree.unflatten(spec, sending.rebuilt()))
 
 
-class Route(NamedTuple):
+class _Sending:
+    """Leaves of a tree that are sent, and their results.
+
+    Attributes:
+        result: of each leaf; until it is there, the leaf.
+    """
+
+    def __init__(self, leaves: Sequence[Any], targets: Sequence[Any]) -> None:
+        self.result = list(leaves)
+        self._targets = targets
+        self._sent: list[_Sent] = []
+        self._encoded: list[_Sent] = []
+        self._ends: dict[int, Tensor] = {}
+        """Results of leaves that are encoded on their way, which `start` and the queue fill."""
+
+    def add(
+        self, i: int, leaf: DTensor, way: _Way, dtype: torch.dtype, wire: LeafWire | None, home: Any, *, reuses: bool
+    ) -> None:
+        """Plan how a leaf is sent; one that stays is placed now. With `reuses`, the memory of `home` may be used."""
+        local = local_of(leaf)
+        steps = way.steps
+        device_type = leaf.device_mesh.device_type
+        if wire is not None:
+            assert wire.wire.dtype == dtype, (wire, dtype)
+            parts, local = _encoded(i, on_device(local, device_type), steps, wire, home if reuses else None)
+            self._encoded += parts
+            if not steps.steps or parts[0].steps.steps:
+                self._ends[i] = local
+                return
+        if not steps.steps:
+            target = self._targets[i]
+            local = cast_to_memory(local, dtype, target) if is_member(target.mesh) else local.to(dtype)
+            self.result[i] = like(leaf, local) if way.stays else way.target.at_rest(local, tuple(leaf.shape))
+            return
+        room = memory_for(home, steps.received, dtype, torch.device(device_type)) if reuses else None
+        self._sent.append(_Sent(i, local, steps, Plain(dtype), steps.size * dtype.itemsize, room))
+
+    def start(self, queue: BucketQueue, *, native: bool) -> Handle[None]:
+        """Encode leaves that stay, and queue the others. Return a handle that waits for all."""
+        last: Handle[None] = done(lambda: None)
+        # Nothing is in a bucket before all ranks have agreed how leaves are encoded.
+        batches = [(batch, _nothing) for batch in _batches(_agreed(self._encoded))]
+        batches += [(batch, self._take) for batch in _batches(self._sent)]
+        self._encoded = self._sent = []  # a bucket that has been sent lets its shards go
+        for batch, take in batches:
+            start = functools.partial(_start, batch, take, native=native)
+            last = queue.add(sum(s.bytes for s in batch), start)
+        return last
+
+    def _take(self, batch: list[_Sent], moved: Moved) -> None:
+        for s, local in zip(batch, moved.leaves, strict=True):
+            self._place(s.leaf, cast(Tensor, local))
+
+    def _place(self, i: int, local: Tensor) -> None:
+        target = self._targets[i].simplified()
+        self.result[i] = target.at_rest(to_memory(local, target), tuple(self.result[i].shape))
+
+    def rebuilt(self) -> list[Any]:
+        """Return all results, when the handle has been waited for."""
+        for i, local in self._ends.items():
+            self._place(i, local)
+        return self.result
+
+
+def _nothing(batch: list[_Sent], moved: Moved) -> None:
+    """Do nothing with results that are in their place."""
+
+
+def _start(batch: list[_Sent], then: Callable[[list[_Sent], Moved], None], *, native: bool = False) -> Handle[None]:
+    """Start to send leaves together, or encode them where they are; `then` gets the results."""
+    mesh = batch[0].steps.source.mesh
+    move = Move(mesh, tuple(s.steps for s in batch), tuple(s.wire for s in batch), batch[0].wire.dtype, native)
+    homes = [s.home for s in batch if s.home is not None] or None
+
+    def noise(number: int) -> Tensor:
+        draw = batch[number].noise
+        assert draw is not None
+        return draw()
+
+    handle = move.start([s.read() for s in batch], None, homes, noise=noise, agreed=[s.agreed for s in batch])
+    return handle.then(lambda moved: then(batch, moved))
+
+
+@torch.no_grad()
+def _agreed(encoded: list[_Sent]) -> list[_Sent]:
+    """Agree on how leaves are encoded, all at once; encode those that stay, and return the others with the result."""
+    keyed = [s for s in encoded if not isinstance(s.wire, Plain)]
+    if keyed:
+        parts = [s.steps.parts(s.wire) for s in keyed]
+        agreed = keyed[0].wire.agree(parts, [s.local for s in keyed], keyed[0].steps.source.mesh)
+        known = dict(zip(map(id, keyed), agreed, strict=True))
+        encoded = [s._replace(agreed=known.get(id(s))) for s in encoded]
+    for s in encoded:
+        if not s.steps.steps:
+            _start([s], _nothing).wait()
+    return [s for s in encoded if s.steps.steps]
+
+
+def _batches(sent: Sequence[_Sent]) -> list[list[_Sent]]:
+    """Which leaves are sent together, in the order in which they are."""
+    groups: dict[tuple[Any, ...], list[_Sent]] = {}
+    for s in sent:
+        groups.setdefault((s.steps.source.mesh, kinds_of(s.steps.steps), s.wire, s.home is None), []).append(s)
+    return [batch for group in groups.values() for batch in in_buckets(group, lambda s: s.bytes, BUCKET_BYTES)]
+
+
+class _Way(NamedTuple):
     """How a leaf gets from one sharding to another.
 
     Attributes:
-        target: without axes of size 1.
+        target: with assignments, without axes of size 1.
         stays: the leaf is there already.
-        mesh: of the steps.
-        steps: as planned.
-        lengths: `full_lengths` of the steps.
-        shape: of what arrives on this rank.
-        size: elements of what arrives on the first rank, by which leaves are sent together.
     """
 
+    steps: LeafSteps
     target: NamedSharding
     stays: bool
-    mesh: Mesh
-    steps: tuple[Step, ...] = ()
-    lengths: tuple[int, ...] = ()
-    shape: tuple[int, ...] = ()
-    size: int = 0
 
 
-def route_of(leaf: DTensor, target: NamedSharding) -> Route | None:
-    """How a leaf gets to a sharding; None where no steps along data axes of one mesh lead there."""
+def _way(leaf: DTensor, target: NamedSharding) -> _Way | None:
+    """Return how a leaf gets to a sharding; None if no steps along data axes of one mesh lead there."""
     base = mesh_view.base(leaf.device_mesh)
     # A cache of a mesh holds no other mesh, also none that is equal.
-    find = _route if (base.whole or base.mesh) is target.mesh else _find_route
+    find = _cached_way if (base.whole or base.mesh) is target.mesh else _find_way
     return find(target, sharding_of(leaf), tuple(leaf.shape))
 
 
-def _find_route(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> Route | None:
-    """See `route_of`."""
+def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> _Way | None:
     rest = target.simplified()
     if not is_member(rest.mesh):
-        return Route(rest, False, rest.mesh)
+        return _Way(LeafSteps(rest, rest, shape, ()), rest, False)
     stays = (source.mesh, rest.placements()) == (rest.device_mesh(), source.placements())
     # On the slices of the mesh that own an assigned leaf, it is cut as any other.
     target = rest.slice_of_mesh()
     source = replace(source, mesh=target.mesh) if rest.assigned else source
     if source.mesh != target.mesh or source.owned != target.owned or source.partial:
         return None
-    steps = plan_steps(source, target)
-    if any(axis not in source.data_axes for step in steps for axis in step.axes):
+    steps = steps_of(replace(source, mesh=target.mesh), target, shape)
+    if any(axis not in source.data_axes for step in steps.steps for axis in step.axes):
         return None
-    lengths = full_lengths(source, steps, shape)
-    size = math.prod(target.first_shape(shape))
-    return Route(rest, stays, target.mesh, steps, lengths, target.local_shape(shape), size)
+    return _Way(steps, rest, stays)
 
 
-_route = cache_on_its_mesh()(_find_route)
+_cached_way = cache_on_its_mesh()(_find_way)
 
 
-def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = False) -> Tree:
-    """Sum gradients over their unreduced axes and reshard them to `targets`. Collective over data axes.
+def _of_term(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> _Way:
+    """Return how an unreduced leaf gets to a sharding."""
+    return _Way(steps_of(source.slice_of_mesh(), target.slice_of_mesh(), shape), target.simplified(), False)
 
-    Args:
-        values: tree of DTensors; their local tensors may be overwritten.
-        sources: tree of `NamedSharding`, their current shardings.
-        targets: tree of `NamedSharding` on the same mesh.
-        native: sums are the backend's own.
 
-    Raises:
-        TreeError: the trees do not match.
+# ---------------------------------------------------------------------------------------------------- encoded leaves
+class RowPart(NamedTuple):
+    """Rows of a stack that one wire sends: from `start` to `stop` in the shard and in the result."""
+
+    start: int
+    stop: int
+    steps: LeafSteps
+    wire: Wire
+
+
+def sends_encoded(steps: LeafSteps, kept: Sequence[int] | None) -> bool:
+    """Whether a leaf is sent by its wire: in one gather, which does not join rows of a stack some of which are kept."""
+    kinds = [(step.kind, step.dim) for step in steps.steps]
+    return len(kinds) == 1 and kinds[0][0] == "gather" and not (kept is not None and kinds[0][1] == 0)
+
+
+def plan_rows(steps: LeafSteps, wire: Wire, kept: tuple[int, ...]) -> tuple[RowPart, ...]:
+    """Split a leaf that is one gather away, or stays, into parts of one wire, each at most a bucket unless it is a row.
+
+    Layers of a stack share nothing that ranks agree on, so a stack is split; `kept` are rows of this rank that are sent
+    in the dtype of the wire.
     """
-    return start_reduce_grads(values, sources, targets, BucketQueue(0), native=native).wait()
+    return _plan_rows(steps.source.mesh, steps, wire, kept, BUCKET_BYTES)
 
 
-@named("fs.redistribute")
-def start_reduce_grads(
-    values: Tree, sources: Tree, targets: Tree, queue: BucketQueue, *, native: bool = False
-) -> Moving:
-    """`reduce_grads` whose collectives are started in a queue, as far as it has room, and finished when waited for.
+@cache_on_mesh(1024)
+def _plan_rows(mesh: Mesh, steps: LeafSteps, wire: Wire, kept: tuple[int, ...], limit: int) -> tuple[RowPart, ...]:
+    source, target, shape = steps.source, steps.target, steps.shape
+    if len(shape) == 2 or source.axes(0) != target.axes(0):
+        return (RowPart(0, steps.local[0], steps, wire),)
+    ends = (_of_rows(source), _of_rows(target))
+    rows = range(target.local_shape(shape)[0])
+    longest = max(1, limit // max(1, steps_of(*ends, (1, *shape[1:])).parts(wire).bytes))
+    parts = list[RowPart]()
+    for is_kept, run in itertools.groupby(rows, lambda row: row in kept):
+        some = [*run]
+        at_once = len(some) if is_kept else longest
+        for first in range(some[0], some[-1] + 1, at_once):
+            stop = min(first + at_once, some[-1] + 1)
+            of_rows = steps_of(*ends, (stop - first, *shape[1:]))
+            parts.append(RowPart(first, stop, of_rows, Plain(wire.dtype) if is_kept else wire))
+    return tuple(parts)
 
-    Args:
-        values: must not change before `wait`. All arguments are as in `reduce_grads`.
-        native: sums are the backend's own.
 
-    Raises:
-        TreeError: the trees do not match.
-    """
-    leaves, spec = tree.flatten(values)
-    flat = [tree.flatten_up_to(spec, x) for x in (sources, targets)]
-    result: list[Any] = list(leaves)
-    groups: dict[tuple[Any, torch.dtype], list[_Leaf]] = {}
-    for i, (leaf, source, target) in enumerate(zip(leaves, *flat, strict=True)):
-        if leaf is None:
-            continue
-        where = source.slice_of_mesh().simplified()
-        there = target.slice_of_mesh().simplified()
-        steps = plan_steps(where, there)
-        local = local_of(leaf)
-        shape = tuple(leaf.shape)
-        device_type = leaf.device_mesh.device_type
-        lengths = full_lengths(where, steps, shape)
-        size = math.prod(where.first_shape(shape))
-        move = _Leaf(i, local, local.dtype, device_type, steps, lengths, size * local.itemsize)
-        groups.setdefault((kinds_of(steps), local.dtype), []).append(move)
-    shapes = [() if leaf is None else tuple(leaf.shape) for leaf in leaves]
+def _of_rows(sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of the rows that a rank has, as a leaf of their own."""
+    owned = tuple(axis for axis in sharding.owned if axis not in sharding.spec.axes(0))
+    return replace(sharding, spec=sharding.spec.replace(0, ()), owned=owned)
 
-    def take(moves: list[_Leaf], moved: list[Tensor]) -> None:
-        for m, local in zip(moves, moved, strict=True):
-            target = flat[1][m.index].simplified()
-            result[m.index] = target.at_rest(to_memory(local, target), shapes[m.index])
 
-    batches: list[Queued] = []
-    for (route, _), moves in groups.items():
-        if route:
-            batches += [_queued(b, flat[1][b[0].index].mesh, take, native=native) for b in _batches(moves)]
-        else:
-            take(moves, [m.local for m in moves])
-    return Moving(queue, queue.add(batches), lambda: tree.unflatten(spec, result))
+def _encoded(leaf: int, shard: Tensor, steps: LeafSteps, sent: LeafWire, home: Any) -> tuple[list[_Sent], Tensor]:
+    """Split a leaf into parts that are sent to the result, or encoded where they are if it gets there otherwise."""
+    there = steps if sends_encoded(steps, sent.kept) else steps_of(steps.source, steps.source, steps.shape)
+    home = home if there is steps or not steps.steps else None
+    result = memory_for(home, there.received, sent.wire.dtype, shard.device)
+    parts = list[_Sent]()
+    for start, stop, of_rows, wire in plan_rows(there, sent.wire, sent.kept or ()):
+        # A shard whose rows are gathered is one part, with more rows in the result.
+        whole = of_rows == there
+        into = result if whole else result[start:stop]
+        noise = None if sent.noise is None else functools.partial(sent.noise, start, stop)
+        local = shard if whole else shard[start:stop]
+        parts.append(_Sent(leaf, local, of_rows, wire, of_rows.parts(wire).bytes, into, noise))
+    return parts, result
 
 
 def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = BUCKET_BYTES) -> Iterator[list[Item]]:
-    """Cuts a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own."""
+    """Cut a sequence, in order, into buckets of at most some bytes; what is larger is in one of its own."""
     bucket = list[Item]()
     held = 0
     for move in moves:
@@ -336,7 +395,3 @@ def in_buckets(moves: Iterable[Item], size: Callable[[Item], int], limit: int = 
         held += size(move)
     if bucket:
         yield bucket
-
-
-def _batches(moves: Sequence[_Leaf]) -> Iterator[list[_Leaf]]:
-    return in_buckets(moves, lambda move: move.bytes, BUCKET_BYTES)

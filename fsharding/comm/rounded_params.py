@@ -1,7 +1,7 @@
 """Main parameters at rest, rounded to what a loss function sees of them.
 
 In: main parameters of a layout, a `Precision`, a key. Out: the same leaves rounded to the formats of their wires, or a
-`Rounding` for each, by which `rounded_moves` rounds them on their way to copies and to pipeline stages.
+`LeafWire` for each, by which `redistribute.send` rounds them on their way to copies and to pipeline stages.
 Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,8 @@ from fsharding.base import tree
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.leaf_wires import keyed_noise
-from fsharding.comm.rounded_moves import Rounding, start_rounded
+from fsharding.comm.redistribute import send
+from fsharding.comm.wires import LeafWire, Quantizing
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.precision import Precision
 from fsharding.sharding.boxes import cut_runs
@@ -25,7 +27,7 @@ from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
 from fsharding.sharding.named_sharding import NamedSharding, to_local
 
-__all__ = ["AtRest", "round_leaves", "round_params", "roundings_in_flight", "roundings_of_copies"]
+__all__ = ["AtRest", "round_leaves", "round_params", "wires_in_flight", "wires_of_copies"]
 
 
 class AtRest(NamedTuple):
@@ -44,22 +46,28 @@ class AtRest(NamedTuple):
     format: Blocks
 
 
-def roundings_of_copies(leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None) -> list[Rounding | None]:
+def wires_of_copies(
+    leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None
+) -> list[LeafWire | None] | None:
     """How stored low-precision copies are rounded from main parameters; None for leaves without a format.
 
     Args:
         leaves: main parameters as the layout has them, None for frozen ones.
     """
-    formats = [None if x is None else layout.rounds(leaf) for x, leaf in zip(leaves, layout.leaves, strict=True)]
-    return [
-        None if x is None or format is None else _rounding(AtRest(x, leaf, leaf.main, format), layout.precision, key)
-        for x, leaf, format in zip(leaves, layout.leaves, formats, strict=True)
-    ]
+    if layout.precision.gather is None:
+        return None
+    result: list[LeafWire | None] = []
+    for x, leaf in zip(leaves, layout.leaves, strict=True):
+        format = None if x is None else layout.rounds(leaf)
+        if x is None or format is None:
+            result.append(None)
+            continue
+        at = AtRest(x, leaf, leaf.main, format)
+        result.append(_wire(at, layout.param_dtype(leaf), layout.precision, key))
+    return result
 
 
-def roundings_in_flight(
-    params: Tree, layout: Layout, precision: Precision, key: Tensor | None
-) -> list[Rounding | None]:
+def wires_in_flight(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> list[LeafWire | None]:
     """How main parameters without a stored copy are rounded when they are gathered; None for other leaves.
 
     Args:
@@ -67,13 +75,14 @@ def roundings_in_flight(
         precision: of the call, as `Layout.in_flight` gives it.
     """
     given = _mains_in_flight(params, layout, precision)
-    return [_rounding(given[i], precision, key) if i in given else None for i in range(len(layout.leaves))]
+    dtypes = [precision.compute_dtype(layout.param_dtype(leaf)) for leaf in layout.leaves]
+    return [_wire(given[i], dtype, precision, key) if i in given else None for i, dtype in enumerate(dtypes)]
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
     """Round main parameters without a stored copy to the values that a loss function sees.
 
-    Args: as in `roundings_in_flight`.
+    Args: as in `wires_in_flight`.
     """
     given = _mains_in_flight(params, layout, precision)
     if not given:
@@ -104,15 +113,15 @@ def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | No
     values = [at.x for at in given]
     homes = [at.home for at in given]
     dtypes = [precision.compute_dtype(at.leaf.init) for at in given]
-    roundings = [_rounding(at, precision, key) for at in given]
-    return start_rounded(values, homes, roundings, BucketQueue(0), dtypes=dtypes).wait()
+    wires = [_wire(at, dtype, precision, key) for at, dtype in zip(given, dtypes, strict=True)]
+    return send(values, homes, BucketQueue(0), dtypes=dtypes, wires=wires).wait()
 
 
-def _rounding(at: AtRest, precision: Precision, key: Tensor | None) -> Rounding | None:
+def _wire(at: AtRest, dtype: torch.dtype, precision: Precision, key: Tensor | None) -> LeafWire | None:
     """How a main parameter at rest is rounded; None on a rank that has nothing of it."""
     if at.home.grid(at.leaf.shape) is None:
         return None
-    return Rounding(at.format, _kept_rows(at.leaf, at.home, precision), _noise_at_rest(at, key))
+    return LeafWire(Quantizing(dtype, at.format), _kept_rows(at.leaf, at.home, precision), _noise_at_rest(at, key))
 
 
 def _kept_rows(leaf: LeafLayout, home: NamedSharding, precision: Precision) -> tuple[int, ...] | None:

@@ -7,14 +7,17 @@ the strategy.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsharding.base._compat import cache_on_its_mesh
+from fsharding.comm.wires import Parts, Wire
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
 
-__all__ = ["Step", "begins_with_sum", "full_lengths", "kinds_of", "plan_steps", "sharding_after"]
+__all__ = ["LeafSteps", "Step", "begins_with_sum", "kinds_of", "plan_steps", "sharding_after", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,9 @@ def kinds_of(steps: Sequence[Step]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((step.kind, step.axes) for step in steps)
 
 
-def begins_with_sum(steps: Sequence[tuple[Step, ...]]) -> bool:
-    """Whether the first step of some leaves sums them, so that they are copied one by one to where they are sent."""
-    return bool(steps and steps[0] and steps[0][0].kind in ("scatter", "sum"))
+def begins_with_sum(steps: Sequence[Step]) -> bool:
+    """Whether the first step sums leaves, so that their terms are copied one by one to where they are sent from."""
+    return bool(steps) and steps[0].kind in ("scatter", "sum")
 
 
 @cache_on_its_mesh()
@@ -126,15 +129,59 @@ def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
     return replace(source, spec=spec, partial=left)
 
 
-def full_lengths(source: NamedSharding, steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """For each step, the length of this rank's piece of the joined dim after a "gather"; 0 for the other kinds.
+@dataclass(frozen=True)
+class LeafSteps:
+    """The steps of one leaf.
 
-    Args:
-        source: the sharding before the first step.
-        shape: the global shape of the leaf.
+    Attributes:
+        source: without assignments, as the target is: on the slice of the mesh that has the leaf.
+        shape: of the leaf there.
     """
-    sizes: list[int] = []
-    for step in steps:
-        source = sharding_after(source, step)
-        sizes.append(source.local_shape(shape)[step.dim] if step.kind == "gather" else 0)
-    return tuple(sizes)
+
+    source: NamedSharding
+    target: NamedSharding
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @functools.cached_property
+    def local(self) -> tuple[int, ...]:
+        """Shape of the local tensor before the first step."""
+        return self.source.local_shape(self.shape)
+
+    @functools.cached_property
+    def received(self) -> tuple[int, ...]:
+        """Shape of the local tensor after the last step."""
+        return self.target.local_shape(self.shape)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Most elements before and after the steps, on any rank: leaves are sent together by it."""
+        return max(math.prod(x.first_shape(self.shape)) for x in (self.source, self.target))
+
+    @functools.cached_property
+    def rest(self) -> LeafSteps:
+        """The leaf after its first step."""
+        after = sharding_after(self.source, self.steps[0]) if self.steps else self.target
+        return LeafSteps(after, self.target, self.shape, self.steps[1:])
+
+    @functools.cached_property
+    def _parts(self) -> dict[Wire, Parts]:
+        return {}
+
+    def parts(self, wire: Wire) -> Parts:
+        """Plan what a wire sends of the leaf in its first step, a gather; without steps, what it is encoded to."""
+        found = self._parts.get(wire)
+        if found is None:
+            dim = self.steps[0].dim if self.steps else 0
+            found = self._parts[wire] = wire.parts(self.shape, self.source, self.rest.source, dim)
+        return found
+
+
+def steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> LeafSteps:
+    """Plan the steps of a leaf of a global shape; see `plan_steps`."""
+    return _steps_of(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh), shape)
+
+
+@cache_on_its_mesh()
+def _steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> LeafSteps:
+    return LeafSteps(source.simplified(), target.simplified(), shape, plan_steps(source, target))

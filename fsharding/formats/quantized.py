@@ -129,6 +129,10 @@ class Quantized:
         """
         return cls(None, None, format, x.dtype, _block(format, tuple(x.shape)), x.shape[-1], carrier=x, strict=strict)
 
+    def carried_by(self, node: Tensor, columnwise: Columnwise | None = None) -> Quantized:
+        """The same tensor with a stand-in in autograd's graph, through which gradients go, as its carrier."""
+        return replace(self, carrier=node if node.requires_grad else None, columnwise=columnwise)
+
     def stand_in(self) -> Tensor:
         """A tensor without memory, in the shape and dtype of the numbers, that can be a carrier."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)

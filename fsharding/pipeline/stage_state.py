@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, tree
 from fsharding.base.calls import named
 from fsharding.base.tree import Tree
-from fsharding.comm.bucket_queue import BucketQueue, Queued
+from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.events import note
-from fsharding.comm.handles import done
+from fsharding.comm.handles import Handle, done
 from fsharding.comm.leaf_memory import to_memory
-from fsharding.comm.redistribute import BUCKET_BYTES, Moving, start_reduce_grads
-from fsharding.comm.rounded_moves import Rounding, start_rounded
-from fsharding.comm.rounded_params import round_params, roundings_in_flight
+from fsharding.comm.redistribute import BUCKET_BYTES, send
+from fsharding.comm.rounded_params import round_params, wires_in_flight
+from fsharding.comm.wires import LeafWire
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of
 from fsharding.pipeline.actions import Action, uses_parameters
@@ -73,7 +73,7 @@ class StageState:
         self.once = any(a.kind == "GATHER" and a.microbatch is None for a in row)
         self.each = any(a.kind == "SCATTER" and a.microbatch is not None for a in row)
         self.params = params if self.once else round_params(params, layout, precision, key)
-        self._roundings = roundings_in_flight(params, layout, precision, key) if self.once else []
+        self._wires = wires_in_flight(params, layout, precision, key) if self.once else []
         counts = layers_by_stage(model, schedule, layout)
         starts = [0] * len(stacks_of(model))
         self._layers = counts
@@ -98,8 +98,8 @@ class StageState:
         self._reduced_with = {i: stage for stage in in_order for i in self._leaves[stage] if i in whole_ones}
         self._reduced: dict[int, dict[int, Tensor]] = {}
         self._gathers, self._reductions = BucketQueue(IN_FLIGHT_BYTES), BucketQueue(IN_FLIGHT_BYTES)
-        self._gathering: dict[int, Moving] = {}
-        self._reducing: dict[int, tuple[list[int], Moving]] = {}
+        self._gathering: dict[int, Handle[Tree]] = {}
+        self._reducing: dict[int, tuple[list[int], Handle[Tree]]] = {}
         # For each gathered stage its parameters, where its gradients go, and their sums so far.
         self.work = {} if self.once else {stage: self._work(stage, self._part(self.params, stage)) for stage in own}
 
@@ -142,11 +142,11 @@ class StageState:
             )
         )
         part, to, kinds = (self._part(values, stage) for values in (self.params, homes, dtypes))
-        own = self._part(tree.unflatten(self.layout.structure, self._roundings), stage)
-        roundings = tree.flatten_up_to(tree.flatten(part)[1], own)
+        own = self._part(tree.unflatten(self.layout.structure, self._wires), stage)
+        wires = tree.flatten_up_to(tree.flatten(part)[1], own)
         with _compat.region("gather"):
-            moving = self._gathering[stage] = start_rounded(part, to, roundings, self._gathers, dtypes=kinds)
-        if moving.is_done():
+            moving = self._gathering[stage] = send(part, to, self._gathers, dtypes=kinds, wires=wires)
+        if moving.is_ready():
             self.parts(stage)
 
     def parts(self, stage: int) -> tuple[Tree, Tree, Tree]:
@@ -201,14 +201,15 @@ class StageState:
         parts = dict(zip(trained, sums, strict=True))
         with _compat.region("scatter"):
             if last is not None:
-                self._reductions.add([_before(last)])
+                # It sends nothing, and leaves no room for a bucket, so that none starts before it has run.
+                self._reductions.add(1 << 62, lambda: done(last, communicates=True))
             self._reduce(stage, {i: x for i, x in parts.items() if self._reduced_with.get(i, stage) == stage})
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
         homes = [self._homes[i] for i in parts]
         mains = [replace(self.layout.leaves[i].main, memory="device") for i in parts]
         native = self.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
-        moving = start_reduce_grads([*parts.values()], homes, mains, self._reductions, native=native)
+        moving = send([*parts.values()], mains, self._reductions, sources=homes, native=native)
         self._reducing[stage] = [*parts], moving
 
     def grads(self) -> Tree:
@@ -241,14 +242,9 @@ class StageState:
         self._reductions.release()
 
 
-def _before(do: Callable[[], object]) -> Queued:
-    """Return an entry that runs `do` before the next bucket starts: it sends nothing, and leaves no room for one."""
-    return Queued(1 << 62, lambda: done(do, communicates=True))
-
-
 def _rows(x: Any, start: int, stop: int) -> Any:
-    """Return some rows of a stacked leaf, or their rounding; rows have the stack's sharding and dtype."""
-    if isinstance(x, Rounding):
+    """Return some rows of a stacked leaf, or its wire; rows have the stack's sharding and dtype."""
+    if isinstance(x, LeafWire):
         return x.of_rows(start, stop)
     if not isinstance(x, DTensor):
         return x

@@ -35,9 +35,8 @@ from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.disk_room import Planned, take_room
 from fsharding.comm.leaf_memory import copied, to_memory
-from fsharding.comm.redistribute import redistribute
-from fsharding.comm.rounded_moves import start_rounded
-from fsharding.comm.rounded_params import roundings_of_copies
+from fsharding.comm.redistribute import redistribute, send
+from fsharding.comm.rounded_params import wires_of_copies
 from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
@@ -676,10 +675,8 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, ke
     merged = [p if m is None else m for p, m in zip(before, flat, strict=True)]
     values, where, kinds = (tree.unflatten(layout.structure, x) for x in (merged, targets, dtypes))
     into = params if donate else None
-    if layout.precision.gather is None:
-        return redistribute(values, where, dtypes=kinds, into=into)
-    roundings = roundings_of_copies(flat, layout, key)
-    return start_rounded(values, where, roundings, BucketQueue(0), dtypes=kinds, into=into).wait()
+    wires = wires_of_copies(flat, layout, key)
+    return send(values, where, BucketQueue(0), dtypes=kinds, into=into, wires=wires).wait()
 
 
 @public("fs.debug.state_bytes")

@@ -43,12 +43,12 @@ from fsharding.base import _compat, _functorch
 from fsharding.base.errors import ConfigError, TransformError, listed, message, report
 from fsharding.base.scoped import scoped
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.codes import Noise
 from fsharding.comm.counters import Counts, record
 from fsharding.comm.disk import OnDisk
 from fsharding.comm.host_memory import keepers_for
 from fsharding.comm.leaf_memory import device_of, memory_of, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
+from fsharding.comm.reduce import Noise
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import WholeLeaf
 from fsharding.mesh import call_stacks
@@ -266,12 +266,15 @@ class GatherContext:
             taken = {large.leaf for large in unit.plan.large}
             for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
                 nodes[i] = cast(Tensor, _LeafGrad.apply(nodes[i], self, unit, i))
-        second = unit.plan.across[0] if unit.plan.across is not None else ()
-        columnwise = {i: _Columnwise(self, unit, number) for number, i in enumerate(second)}
-        return [
-            wire.as_seen(x, node, columnwise.get(i))
-            for i, (wire, x, node) in enumerate(zip(unit.plan.wires, full, nodes, strict=True))
+        again = unit.plan.again[0] if unit.plan.again is not None else ()
+        second = {i: _Columnwise(self, unit, number) for number, i in enumerate(again)}
+        seen = [
+            node if isinstance(x, Tensor) else x.carried_by(node, second.get(i))
+            for i, (x, node) in enumerate(zip(full, nodes, strict=True))
         ]
+        for i, of_node in unit.plan.seen:
+            seen[i] = of_node(nodes[i])
+        return seen
 
     def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
         """Starts the all-gathers of a unit, for which `gather` will be called later."""
@@ -299,11 +302,16 @@ class GatherContext:
             misaligned = row is not None and not aligned
             away = memory_of(leaf.value, self._device.type) != "device"
             place = LeafIndex(number, row)
-            wire = self._wires.gather(place, len(leaf.shape), compute)
+            sent = self._wires.gather(place, leaf.shape, compute)
             terms = self._wires.terms(place, len(leaf.shape), compute)
             if target is not None and terms is not None:
                 target = replace(target, first_wire=terms)
-            described.append(UnitLeaf(leaf.sharding, leaf.shape, stored, wire, target, copied=misaligned or away))
+            described.append(
+                UnitLeaf(
+                    leaf.sharding, leaf.shape, stored, sent.wire, target, copied=misaligned or away,
+                    again=sent.again, seen=sent.seen,
+                )
+            )  # fmt: skip
 
         site = None if order_here() is None else call_stacks.site_here()
 
@@ -316,7 +324,7 @@ class GatherContext:
             )
 
         plan = plan_unit(tuple(described))
-        columns = None if plan.across is None else gathered(*plan.across, None)
+        columns = None if plan.again is None else gathered(*plan.again, None)
         return gathered(range(len(leaves)), plan, columns)
 
     def starts(self, unit: GatheredUnit) -> None:

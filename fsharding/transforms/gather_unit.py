@@ -212,12 +212,12 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         everywhere = _data_axes(nodes[i])
         result[i] = collectives.pvary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
-        bucket = g.payload.bucket
+        bucket = g.move.bucket
         widths = [math.prod(slot.piece_shape(0)) for slot in bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
-        others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.axes)
+        others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.move.axes)
         row = collectives.pvary(row, others, mesh=plan.mesh) if others else row
-        rows = collectives.all_gather(row, g.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
+        rows = collectives.all_gather(row, g.move.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
         for i, slot in zip(g.leaves, bucket.slots, strict=True):
             result[i] = _joined(rows, slot)
     return result

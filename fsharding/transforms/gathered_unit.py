@@ -19,14 +19,15 @@ from fsharding.base import _compat
 from fsharding.base.calls import named
 from fsharding.base.errors import TransformError, message
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.codes import Noise
 from fsharding.comm.handles import Handle
 from fsharding.comm.leaf_memory import on_device, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex
+from fsharding.comm.move import Moved
+from fsharding.comm.reduce import Noise
 from fsharding.comm.streams import streams_for
-from fsharding.comm.wires import Gathered, WholeLeaf, start_gather
+from fsharding.comm.wires import WholeLeaf
 from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.unit_plan import GatherBucket, UnitPlan
+from fsharding.transforms.unit_plan import UnitGather, UnitPlan
 
 __all__ = ["GatheredUnit", "UnitState"]
 
@@ -114,7 +115,7 @@ class GatheredUnit:
         self._viewed: set[int] = set()
         """The buckets that autograd has saved views of; they can be told only once the unit has been alive."""
         self._was_alive = False
-        self._handles: list[Handle[Gathered] | None] = []
+        self._handles: list[Handle[Moved] | None] = []
         """One for each bucket of the plan; None for one that is not gathered again, and after it was waited for."""
         self._guarded: list[tuple[Tensor, int]] = []
         """Tensors that the loss function sees, and their versions in autograd: they must not be written in place."""
@@ -148,15 +149,15 @@ class GatheredUnit:
         self.saved_views += 1
         self._viewed.add(bucket)
 
-    def _start(self, number: int, b: GatherBucket) -> Handle[Gathered] | None:
+    def _start(self, number: int, b: UnitGather) -> Handle[Moved] | None:
         if b.if_viewed and self._was_alive and number not in self._viewed:
             return None
-        if b.axes:
+        if b.move.axes:
             self._owner.counts_gather(self)
         noise = self._noise
         shards = [on_device(self.leaves[i].value, self._device_type) for i in b.leaves]
         drawn = None if noise is None else lambda i: noise(b.leaves[i])
-        return start_gather(b.payload, shards, self.plan.mesh, b.axes, self._memory, drawn)
+        return b.move.start(shards, self._memory, noise=drawn)
 
     @torch.no_grad()
     def wait(self) -> dict[int, WholeLeaf]:
@@ -188,11 +189,11 @@ class GatheredUnit:
         self._was_alive = True
         return full
 
-    def _take(self, number: int) -> Gathered:
+    def _take(self, number: int) -> Moved:
         """Wait for a bucket, and recycle the memory that it needed only until now."""
         handle = self._handles[number]
         if handle is None:
-            return Gathered([], [])
+            return Moved([], [])
         gathered, self._handles[number] = handle.wait(), None
         del handle
         self._memory.retire()

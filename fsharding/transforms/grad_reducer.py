@@ -23,12 +23,12 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
-from fsharding.comm.codes import Noise
 from fsharding.comm.grad_memory import GradMemory, grad_memory
 from fsharding.comm.handles import Handle, Memory, Terms, done
 from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.move import Filling, plan_move
+from fsharding.comm.reduce import Noise
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain
 from fsharding.mesh.device_mesh import coordinate

@@ -10,18 +10,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.base.scoped import scoped
 from fsharding.comm.move import Move, plan_move
-from fsharding.comm.steps import begins_with_sum, kinds_of, plan_steps
-from fsharding.comm.wires import Payload, Plain, SentLeaf, Wire
+from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, plan_steps, steps_of
+from fsharding.comm.wires import Plain, SumWire, Wire
+from fsharding.formats.quantized import Quantized
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
@@ -30,7 +33,7 @@ from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import P
 
 __all__ = [
-    "GatherBucket", "GradTarget", "LargeLeaf", "ReduceBucket", "UnitLeaf", "UnitPlan", "is_aligned", "large_from",
+    "GradTarget", "LargeLeaf", "ReduceBucket", "UnitGather", "UnitLeaf", "UnitPlan", "is_aligned", "large_from",
     "pooled_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
@@ -68,7 +71,7 @@ class GradTarget:
     sharding: NamedSharding
     dtype: torch.dtype
     wire: Plain | None = None
-    first_wire: Wire | None = None
+    first_wire: SumWire | None = None
     accumulated: NamedSharding | None = None
     native: bool = False
     assigned: tuple[Assigned, ...] = ()
@@ -100,6 +103,8 @@ class UnitLeaf(NamedTuple):
         target: where its gradient goes; None for a frozen leaf.
         copied: it is copied to a buffer like leaves that are gathered: it is elsewhere than on the device, or a row of
             a stack that does not begin where a fresh tensor would, on which kernels may round differently.
+        again: the wire of a second gather, which backward may start instead of the first one.
+        seen: makes what the loss function sees of the leaf's node in the graph; by default the node.
     """
 
     sharding: NamedSharding
@@ -108,28 +113,21 @@ class UnitLeaf(NamedTuple):
     wire: Wire
     target: GradTarget | None
     copied: bool = False
-
-    def across(self) -> UnitLeaf | None:
-        """The same leaf in blocks along its other dim, as backward may gather it; None if it may not."""
-        wire = self.wire.across(self.shape)
-        return None if wire is None else self._replace(wire=wire, target=None)
+    again: Wire | None = None
+    seen: Callable[[Tensor], Quantized] | None = None
 
 
-@dataclass(frozen=True)
-class GatherBucket:
-    """Leaves that are gathered by one collective; without axes they are only cast or encoded.
+class UnitGather(NamedTuple):
+    """Leaves that are gathered together; a move without axes only casts or encodes them.
 
     Attributes:
         leaves: their numbers in the unit.
-        axes: over which they are gathered.
-        payload: what is sent.
-        if_viewed: backward gathers it again only where autograd has saved a view of it.
+        if_viewed: backward gathers them again only if autograd has saved a view of them.
     """
 
     leaves: tuple[int, ...]
-    axes: tuple[str, ...]
-    payload: Payload
-    if_viewed: bool = False
+    move: Move
+    if_viewed: bool
 
 
 @dataclass(frozen=True)
@@ -170,25 +168,25 @@ class UnitPlan:
         aliases: leaves that are full already, with the dtype in which they are used.
         reductions: buckets of gradients.
         large: leaves whose gradients are reduced as soon as they are complete.
-        wires: how each leaf is sent.
-        across: leaves that backward may gather in blocks along their other dim, and the plan of a unit of these.
+        seen: of some leaves, what makes what the loss function sees.
+        again: leaves that backward may gather by another wire, and the plan of a unit of these.
     """
 
     mesh: Mesh
-    gathers: tuple[GatherBucket, ...]
+    gathers: tuple[UnitGather, ...]
     aliases: tuple[tuple[int, torch.dtype], ...]
     reductions: tuple[ReduceBucket, ...]
     large: tuple[LargeLeaf, ...]
-    wires: tuple[Wire, ...]
-    across: tuple[tuple[int, ...], UnitPlan] | None
+    seen: tuple[tuple[int, Callable[[Tensor], Quantized]], ...]
+    again: tuple[tuple[int, ...], UnitPlan] | None
 
     @functools.cached_property
     def outline(self) -> str:
         """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
-        gathers = [(b.leaves, b.axes, type(b.payload).__name__, b.if_viewed) for b in self.gathers]
+        gathers = [(b.leaves, b.move.outline, b.if_viewed) for b in self.gathers]
         reductions = [(b.leaves, b.early.outline, b.late.outline) for b in self.reductions]
-        across = None if self.across is None else (self.across[0], self.across[1].outline)
-        return repr((gathers, self.aliases, reductions, self.large, across))
+        again = None if self.again is None else (self.again[0], self.again[1].outline)
+        return repr((gathers, self.aliases, reductions, self.large, again))
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
@@ -207,10 +205,14 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
         for slot, leaf in enumerate(bucket.leaves)
         if _elements(leaves[leaf]) >= large
     )
-    wires = tuple(leaf.wire for leaf in leaves)
-    second = {i: across for i, leaf in enumerate(leaves) if (across := leaf.across()) is not None}
-    across = (tuple(second), plan_unit(tuple(second.values()))) if second else None
-    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, wires, across)
+    seen = tuple((i, leaf.seen) for i, leaf in enumerate(leaves) if leaf.seen is not None)
+    second = {
+        i: leaf._replace(wire=leaf.again, target=None, again=None, seen=None)
+        for i, leaf in enumerate(leaves)
+        if leaf.again is not None
+    }
+    again = (tuple(second), plan_unit(tuple(second.values()))) if second else None
+    return UnitPlan(mesh, gathers, aliases, reductions, large_leaves, seen, again)
 
 
 @cache_on_its_mesh()
@@ -227,28 +229,27 @@ def unreduced(sharding: NamedSharding) -> NamedSharding:
     return replace(whole(sharding), partial=tuple(sorted(sharding.data_axes, key=AXES.index)))
 
 
-def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[GatherBucket, ...], tuple[tuple[int, torch.dtype], ...]]:
-    result: dict[tuple[Any, ...], list[tuple[int, SentLeaf]]] = {}
+def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[UnitGather, ...], tuple[tuple[int, torch.dtype], ...]]:
+    result: dict[tuple[Any, ...], list[tuple[int, LeafSteps]]] = {}
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
-        cuts = [(dim, cut) for dim in range(len(leaf.shape)) if (cut := _data_cut(leaf.sharding, dim))]
-        assert len(cuts) <= 1, "data axes cut one dim of a leaf"
-        dim, axes = cuts[0] if cuts else (0, ())
-        copied = leaf.copied or not leaf.wire.is_identity(leaf.stored)
-        if axes or (copied and leaf.shape):
-            sent = SentLeaf(leaf.wire, leaf.sharding, whole(leaf.sharding), leaf.shape, dim)
-            key = (type(leaf.wire), leaf.wire.bucket_key, axes, leaf.sharding.data_axes)
-            result.setdefault(key, []).append((i, sent))
+        steps = steps_of(leaf.sharding, whole(leaf.sharding), leaf.shape)
+        assert [step.kind for step in steps.steps] in ([], ["gather"]), "data axes cut one dim of a leaf"
+        axes = steps.steps[0].axes if steps.steps else ()
+        parts = steps.parts(leaf.wire)
+        is_itself = parts.dtype == leaf.wire.dtype == leaf.stored and not leaf.copied
+        if axes or (leaf.shape and not is_itself):
+            # Results of one bucket are alike: views of what was received, or decoded to one dtype.
+            kind = (leaf.wire.dtype, parts.dtype, parts.decoded is None, leaf.again is not None)
+            result.setdefault((axes, leaf.sharding.data_axes, *kind), []).append((i, steps))
         else:
             aliases.append((i, leaf.wire.dtype))
-    sizes = abstract(leaves[0].sharding.mesh)
-    gathers: list[GatherBucket] = []
-    for (_, _, axes, _), members in result.items():
-        sent = [leaf for _, leaf in members]
-        wire = sent[0].wire
-        axis_sizes = tuple(map(sizes.axis_size, axes))
-        payload = wire.payload(sent, axis_sizes)
-        gathers.append(GatherBucket(tuple(i for i, _ in members), axes, payload, wire.if_viewed))
+    gathers: list[UnitGather] = []
+    for members in result.values():
+        numbers = tuple(i for i, _ in members)
+        wires = tuple(leaves[i].wire for i in numbers)
+        move = Move(leaves[0].sharding.mesh, tuple(steps for _, steps in members), wires, wires[0].dtype)
+        gathers.append(UnitGather(numbers, move, leaves[numbers[0]].again is not None))
     return tuple(gathers), tuple(aliases)
 
 
@@ -264,7 +265,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         routes[i] = (source, middle, target.sharding)
         steps = plan_steps(source, middle)
         late_steps = plan_steps(middle, target.sharding)
-        first = target.first_wire if begins_with_sum([steps or late_steps]) else None
+        first = target.first_wire if begins_with_sum(steps or late_steps) else None
         native = target.native and first is None
         # A backend adds what is sent, where ordered sums widen it.
         terms = target.wire or Plain(target.dtype if native else leaf.wire.dtype)
@@ -301,7 +302,3 @@ def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -
     ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
     shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))
     return all(math.prod(local) * itemsize % _ALIGN == 0 for local in shapes)
-
-
-def _data_cut(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    return tuple(axis for axis in sharding.axes(dim) if axis in sharding.data_axes)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.comm import rounded_moves
+from fsharding.comm import redistribute
 from fsharding.comm.counters import count_bytes
 from fsharding.formats import Blocks, codec
 from fsharding.formats.precision import KEEP, Precision
@@ -104,7 +104,7 @@ def spread(cases):
         placed = fs.init_state(lambda key: values(0), fs.sgd(0.1), fs.random.key(0), layout).params
         given = bits(main)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rounded_moves, "BUCKET_BYTES", limit)
+            patch.setattr(redistribute, "BUCKET_BYTES", limit)
             first = fs.params_from_main(before, placed, layout, key=key)
             copies = fs.params_from_main(main, placed, layout, key=key)
             memory = [local_of(x).data_ptr() for x in fs.tree.leaves(first)]

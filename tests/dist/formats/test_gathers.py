@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import formats
 from fsharding.base.errors import ConfigError, LayoutError, NonFiniteError
-from fsharding.comm import codes
-from fsharding.comm.transport import transport_for
+from fsharding.comm.handles import FreshMemory
+from fsharding.comm.move import plan_move
+from fsharding.comm.wires import Quantizing
 from fsharding.formats import Blocks, codec
 from fsharding.formats.precision import KEEP, MXFP8, Precision
 from fsharding.mesh.abstract_mesh import AXES
-from fsharding.mesh.device_mesh import abstract, axis_group
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.testing import run_ranks
 from fsharding.transforms.unit_plan import whole
@@ -47,32 +47,29 @@ def both_ways(cases):
 
 def both(sharding, shape, format, seed):
     """`both_ways` of one leaf."""
-    device, mesh = torch.device("cpu"), sharding.mesh
+    device = torch.device("cpu")
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     box, gathered, key = sharding.box(shape), whole(sharding), torch.tensor([seed, 5])
     shard = x[tuple(slice(a, b) for a, b in box)]
-    plan = codes.plan_codes(mesh, sharding, gathered, tuple(shape), format)
 
     def noise(_):
         return formats.uniform_at(key, 1, tuple(shape), [(r,) for r in box], device)
 
-    own = codes.encode_shards([plan], [shard], codes.shared_scales([plan], [shard], mesh), noise)
-    cut = [(d, tuple(a for a in sharding.axes(d) if a not in gathered.axes(d))) for d in range(len(shape))]
-    dim, over = next(((d, a) for d, a in cut if a), (0, ()))
-    if over:
-        bucket = codes.code_bucket([plan], [dim], tuple(abstract(mesh).axis_size(a) for a in over))
-        parts = codes.encoded_bytes([plan], own)
-        flat = transport_for(axis_group(mesh, over), device).all_gather(bucket.bucket, parts, torch.uint8).wait()
-        own = codes.from_bytes(bucket, flat, own)
-    got = torch.empty(gathered.local_shape(shape))
-    codes.decoded([plan], own, [got])
+    def moved(stays):
+        move = plan_move(
+            [sharding], [gathered], [tuple(shape)], Quantizing(torch.float32, format, stays), torch.float32
+        )
+        return move.start([shard], FreshMemory(device), noise=noise).wait().leaves[0]
+
+    coded, got = moved(stays=True), moved(stays=False)
+    values = codec.unpack(coded.values, coded.columns) if format.element.bits == 4 else coded.values
     scales = codec.scales_of(
         codec.amaxes(x, format.sizes(tuple(shape))), format, x.abs().amax((-2, -1)) if format.has_outer else None
     )
     drawn = formats.uniform_at(key, 1, tuple(shape), [((0, n),) for n in shape], device) if format.keyed else None
     every = codec.encode(x, scales, format, noise=drawn)
     here = tuple(slice(a, b) for a, b in gathered.box(shape))
-    return torch.equal(own[0].codes, every[here]), torch.equal(got, codec.decode(every, scales, format)[here])
+    return torch.equal(values, every[here]), torch.equal(got, codec.decode(every, scales, format)[here])
 
 
 @st.composite

@@ -7,7 +7,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.comm import rounded_moves
+from fsharding.comm import redistribute
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.testing import assert_bitwise_equal, run_ranks
@@ -43,7 +43,7 @@ DEFAULT = {
 def by_strategy(case, limit):
     """Losses and norms under zero(1) and zero(3); `train` compares what steps send with `expected_traffic`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounded_moves, "BUCKET_BYTES", limit)
+        patch.setattr(redistribute, "BUCKET_BYTES", limit)
         return [replace(case, strategy=fs.zero(level)).train(foresee=level == 3) for level in (1, 3)]
 
 
@@ -61,7 +61,7 @@ def test_stages_as_codes_have_the_bits_of_copies(precision, name):
     case = DecoderCase(
         CONFIG, mesh, fs.zero(3), rows=8, length=8, steps=2, microbatches=4, precision=PRECISIONS[precision]
     )
-    for limit in (rounded_moves.BUCKET_BYTES, 20_000):
+    for limit in (redistribute.BUCKET_BYTES, 20_000):
         for copies, stages in run_ranks(by_strategy, mesh.size, replace(case, **more), limit, timeout=100):
             assert_bitwise_equal(stages, copies, "losses and norms under zero(3) and zero(1)")
 

@@ -17,7 +17,7 @@ import fsharding as fs
 from fsharding import random
 from fsharding.comm import bucket
 from fsharding.comm.reduce import sum_rows
-from fsharding.comm.steps import full_lengths, plan_steps
+from fsharding.comm.steps import plan_steps, steps_of
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, sharding_of
@@ -382,8 +382,11 @@ def check_route(mesh, shape, source, target):
         assert_bitwise_equal(
             found.contiguous(), cut(total, target, coord).contiguous(), f"{source} -> {target}: {steps}"
         )
-    lengths = full_lengths(source, steps, shape) if isinstance(source.mesh, AbstractMesh) else ()
-    assert len(lengths) == len(steps)
+    leaf = steps_of(source, target, shape)
+    assert leaf.steps == steps and leaf.received == target.local_shape(shape)
+    for _ in steps:
+        leaf = leaf.rest
+    assert leaf.local == leaf.received and not leaf.steps, "the planned steps end in the target"
 
 
 @given(st.data(), meshes(DATA_AXES), st.lists(st.integers(0, 6), min_size=1, max_size=2).map(tuple))

@@ -27,40 +27,43 @@ class Bucket:
             raise RuntimeError("a member is gone")
 
 
+def add(queue, *buckets):
+    """The handle of the last bucket."""
+    return [queue.add(bucket.bytes, bucket.start) for bucket in buckets][-1]
+
+
 def test_as_many_are_in_flight_as_there_is_room_for():
     log = []
     queue = BucketQueue(10)
-    last = queue.add([Bucket("a", 4, log), Bucket("b", 5, log), Bucket("c", 2, log), Bucket("d", 30, log)])
-    assert (last, log) == (4, ["start a", "start b"])
+    last = add(queue, Bucket("a", 4, log), Bucket("b", 5, log), Bucket("c", 2, log), Bucket("d", 30, log))
+    assert log == ["start a", "start b"]
     queue.advance()
     assert log[2:] == ["wait a", "take a", "start c"], "d is larger than the limit: it waits until it is alone"
     queue.advance()
     queue.advance()
     assert log[5:] == ["wait b", "take b", "wait c", "take c", "start d"]
     queue.advance()
-    assert len(log) == 10 and not queue.is_finished(last), "nobody waits for room, so nothing is waited for"
+    assert len(log) == 10 and not last.is_ready(), "nobody waits for room, so nothing is waited for"
     queue.finish()
-    assert log[10:] == ["wait d", "take d"] and queue.is_finished(last)
+    assert log[10:] == ["wait d", "take d"] and last.is_ready()
 
 
 def test_the_first_ones_are_finished_without_the_others():
     log = []
     queue = BucketQueue(0)
-    first, last = queue.add([Bucket("a", 1, log)]), queue.add([Bucket("b", 1, log), Bucket("c", 1, log)])
-    queue.finish(first)
-    assert (
-        log == ["start a", "wait a", "take a", "start b"] and queue.is_finished(first) and not queue.is_finished(last)
-    )
-    queue.finish(last)
+    first, last = add(queue, Bucket("a", 1, log)), add(queue, Bucket("b", 1, log), Bucket("c", 1, log))
+    first.wait()
+    assert log == ["start a", "wait a", "take a", "start b"] and first.is_ready() and not last.is_ready()
+    last.wait()
     assert log[4:] == ["wait b", "take b", "start c", "wait c", "take c"]
-    queue.finish(first)
-    assert len(log) == 9 and queue.add([]) == last
+    first.wait()
+    assert len(log) == 9
 
 
 def test_after_a_failure_all_are_released():
     log = []
     queue = BucketQueue(2)
-    queue.add([Bucket("a", 1, log, fails=True), Bucket("b", 1, log), Bucket("c", 1, log)])
+    add(queue, Bucket("a", 1, log, fails=True), Bucket("b", 1, log), Bucket("c", 1, log))
     queue.release()
     assert log == ["start a", "start b", "release a 1", "release b 1"]
 
@@ -69,7 +72,7 @@ def test_after_a_failure_all_are_released():
 def test_events_follow_the_calls(limit):
     queue = BucketQueue(limit)
     with following() as events:
-        queue.add([Bucket(str(i), 1, []) for i in range(4)])
+        add(queue, *(Bucket(str(i), 1, []) for i in range(4)))
         queue.finish()
     assert [event.what for event in events].count("start") == 4 == [event.what for event in events].count("wait")
     flying, most = 0, 0
