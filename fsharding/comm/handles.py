@@ -19,7 +19,9 @@ from torch import Tensor
 from fsharding.base import _compat
 from fsharding.mesh.failures import among
 
-__all__ = ["Exchange", "FreshMemory", "Handle", "Memory", "Reduction", "Rows", "Terms", "Work", "Works", "done"]
+__all__ = [
+    "Exchange", "FreshMemory", "Handle", "Memory", "Places", "Reduction", "Rows", "Work", "Works", "done", "nowhere",
+]  # fmt: skip
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -27,6 +29,17 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 Rows: TypeAlias = Tensor | Sequence[Tensor]
 """A row from each member: [members, width], or as many tensors [width]."""
+
+
+Places: TypeAlias = Callable[[], Sequence[Tensor] | None]
+"""Contiguous tensors that results may be written to, or None. Asked for once, by the `wait` that makes the results.
+
+A result that is a different tensor has to be copied there.
+"""
+
+
+def nowhere() -> None:
+    """`Places` of results in memory of their own."""
 
 
 class Work(Protocol[_T_co]):
@@ -144,17 +157,6 @@ class Exchange:
     start: Callable[[], Handle[Rows]]
 
 
-class Terms(NamedTuple):
-    """The terms of a sum that all members have sent.
-
-    Attributes:
-        sum: adds them, leaf by leaf, and releases their memory. It takes contiguous tensors that the sums may be
-            written to, or None; a sum that is a different tensor has to be copied there. Call it once.
-    """
-
-    sum: Callable[[Sequence[Tensor] | None], list[Tensor]]
-
-
 class Reduction(Protocol):
     """Terms of a sum over the members, leaf by leaf."""
 
@@ -166,8 +168,8 @@ class Reduction(Protocol):
         """Copies the terms of some leaves to where they are sent from; None counts as zeros."""
         ...
 
-    def start(self) -> Handle[Terms]:
-        """Sends the terms; the sum of each leaf, or of this member's piece of it, comes from `Terms`."""
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
+        """Send the terms. The handle has the sum of each leaf, or of this member's piece of it."""
         ...
 
 

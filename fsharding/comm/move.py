@@ -18,7 +18,7 @@ from torch import Tensor
 from fsharding.base import _compat, tree
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms, done
+from fsharding.comm.handles import FreshMemory, Handle, Memory, Places, Reduction, done, nowhere
 from fsharding.comm.native_sums import native_reduction
 from fsharding.comm.reduce import Noise, PlainTerms, SumLayout
 from fsharding.comm.step_agreement import compare_plans
@@ -164,7 +164,7 @@ class Move:
         if kind != "gather":
             terms = self.open(leaves[0].device)
             terms.add(range(len(leaves)), leaves)
-            return terms.start().then(lambda received: Moved(received.sum(into), []), communicates=not last)
+            return terms.start(lambda: into).then(lambda sums: Moved(sums, []))
         first = self._gather(leaves, memory, into if last else None, noise, agreed)
         if last:
             return first
@@ -325,28 +325,22 @@ class Filling:
                     slot.add_(x)
         self.filled.update(leaves)
 
-    def start(self) -> Handle[Terms]:
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
         """See `Reduction`; leaves without a term count as zeros."""
         move = self._move
         first = self._first
         if first is None and move.is_empty:
-            return done(lambda: Terms(self._own), communicates=True)
+            return done(lambda: self._own(places()), communicates=True)
         if first is None:
-            values = [self._value(i, move.wires[0].dtype) for i in range(len(self._move.leaves))]
-            return done(lambda: Terms(lambda into: move.unrounded.run(values, into)), communicates=True)
+            values = [self._value(i, move.wires[0].dtype) for i in range(len(move.leaves))]
+            return done(lambda: move.unrounded.run(values, places()), communicates=True)
         if len(self.filled) < len(move.leaves):
-            empty = [i for i in range(len(self._move.leaves)) if i not in self.filled]
+            empty = [i for i in range(len(move.leaves)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
         compare_plans(reduction_group(move.mesh, move.axes), self._device.type, lambda: move.outline)
-        handle = first.start()
         if move.rest.is_empty:
-            return handle
-
-        def continued(terms: Terms) -> Terms:
-            return Terms(lambda into: move.rest.run(terms.sum(None), into))
-
-        # Not `then`, which would release the terms before they are summed.
-        return Handle(handle, continued, communicates=True)
+            return first.start(places)
+        return first.start().then(lambda sums: move.rest.run(sums, places()), communicates=True)
 
     def _own(self, into: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the terms unreduced, since the move has no steps. With `into`, the caller's copy casts them."""

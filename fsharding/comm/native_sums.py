@@ -18,7 +18,7 @@ from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import FreshMemory, Handle, Memory, Reduction, Terms, Works
+from fsharding.comm.handles import FreshMemory, Handle, Memory, Places, Reduction, Works, nowhere
 from fsharding.comm.reduce import PlainTerms, copy_terms
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
@@ -55,13 +55,14 @@ class _Native:
         """See `Reduction`: terms and sums share memory, and a kernel writes nothing into it."""
         return None
 
-    def _sent(self, works: Works, sums: Tensor, member: int) -> Handle[Terms]:
-        """The handle of works that add the terms into a row of sums, of which a member wants its pieces."""
+    def _sent(self, works: Works, sums: Tensor, member: int, places: Places) -> Handle[list[Tensor]]:
+        """Return a handle of works that add the terms into a row of sums, of which a member wants its pieces."""
 
-        def pieces(into: Sequence[Tensor] | None) -> list[Tensor]:
+        def pieces(_: None) -> list[Tensor]:
+            places()  # asked for, and not used: the backend has written the sums elsewhere
             return [piece.to(self._sum_dtype) for piece in buckets.piece_views(sums, self._bucket, member)]
 
-        return Handle(works, lambda _: Terms(pieces))
+        return Handle(works, pieces)
 
 
 class _AllReduce(_Native):
@@ -70,7 +71,7 @@ class _AllReduce(_Native):
         slots = buckets.piece_views(self._terms, self._bucket, 0)
         copy_terms([slots[i] for i in leaves], terms)
 
-    def start(self) -> Handle[Terms]:
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
         """See `Reduction`."""
         k = self._group.size
         n = self._terms.numel()
@@ -81,7 +82,7 @@ class _AllReduce(_Native):
                 work = dist.all_reduce(self._terms, group=self._process_group, async_op=True)
             assert work is not None
             works = Works((work,), (), (self._group.ranks,))
-        return self._sent(works, self._terms, 0)
+        return self._sent(works, self._terms, 0, places)
 
 
 class _ReduceScatter(_Native):
@@ -90,7 +91,7 @@ class _ReduceScatter(_Native):
         rows = self._terms.view(self._bucket.members, self._bucket.width)
         buckets.copy_in(terms, rows, [self._bucket.slots[i] for i in leaves])
 
-    def start(self) -> Handle[Terms]:
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
         """See `Reduction`."""
         group = self._group
         rows = self._terms.view(self._bucket.members, self._bucket.width)
@@ -104,4 +105,4 @@ class _ReduceScatter(_Native):
                 work = _compat.reduce_scatter_single(sums, rows.view(-1), group=self._process_group, async_op=True)
             assert work is not None
             works = Works((work,), (rows,), (group.ranks,))
-        return self._sent(works, sums, group.index)
+        return self._sent(works, sums, group.index, places)

@@ -20,7 +20,7 @@ from fsharding.base import _compat
 from fsharding.base.dtypes import wide
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
-from fsharding.comm.handles import Exchange, Handle, Memory, Rows, Terms
+from fsharding.comm.handles import Exchange, Handle, Memory, Places, Rows, nowhere
 from fsharding.mesh.device_mesh import Group, index_of
 
 __all__ = [
@@ -346,12 +346,12 @@ class OrderedSum:
         """See `Reduction`: rows have pieces of a leaf, and a kernel needs the full one."""
         return None
 
-    def start(self) -> Handle[Terms]:
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
         """See `Reduction`: sums that members add in parts take a second round, a gather of these."""
         handle = self._exchange.start()
         if self._layout.scatter or self._layout.at_once:
-            return Handle(handle, lambda rows: Terms(lambda into: self._sum(rows, into, handle)))
-        return Handle(handle, lambda rows: Terms(lambda into: self._sum_parts(rows, into, handle)), communicates=True)
+            return Handle(handle, lambda rows: self._sum(rows, places(), handle))
+        return Handle(handle, lambda rows: self._sum_parts(rows, places(), handle), communicates=True)
 
     @torch.no_grad()
     def _sum(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:

@@ -185,4 +185,4 @@ def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
     terms = plain_terms(((tuple(x.shape), 0),), (group.size,), x.dtype, scatter=False)
     reduction = transport_for(group, x.device).reduction(terms, dtype)
     reduction.add([0], [x])
-    return reduction.start().then(lambda terms: terms.sum(None)[0])
+    return reduction.start().then(lambda sums: sums[0])

@@ -361,7 +361,7 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
         assert plan is not None
         reduction = b.early.open(given[members[0]].device)
         reduction.add(range(len(members)), [given[i] for i in members])
-        for i, local in zip(members, reduction.start().wait().sum(None), strict=True):
+        for i, local in zip(members, reduction.start().wait(), strict=True):
             leaf = leaves[i]
             result[i] = named_sharding.like(leaf, local) if isinstance(leaf, DTensor) else replace(leaf, value=local)
     return tree.unflatten(spec, result)

@@ -24,7 +24,7 @@ from torch import Tensor
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
 from fsharding.comm.grad_memory import GradMemory, grad_memory
-from fsharding.comm.handles import Handle, Memory, Terms, done
+from fsharding.comm.handles import Handle, Memory, Places, done, nowhere
 from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.move import Filling, plan_move
@@ -50,14 +50,40 @@ class _Pending(NamedTuple):
 
     handle: Handle[object]
     sends: bool
-    in_use: list[tuple[Filling, Handle[Terms]]]
+    in_use: list[tuple[Filling, Handle[list[Tensor]]]]
 
 
 class _Reduced(NamedTuple):
     """Buckets that the stream of reductions was given, and the event after which their memory is no longer read."""
 
     event: Any
-    in_use: list[tuple[Filling, Handle[Terms]]]
+    in_use: list[tuple[Filling, Handle[list[Tensor]]]]
+
+
+class _Gradients:
+    """The gradients of the leaves of a bucket, to which its sums are added; first ones are summed right into them."""
+
+    def __init__(self, grad_of: Callable[[int], GradMemory], index: Sequence[LeafIndex]) -> None:
+        self._grad_of = grad_of
+        self._index = index
+        self._parts: list[tuple[GradMemory, int | None]] = []
+        self._begun: list[tuple[Tensor, bool]] = []
+
+    def places(self) -> Sequence[Tensor] | None:
+        """See `Places`: a sum may be written to a gradient that has no value yet."""
+        self._parts = [(self._grad_of(leaf), row) for leaf, row in self._index]
+        self._begun = [grad.begin(row) for grad, row in self._parts]
+        return None if any(has_value for _, has_value in self._begun) else [part for part, _ in self._begun]
+
+    def add(self, sums: list[Tensor]) -> None:
+        """Add the sums, after `places`."""
+        triples = [(has_value, to, term) for (to, has_value), term in zip(self._begun, sums, strict=True)]
+        copies = [(to, term) for has_value, to, term in triples if not has_value and term is not to]
+        _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
+        more = [(to, term) for has_value, to, term in triples if has_value]
+        _compat.foreach_add_([to for to, _ in more], [term for _, term in more])
+        for grad, row in self._parts:
+            grad.end(row)
 
 
 def _no_noise(unit: object) -> Noise | None:
@@ -211,14 +237,14 @@ class GradReducer:
             self._streams.wait(computed)
             yield
 
-    def _start(self, bucket: Filling) -> Handle[Terms]:
-        """Starts a reduction on its queue, when the bucket is filled."""
+    def _start(self, bucket: Filling, places: Places = nowhere) -> Handle[list[Tensor]]:
+        """Start a reduction on its stream, when the bucket is filled."""
         if not (self._streams.several and bucket.sends):
-            return bucket.start()
+            return bucket.start(places)
         filled = self._streams.record("filled")
         with self._streams.on("reduce"):
             self._streams.wait(filled)
-            return bucket.start()
+            return bucket.start(places)
 
     def follow(self, earlier: Callable[[], object]) -> None:
         """Run `earlier` before the first gradient is added, since another reducer adds to the same gradients."""
@@ -251,32 +277,29 @@ class GradReducer:
         index: Sequence[LeafIndex],
         bucket: Filling,
     ) -> _Pending:
-        """Starts a bucket; the steps that follow its first collective come when that is done."""
-        first = self._start(bucket)
+        """Start a bucket; the steps that follow its first collective come when that is done."""
+        grads = _Gradients(self._grad, index)
         several = self._streams.several
+        if b.late.is_empty:
+            handle = self._start(bucket, grads.places)
+            return _Pending(handle.then(grads.add), bucket.sends, [(bucket, handle)] if several else [])
+        first = self._start(bucket)
         in_use = [(bucket, first)] if several else []
 
-        def accumulate(terms: Terms) -> None:
-            self._accumulate(index, terms)
-
-        if b.late.is_empty:
-            return _Pending(first.then(accumulate), bucket.sends, in_use)
-
-        def start_late(first: Terms) -> Handle[Terms]:
-            terms = self._add_accumulated(index, first.sum(None))
+        def start_late(sums: list[Tensor]) -> tuple[Filling, Handle[list[Tensor]]]:
+            terms = self._add_accumulated(index, sums)
             late = b.late.open(self._device, self._memory_of_bucket(), self._noise(unit, b))
             late.add(range(len(terms)), terms)
-            handle = self._start(late)
+            started = late, self._start(late, grads.places)
             if several:
-                in_use.append((late, handle))
-            return handle
+                in_use.append(started)  # another stream reads it until `_hand_over` has recorded its event
+            return started
 
-        if not b.early.is_empty:
-            both = first.then(lambda terms: accumulate(start_late(terms).wait()), communicates=True)
-            return _Pending(both, bucket.sends, in_use)
-        late = start_late(first.wait())
-        sends = bool(in_use) and in_use[-1][0].sends
-        return _Pending(late.then(accumulate), sends, in_use)
+        if b.early.is_empty:
+            late, handle = start_late(first.wait())
+            return _Pending(handle.then(grads.add), late.sends, in_use)
+        both = first.then(lambda sums: grads.add(start_late(sums)[1].wait()), communicates=True)
+        return _Pending(both, bucket.sends, in_use)
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
         """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
@@ -298,20 +321,6 @@ class GradReducer:
         if sums:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
-
-    def _accumulate(self, index: Sequence[LeafIndex], reduced: Terms) -> None:
-        """Sums the terms of gradients, and adds them to the result; first ones are summed right into it."""
-        parts = [(self._grad(leaf), row) for leaf, row in index]
-        begun = [grad.begin(row) for grad, row in parts]
-        results = [part for part, _ in begun]
-        terms = reduced.sum(None if any(has_value for _, has_value in begun) else results)
-        triples = [(has_value, to, term) for (to, has_value), term in zip(begun, terms, strict=True)]
-        copies = [(to, term) for has_value, to, term in triples if not has_value and term is not to]
-        _compat.foreach_copy_([to for to, _ in copies], [term for _, term in copies])
-        sums = [(to, term) for has_value, to, term in triples if has_value]
-        _compat.foreach_add_([to for to, _ in sums], [term for _, term in sums])
-        for grad, row in parts:
-            grad.end(row)
 
     # ----------------------------------------------------------------------------------------------- the gradient tree
     def _grad(self, i: int) -> GradMemory:

@@ -26,7 +26,7 @@ from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Exchange, Handle, Memory, Reduction, Rows, Terms
+from fsharding.comm.handles import Exchange, Handle, Memory, Places, Reduction, Rows, nowhere
 from fsharding.comm.native import Offer, as_bytes
 from fsharding.comm.reduce import Noise, PlainTerms, SumLayout, copy_terms, sum_rows, sums_at_once
 from fsharding.contrib.pairwise import Pairwise, swap_rows
@@ -487,10 +487,10 @@ class _LeafReduction:
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
         copy_terms([self._slots[i] for i in leaves], terms)
 
-    def start(self) -> Handle[Terms]:
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
         record_sent((self._group.size - 1) * self._bucket.width * self._flat.itemsize, self._group.axes)
         posted = Posted(as_bytes(self._flat), self._group)
-        return Handle(posted, lambda read: Terms(lambda into: self._sum(read, into, posted)))
+        return Handle(posted, lambda read: self._sum(read, places(), posted))
 
     def _sum(self, read: Sequence[Tensor], into: Sequence[Tensor] | None, posted: Posted) -> list[Tensor]:
         parts = [self._part(buffer.view(self._flat.dtype)) for buffer in read]

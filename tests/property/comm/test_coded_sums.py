@@ -81,7 +81,7 @@ def summed(plan, terms, order, *, stacked, into):
             piece = member if plan.scatter else 0
             shapes = [s.piece_shape(piece) if plan.scatter else s.shape for s in plan.sums.slots]
             places = [torch.full(shape, torch.nan) for shape in shapes]
-        return reduction.start().wait().sum(places)
+        return reduction.start(lambda: places).wait()
 
     with ThreadPoolExecutor(members) as pool:
         return list(pool.map(run, range(members)))
