@@ -1,10 +1,8 @@
 """One collective per bucket: leaves of a unit that share dtype and axes are sent as one row per rank.
 
-In: shapes, the sharded dim, the sizes of the axes. Out: a cached, printable plan of offsets and strides, and functions
-that copy between leaves, rows `[members, width]` and a flat buffer of full leaves. A plan has no entry per member: a
-leaf needs one strided copy if it is sharded evenly, else two for one axis, and at most twice as many per further axis.
-Guarantee: copy-in then copy-out is the identity, for even, uneven and empty shards; padding is at most one row per leaf
-and rank.
+A plan has no entry per member: a leaf needs one strided copy if it is sharded evenly, else two for one axis, and at
+most twice as many per further axis. Guarantee: copy-in then copy-out is the identity, for even, uneven and empty
+shards; padding is at most one row per leaf and rank.
 """
 
 from __future__ import annotations
@@ -31,23 +29,14 @@ _ALIGN = 64
 
 
 class PieceGrid(NamedTuple):
-    """Members whose shards have one length and equal spacing, in rows and in the leaf: one strided copy.
+    """Members whose shards have one length and equal spacing, in rows and in the leaf: one strided copy."""
 
-    Attributes:
-        first: index of the first member.
-        counts: members along each axis that shards the leaf, major first.
-        strides: difference in member index between neighbors along each axis.
-        start: offset of the first member's shard along the sharded dim.
-        steps: distance along that dim between the shards of neighbors along each axis.
-        length: size of each shard along that dim.
-    """
-
-    first: int
-    counts: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    steps: tuple[int, ...]
-    length: int
+    first: int  # index of the first member
+    counts: tuple[int, ...]  # members along each axis that shards the leaf, major first
+    strides: tuple[int, ...]  # difference in member index between neighbors along each axis
+    start: int  # offset of the first member's shard along the sharded dim
+    steps: tuple[int, ...]  # distance along that dim between the shards of neighbors along each axis
+    length: int  # size of each shard along that dim
 
     @property
     def follows(self) -> bool:
@@ -64,21 +53,13 @@ class PieceGrid(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """One leaf in a bucket. What it says of pieces is computed for one member, or for all members of a grid.
+    """One leaf in a bucket. What it says of pieces is computed for one member, or for all members of a grid."""
 
-    Attributes:
-        shape: the whole leaf.
-        dim: the dim that the members cut.
-        axis_sizes: sizes of the axes that cut it, major first.
-        offset: where the leaf begins in a row.
-        start: where the whole leaf begins in the flat buffer.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    axis_sizes: tuple[int, ...]
-    offset: int
-    start: int
+    shape: tuple[int, ...]  # the whole leaf
+    dim: int  # the dim that the members cut
+    axis_sizes: tuple[int, ...]  # sizes of the axes that cut it, major first
+    offset: int  # where the leaf begins in a row
+    start: int  # where the whole leaf begins in the flat buffer
 
     @functools.cached_property
     def before(self) -> int:
@@ -127,10 +108,8 @@ class Slot:
 
 
 def _piece_grids(size: int, axis_sizes: tuple[int, ...]) -> list[PieceGrid]:
-    """Split a dim into grids: the equal leading chunks of the major axis, then a shorter last one.
-
-    The other axes shard equal chunks identically, so one grid describes all of them.
-    """
+    """Split a dim into grids: the equal leading chunks of the major axis, then a shorter last one."""
+    # The other axes shard equal chunks identically, so one grid describes all of them.
     if size == 0:
         return []
     if not axis_sizes:
@@ -197,19 +176,12 @@ def _views(flat: Tensor, views: Sequence[_View]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The plan of one bucket.
+    """The plan of one bucket."""
 
-    Attributes:
-        slots: its leaves.
-        members: how many ranks take part.
-        width: elements of a row: what each rank sends.
-        size: elements of the flat buffer of whole leaves.
-    """
-
-    slots: tuple[Slot, ...]
-    members: int
-    width: int
-    size: int
+    slots: tuple[Slot, ...]  # its leaves
+    members: int  # how many ranks take part
+    width: int  # elements of a row: what each rank sends
+    size: int  # elements of the flat buffer of whole leaves
 
     @functools.cached_property
     def wholes(self) -> list[_View]:
@@ -236,12 +208,7 @@ class Bucket:
 
 @functools.lru_cache(maxsize=4096)
 def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...]) -> Bucket:
-    """Lays leaves out in rows and in a flat buffer.
-
-    Args:
-        leaves: (shape, dim that is cut) of each leaf; one without dims cannot be cut.
-        axis_sizes: sizes of the axes that cut it, major first; none for a bucket of one member.
-    """
+    """Lay out leaves, (shape, sharded dim) each, in rows and in a flat buffer; no axes for one member."""
     slots: list[Slot] = []
     width = size = 0
     for shape, dim in leaves:
@@ -253,26 +220,17 @@ def plan_bucket(leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tup
 
 
 class Parted(NamedTuple):
-    """The leaves of a bucket, split by how a backend gathers them.
+    """The leaves of a bucket, split by how a backend gathers them."""
 
-    Attributes:
-        direct: indices of leaves that are gathered in place, since their concatenated shards are the full leaf.
-        others: indices of leaves that are gathered as rows and copied.
-        rest: a bucket of `others`, with offsets into the flat buffer of the original bucket.
-    """
-
+    # indices of leaves that are gathered in place, since their concatenated shards are the full leaf
     direct: tuple[int, ...]
-    others: tuple[int, ...]
-    rest: Bucket
+    others: tuple[int, ...]  # indices of leaves that are gathered as rows and copied
+    rest: Bucket  # a bucket of `others`, with offsets into the flat buffer of the original bucket
 
 
 @functools.lru_cache(maxsize=4096)
 def part(bucket: Bucket, least: int) -> Parted:
-    """Tells leaves of a bucket apart by whether they have to be put together from rows.
-
-    Args:
-        least: elements of a piece below which a leaf is not worth a message of its own.
-    """
+    """Split leaves of a bucket by whether they are put together from rows; smaller pieces than `least` are."""
     slots = [*enumerate(bucket.slots)]
     direct = tuple(i for i, slot in slots if slot.joined and math.prod(slot.piece_shape(0)) >= least)
     others = tuple(i for i, _ in slots if i not in direct)
@@ -361,28 +319,14 @@ def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    """Puts gathered rows together: fills the flat buffer and returns its whole leaves.
-
-    Args:
-        rows: [members, width], or as many tensors [width].
-        flat: [size] of the same dtype.
-    """
+    """Copy gathered rows, [members, width] or as many [width], to a flat buffer, and return its full leaves."""
     return fill(rows, whole_views(flat, bucket), bucket)
 
 
 def fill(
     rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket, *, there: int | None = None
 ) -> list[Tensor]:
-    """Puts gathered rows together in whole leaves.
-
-    Args:
-        rows: [members, width], or as many tensors [width].
-        leaves: contiguous, of the same dtype.
-        there: a member whose pieces the leaves have already.
-
-    Returns:
-        The leaves.
-    """
+    """Copy gathered rows, as in `copy_out`, to contiguous full leaves, which have the pieces of `there` already."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     if isinstance(rows, Tensor):
@@ -403,13 +347,7 @@ def fill(
 
 
 def copy_in(leaves: Sequence[Tensor | None], rows: Tensor, slots: Sequence[Slot]) -> None:
-    """Cuts whole leaves into the rows of the members who will own the pieces; None counts as zeros.
-
-    Args:
-        leaves: one for each slot, of any strides.
-        rows: [members, width], of any dtype: the cast is part of the copy.
-        slots: of the leaves in a row.
-    """
+    """Copy full leaves of any strides and dtype into rows [members, width] of the owners; None counts as zeros."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     width = rows.shape[1]

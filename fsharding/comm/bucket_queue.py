@@ -1,6 +1,5 @@
 """Start buckets in order, with a limit on the bytes in flight, and finish them in the order in which they started.
 
-In: for each bucket its size and how to start it; points at which to continue. Out: every handle is waited for.
 Guarantee: what is started or finished depends on the calls alone, never on time, so ranks that make the same calls
 start the same collectives in the same order.
 """
@@ -38,11 +37,7 @@ class BucketQueue:
         self._flying: deque[tuple[int, Handle[Any]]] = deque()
 
     def add(self, size: int, start: Callable[[], Handle[Any]]) -> Handle[None]:
-        """Put a bucket of so many bytes behind the others, and start those that there is room for.
-
-        Returns:
-            A handle that finishes the bucket, and those before it.
-        """
+        """Append a bucket, and start those that there is room for; the handle finishes all up to this one."""
         self._waiting.append((size, start))
         self._added += 1
         self._fill()

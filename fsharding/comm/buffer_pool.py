@@ -1,9 +1,8 @@
 """A pool of flat buffers that are reused within a step, so their page faults are paid once.
 
-In: a size, a dtype, an owner. Out: a flat tensor without other views. A buffer is free when only the pool references
-its storage, so a live view is never overwritten. On a device with several streams, the next user of a buffer waits for
-the streams that used it.
-Guarantee: the live bytes of each owner are known exactly.
+A buffer is free when only the pool references its storage, so a live view is never overwritten. On a device with
+several streams, the next user of a buffer waits for the streams that used it. Guarantee: the live bytes of each owner
+are known exactly.
 """
 
 from __future__ import annotations
@@ -23,22 +22,14 @@ __all__ = ["Pool", "PoolMemory"]
 
 @dataclass
 class _Buffer:
-    """A buffer of the pool.
-
-    Attributes:
-        storage: identity of `base`'s storage.
-        owner: the object for which its bytes are counted, if any.
-        user: the key by which `retire` finds buffers.
-        taken: whether it was ever handed out on a device with several streams.
-        done: the event after which it may be overwritten; None until `retire` records one.
-    """
+    """A buffer of the pool."""
 
     base: Tensor
-    storage: int
-    owner: object | None = None
-    user: object | None = None
-    taken: bool = False
-    done: Any = None
+    storage: int  # identity of `base`'s storage
+    owner: object | None = None  # the object for which its bytes are counted, if any
+    user: object | None = None  # the key by which `retire` finds buffers
+    taken: bool = False  # whether it was ever handed out on a device with several streams
+    done: Any = None  # the event after which it may be overwritten; None until `retire` records one
 
     def in_use(self, idle: int) -> bool:
         return _compat.storage_users(self.storage) > idle
@@ -53,11 +44,7 @@ class Pool:
     """
 
     def __init__(self, allocate: Callable[..., Tensor] = _compat.fresh) -> None:
-        """Makes an empty pool.
-
-        Args:
-            allocate: makes memory of a shape, a dtype and a device.
-        """
+        """Make an empty pool; `allocate` makes memory of a shape, a dtype and a device."""
         self._allocate = allocate
         self.peak_owners = 0
         self.peak_bytes = 0
@@ -98,13 +85,8 @@ class Pool:
         self._count()
 
     def retire(self, user: object) -> None:
-        """Record an event for each released buffer: it can be reused when the current stream is done.
-
-        A released buffer without an event is reused after all streams have been waited for.
-
-        Args:
-            user: only its buffers are retired.
-        """
+        """Record an event for each released buffer of a user: it can be reused when the current stream is done."""
+        # A released buffer without an event is reused after all streams have been waited for.
         if self._streams.several:
             self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])
 

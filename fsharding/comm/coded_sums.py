@@ -1,10 +1,8 @@
 """Sum gradients that are sent as quantized values and scales: the receiver dequantizes and adds them in one tree.
 
-In: terms of leaves, each full over the axes of the sum. Out: the sum of each leaf on every member, or this member's
-shard of it, as from `comm.reduce`.
-A term is quantized first and sharded then. If a shard border crosses a block, scales are sent for smaller blocks, which
-no border crosses; the scales of one original block are equal.
-Guarantee: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of shards.
+A term is quantized first and sharded then. If a shard border crosses a block, scales are sent for smaller blocks,
+which no border crosses; the scales of one original block are equal. Guarantee: a sum has the bits of `comm.reduce`
+over terms that were rounded first, for every assignment of shards.
 """
 
 from __future__ import annotations
@@ -38,44 +36,27 @@ _BLOCK = 1 << 20
 
 
 class TermPlan(NamedTuple):
-    """How a term of one leaf is rounded, and cut.
+    """How a term of one leaf is rounded, and cut."""
 
-    Attributes:
-        shape: of the term, of at least two dims.
-        dim: that members cut.
-        block: rows and columns of the blocks that it is rounded in.
-        sent: rows and columns of the blocks for which scales are sent.
-        packed: two codes of 4 bits travel in a byte.
-        parts: where its codes, its scales and, for some formats, those of its matrices are among the slots of bytes.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    block: tuple[int, int]
-    sent: tuple[int, int]
-    packed: bool
+    shape: tuple[int, ...]  # of the term, of at least two dims
+    dim: int  # that members cut
+    block: tuple[int, int]  # rows and columns of the blocks that it is rounded in
+    sent: tuple[int, int]  # rows and columns of the blocks for which scales are sent
+    packed: bool  # two codes of 4 bits travel in a byte
+    # where its codes, its scales and, for some formats, those of its matrices are among the slots of bytes
     parts: range
 
 
 @dataclass(frozen=True)
 class QuantizedTerms:
-    """Terms that are sent as quantized values and scales. A term that is not finite makes all of its block NaN.
+    """Terms that are sent as quantized values and scales. A term that is not finite makes all of its block NaN."""
 
-    Attributes:
-        format: of the terms.
-        terms: one for each leaf.
-        codes: what is sent: bytes of quantized values and scales.
-        sums: the leaves, and who adds which piece.
-        scatter: see `SumLayout`.
-        at_once: see `SumLayout`.
-    """
-
-    format: Blocks
-    terms: tuple[TermPlan, ...]
-    codes: Bucket
-    sums: Bucket
-    scatter: bool
-    at_once: bool
+    format: Blocks  # of the terms
+    terms: tuple[TermPlan, ...]  # one for each leaf
+    codes: Bucket  # what is sent: bytes of quantized values and scales
+    sums: Bucket  # the leaves, and who adds which piece
+    scatter: bool  # see `SumLayout`
+    at_once: bool  # see `SumLayout`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,22 +188,14 @@ class QuantizedTerms:
 def plan_cut_sums(
     leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], format: Blocks
 ) -> QuantizedTerms:
-    """Plans sums of which each member gets its pieces.
-
-    Args:
-        leaves: (shape of a term, dim that is cut) of each leaf, of at least two dims.
-        axis_sizes: sizes of the axes that cut it, major first.
-    """
+    """Plan sums of terms of some (shape, sharded dim), of at least two dims; each member gets its pieces."""
     return _plan(leaves, axis_sizes, format, scatter=True, at_once=False)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: Blocks) -> QuantizedTerms:
-    """Plan sums that all members receive. If they are small, every member adds all terms; else each adds its shards.
-
-    Args:
-        shapes: of a term of each leaf, of at least two dims.
-    """
+    """Plan sums of terms of at least two dims that all members receive."""
+    # If they are small, every member adds all terms; otherwise each adds its shards, and gathers those of the others.
     if sums_at_once(sum(map(math.prod, shapes)), members):
         return _plan(tuple((shape, 0) for shape in shapes), (), format, scatter=False, at_once=True)
     leaves = tuple((shape, _dim_to_cut(shape, members, format)) for shape in shapes)

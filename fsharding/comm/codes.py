@@ -1,10 +1,8 @@
 """Quantize shards for a gather, and turn gathered bytes into full leaves.
 
-In: a `Blocks`, the sharding of a leaf, this rank's shard. Out: a cached `CodePlan`, quantized values and scales as
-bytes for a bucket, and the numbers that they encode.
-If a block is on one rank, that rank computes its scale and sends it. If a block spans ranks, they all-reduce (max) its
-amax; max is exact in any order, so every rank derives the same scale and none is sent.
-Guarantee: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
+If a block is on one rank, that rank computes its scale and sends it. If a block spans ranks, they all-reduce (max)
+its amax; max is exact in any order, so every rank derives the same scale and none is sent. Guarantee: quantizing
+shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
 """
 
 from __future__ import annotations
@@ -40,34 +38,20 @@ _DECODED = 1 << 20
 
 
 class CodePlan(NamedTuple):
-    """How one leaf is quantized and sent. Rows and columns refer to its last two dims.
-
-    Attributes:
-        block: rows and columns of a block.
-        grid: rows and columns of blocks of the full leaf.
-        start: offset of this rank's shard.
-        held: shape of this rank's shard.
-        whole_start: offset of the gathered leaf.
-        whole: shape of the gathered leaf.
-        shared: axes along which ranks hold parts of one block.
-        outer: axes along which ranks hold parts of one matrix, if the format has a scale per matrix.
-        scales_travel: scales of blocks are gathered; otherwise every rank has computed all of them.
-        outer_travels: scales of matrices are gathered.
-        packed: two 4-bit values share a byte.
-    """
+    """How one leaf is quantized and sent. Rows and columns refer to its last two dims."""
 
     format: Blocks
-    block: tuple[int, int]
-    grid: tuple[int, int]
-    start: tuple[int, int]
-    held: tuple[int, ...]
-    whole_start: tuple[int, int]
-    whole: tuple[int, ...]
-    shared: tuple[str, ...]
-    outer: tuple[str, ...]
-    scales_travel: bool
-    outer_travels: bool
-    packed: bool
+    block: tuple[int, int]  # rows and columns of a block
+    grid: tuple[int, int]  # rows and columns of blocks of the full leaf
+    start: tuple[int, int]  # offset of this rank's shard
+    held: tuple[int, ...]  # shape of this rank's shard
+    whole_start: tuple[int, int]  # offset of the gathered leaf
+    whole: tuple[int, ...]  # shape of the gathered leaf
+    shared: tuple[str, ...]  # axes along which ranks hold parts of one block
+    outer: tuple[str, ...]  # axes along which ranks hold parts of one matrix, if the format has a scale per matrix
+    scales_travel: bool  # scales of blocks are gathered; otherwise every rank has computed all of them
+    outer_travels: bool  # scales of matrices are gathered
+    packed: bool  # two 4-bit values share a byte
 
 
 class Coded(NamedTuple):
@@ -85,12 +69,7 @@ def plan_codes(
     shape: tuple[int, ...],
     format: Blocks,
 ) -> CodePlan:
-    """Plans how a leaf of at least two dims is rounded.
-
-    Args:
-        sharding: of the leaf, without assignments.
-        whole: its sharding once it has been gathered, over all data axes or some; the same where nothing is gathered.
-    """
+    """Plan how a leaf of at least two dims is quantized; `whole` is its sharding once gathered, or the same."""
     assert len(shape) > 1 and not sharding.assigned, "codes are made of what a slice of the mesh holds"
     sizes = abstract(mesh)
     last = len(shape) - 2
@@ -120,12 +99,7 @@ def plan_codes(
 
 
 def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: tuple[int, ...]) -> bool:
-    """Whether two codes travel in a byte: they have 4 bits, and no cut goes between two that share one.
-
-    Args:
-        dim: that is cut, if one is.
-        pieces: of each cut in turn.
-    """
+    """Whether two codes share a byte: they have 4 bits, and no border between shards of a dim separates such two."""
     is_last = dim == len(shape) - 1
     return format.element.bits == 4 and (not is_last or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), pieces, 2))
 
@@ -193,10 +167,8 @@ def encode(plan: CodePlan, shard: Tensor, given: Scales, noise: Callable[[], Ten
 
 @torch.no_grad()
 def shared_scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh) -> list[Scales]:
-    """The scales of the blocks that each shard touches; of all blocks where ranks share them.
-
-    Collective over the axes that the plans name, for all shards together.
-    """
+    """Return the scales of the blocks that each shard touches; of all blocks if ranks share them."""
+    # Collective over the axes that the plans name, for all shards together.
     amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
     amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
     with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
@@ -226,13 +198,8 @@ def _here(plan: CodePlan, scales: Scales, shape: Sequence[int], start: tuple[int
 
 
 def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> list[Tensor]:
-    """All-reduce (max) tensors of non-negative numbers, with one call for all that have the same axes.
-
-    Tensors of the host are sent from the device.
-
-    Args:
-        axes: of the mesh, for each of them.
-    """
+    """All-reduce (max) tensors of non-negative numbers, with one call for all that have the same axes."""
+    # Tensors of the host are sent from the device.
     result = list(values)
     for over in dict.fromkeys(a for a in axes if a):
         taken = [i for i, a in enumerate(axes) if a == over]

@@ -1,7 +1,5 @@
 """Count the gathers, reductions and peak memory of a step, and the bytes that a rank sends.
 
-In: events of the runtime and the transports. Out: one `Counts` for each `value_and_grad` call in a
-`record_collectives` block, and the `Traffic` of a `count_bytes` block, by mesh axes.
 Guarantee: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
 """
 

@@ -1,7 +1,6 @@
 """Record the order of events on this rank: collectives started and waited for, computes begun and ended.
 
-In: notes of the runtime. Out: the list of a `following` block. Tests of overlap use it: communication overlaps with a
-compute that begins and ends between its start and its wait.
+Tests of overlap use it: communication overlaps with a compute that begins and ends between its start and its wait.
 Guarantee: recording changes nothing, and nothing is recorded outside of a block.
 """
 
@@ -18,15 +17,10 @@ __all__ = ["Event", "following", "note"]
 
 
 class Event(NamedTuple):
-    """Something that happened. Prints as `begin 0F1`: stage, action, microbatch.
+    """Something that happened. Prints as `begin 0F1`: stage, action, microbatch."""
 
-    Attributes:
-        what: "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute.
-        name: of it, such as `3SCATTER`.
-    """
-
-    what: str
-    name: str
+    what: str  # "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute
+    name: str  # of it, such as `3SCATTER`
 
     def __str__(self) -> str:
         return f"{self.what} {self.name}"

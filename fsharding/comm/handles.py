@@ -1,6 +1,5 @@
 """The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is work in flight.
 
-In: memory that a rank fills. Out: handles, the same class for every transport.
 Guarantees: after `start`, a rank's contribution must not change. After `release`, results in the transport's memory
 must not be read. Every handle is ended by `release`, at the latest after a failure.
 """
@@ -76,11 +75,7 @@ class Handle(Generic[_T_co]):
         return not self._communicates and self._work.is_ready()
 
     def wait(self, timeout: timedelta | None = None) -> _T_co:
-        """Wait for the result; call it once.
-
-        Raises:
-            RuntimeError: a member is gone, or the timeout is over.
-        """
+        """Wait for the result; call it once. A member that is gone, or the timeout, is a RuntimeError."""
         return self._finish(self._work.wait(timeout))
 
     def release(self, timeout: timedelta | None = None) -> None:
@@ -88,12 +83,8 @@ class Handle(Generic[_T_co]):
         self._work.release(timeout)
 
     def then(self, f: Callable[[_T_co], U], *, communicates: bool = False) -> Handle[U]:
-        """Return a handle of `f(result)`, which releases this one as soon as `f` has returned.
-
-        Args:
-            f: its result must not view memory of the transport.
-            communicates: `f` starts a collective of its own.
-        """
+        """Return a handle of `f(result)`, which releases this one as soon as `f` has returned."""
+        # So the result of `f` must not view memory of the transport. `communicates`: it starts a collective of its own.
 
         def finish(result: Any) -> U:
             value = f(result)
@@ -105,19 +96,14 @@ class Handle(Generic[_T_co]):
 
 @dataclass
 class Works:
-    """Works of torch, as a `Work`.
+    """Works of torch, as a `Work`."""
 
-    Attributes:
-        works: pending works; emptied by `wait`, since a gloo message can be waited for only once.
-        buffers: tensors that are kept alive until then.
-        peers: global ranks that each work involves; the last entry covers the remaining works.
-        limit: timeout if `wait` gets none; None leaves it to torch.
-    """
-
+    # pending works; emptied by `wait`, since a gloo message can be waited for only once
     works: tuple[dist.Work, ...] = ()
-    buffers: tuple[Tensor, ...] = ()
+    buffers: tuple[Tensor, ...] = ()  # tensors that are kept alive until then
+    # global ranks that each work involves; the last entry covers the remaining works
     peers: tuple[tuple[int, ...], ...] = ((),)
-    limit: timedelta | None = None
+    limit: timedelta | None = None  # timeout if `wait` gets none; None leaves it to torch
 
     def is_ready(self) -> bool:
         """See `Work`."""
@@ -146,15 +132,10 @@ def done(result: Callable[[], T], *, communicates: bool = False) -> Handle[T]:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows to send.
+    """Rows to send."""
 
-    Attributes:
-        own: to be filled: [width] for a gather, [members, width] for an all-to-all.
-        start: sends what was filled in.
-    """
-
-    own: Tensor
-    start: Callable[[], Handle[Rows]]
+    own: Tensor  # to be filled: [width] for a gather, [members, width] for an all-to-all
+    start: Callable[[], Handle[Rows]]  # sends what was filled in
 
 
 class Reduction(Protocol):

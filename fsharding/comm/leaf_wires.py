@@ -1,7 +1,5 @@
 """Choose the wires of each leaf of a parameter tree, for its gather and its gradient, and draw their rounding noise.
 
-In: a `Precision`, the leaves of a tree, a key. Out: a `LeafWires`, which returns the wires of one leaf of a unit, and
-the numbers in [0, 1) for keyed rounding.
 Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
@@ -43,17 +41,11 @@ class LeafIndex(NamedTuple):
 
 
 class TreeLeaf(NamedTuple):
-    """A leaf of a parameter tree.
+    """A leaf of a parameter tree."""
 
-    Attributes:
-        path: dotted.
-        first: which layer of the whole model its first row is, where units are rows of it.
-        layers: how many there are in the whole model.
-    """
-
-    path: str
-    first: int
-    layers: int
+    path: str  # dotted
+    first: int  # which layer of the whole model its first row is, where units are rows of it
+    layers: int  # how many there are in the whole model
 
 
 class UnitWire(NamedTuple):
@@ -80,12 +72,7 @@ class LeafWires(Protocol):
         ...
 
     def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Draw the numbers by which the shard of a leaf of a unit is rounded.
-
-        Args:
-            sharding: of the leaf in the unit.
-            shape: of the full leaf in the unit.
-        """
+        """Draw the numbers by which the shard of a leaf, of this sharding and full shape in the unit, is rounded."""
         ...
 
     def term_noise(
@@ -98,12 +85,7 @@ class LeafWires(Protocol):
 def wires_of(
     precision: Precision, leaves: Iterable[TreeLeaf], key: Tensor | None, mesh: Mesh | None, microbatch: int
 ) -> LeafWires:
-    """How the leaves of a tree are sent in one call.
-
-    Args:
-        leaves: of the tree, in order.
-        key: int64[2] for keyed rounding, another one in each step; None without one.
-    """
+    """Return how the leaves of a tree are sent in one call; `key` for keyed rounding is another one in each step."""
     if not precision.has_formats:
         return _PlainWires()
     return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
@@ -139,19 +121,12 @@ class _PlainWires:
 
 @dataclass(frozen=True)
 class _FormatWires:
-    """Leaves that a precision gives a format are sent in it.
+    """Leaves that a precision gives a format are sent in it."""
 
-    Attributes:
-        precision: with `gather`, or a format in `reduce`.
-        leaves: of the tree.
-        key: for keyed rounding of weights.
-        term_key: for terms of gradients: another one on each data rank, and for each microbatch.
-    """
-
-    precision: Precision
-    leaves: Sequence[TreeLeaf]
-    key: Tensor | None
-    term_key: Tensor | None
+    precision: Precision  # with `gather`, or a format in `reduce`
+    leaves: Sequence[TreeLeaf]  # of the tree
+    key: Tensor | None  # for keyed rounding of weights
+    term_key: Tensor | None  # for terms of gradients: another one on each data rank, and for each microbatch
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
@@ -220,25 +195,14 @@ def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Ten
 def keyed_noise(
     key: Tensor | None, path: str, shape: Sequence[int], ranges: Sequence[Runs], device: torch.device
 ) -> Tensor:
-    """Draw the numbers in [0, 1) by which some ranges of a leaf are rounded.
-
-    Args:
-        shape: of the full leaf, with all layers of its stack.
-
-    Raises:
-        ConfigError: there is no key.
-    """
+    """Draw the numbers in [0, 1) by which ranges of a leaf are rounded; its shape has all layers of a stack."""
     if key is None:
         raise ConfigError(report(f"fs.gather_unit rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
     return uniform_at(key, zlib.crc32(path.encode()), tuple(shape), ranges, device)
 
 
 def check_patterns(precision: Precision, params: Tree) -> None:
-    """Refuse patterns of a precision with formats that match none of the parameters.
-
-    Raises:
-        LayoutError: such a pattern; all are listed.
-    """
+    """Refuse patterns of a precision with formats that match none of the parameters."""
     if not precision.has_formats or (precision.keep is KEEP and not precision.columnwise):
         return
     shapes = zip(tree.paths(params), (tuple(x.shape) for x in tree.leaves(params)), strict=True)

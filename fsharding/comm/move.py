@@ -1,8 +1,8 @@
 """Move leaves together from one sharding to another: the plan, and its execution.
 
 `comm.steps` lists the collectives between shardings. The first step of a move is a gather, a sum, a slice, or none (a
-cast or an encoding where the leaves are); the steps after it follow when the handle is waited for.
-Guarantee: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
+cast or an encoding where the leaves are); the steps after it follow when the handle is waited for. Guarantee: a
+result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
 """
 
 from __future__ import annotations
@@ -33,35 +33,22 @@ __all__ = ["Filling", "Move", "Moved", "axis_sizes", "plan_move"]
 
 
 class Moved(NamedTuple):
-    """The result of a move.
+    """The result of a move."""
 
-    Attributes:
-        leaves: in the new sharding, as their wires decode them.
-        buffers: flat tensors of `memory` that gathered leaves view; a leaf views the same one each time.
-    """
-
-    leaves: Sequence[WholeLeaf]
-    buffers: list[Tensor]
+    leaves: Sequence[WholeLeaf]  # in the new sharding, as their wires decode them
+    buffers: list[Tensor]  # flat tensors of `memory` that gathered leaves view; a leaf views the same one each time
 
 
 @dataclass(frozen=True)
 class Move:
-    """Leaves that are sent together. The same value on every rank of a mesh.
-
-    Attributes:
-        leaves: whose steps differ in dims only.
-        wires: how each leaf is sent in the first step; a sum has one wire for all.
-        dtype: of sums, and of what steps after the first one send.
-        native: sums are the backend's own, see `comm.native_sums`; their wire is plain.
-        large: leaves are worth being added one by one.
-    """
+    """Leaves that are sent together. The same value on every rank of a mesh."""
 
     mesh: Mesh
-    leaves: tuple[LeafSteps, ...]
-    wires: tuple[Wire, ...]
-    dtype: torch.dtype
-    native: bool = False
-    large: bool = False
+    leaves: tuple[LeafSteps, ...]  # whose steps differ in dims only
+    wires: tuple[Wire, ...]  # how each leaf is sent in the first step; a sum has one wire for all
+    dtype: torch.dtype  # of sums, and of what steps after the first one send
+    native: bool = False  # sums are the backend's own, see `comm.native_sums`; their wire is plain
+    large: bool = False  # leaves are worth being added one by one
 
     @functools.cached_property
     def outline(self) -> str:

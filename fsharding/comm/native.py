@@ -1,7 +1,7 @@
 """The collectives of a process group's own backend: NCCL, or gloo.
 
-In: buckets, rows, messages. Out: handles. Each collective is one call of `torch.distributed`.
-Guarantee: every transport gives these results and counts these bytes, for ordered and for native sums.
+Each collective is one call of `torch.distributed`. Guarantee: every transport gives these results and counts these
+bytes, for ordered and for native sums.
 """
 
 from __future__ import annotations
@@ -29,17 +29,11 @@ __all__ = ["Message", "Native", "Offer", "as_bytes", "receive", "receive_object"
 
 
 class Message(NamedTuple):
-    """One message of a round.
+    """One message of a round."""
 
-    Attributes:
-        rank: global rank of the other side.
-        tag: the same on both sides; of its own for each message between two ranks.
-        data: contiguous; where it is, or where it will be.
-    """
-
-    rank: int
-    tag: int
-    data: Tensor
+    rank: int  # global rank of the other side
+    tag: int  # the same on both sides; of its own for each message between two ranks
+    data: Tensor  # contiguous; where it is, or where it will be
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -67,11 +61,7 @@ class Native:
 
     @classmethod
     def offer(cls, group: Group, *, asked: bool) -> Offer:
-        """Decide whether this transport can serve a group of several members. Collective over it the first time.
-
-        Args:
-            asked: the user named this transport.
-        """
+        """Decide whether this transport can serve a group, which may have asked for it. Collective the first time."""
         return Offer(True, "")
 
     # ---------------------------------------------------------------------------------------------------------- leaves
@@ -113,13 +103,7 @@ class Native:
     def _start_in_place(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor], memory: Memory
     ) -> Handle[Sequence[Tensor]]:
-        """Starts one collective that gathers each leaf that it can to where it is whole, and rows of the others.
-
-        Args:
-            bucket: with a leaf that can.
-            shards: of this rank, of any dtype.
-            leaves: contiguous, of one dtype: the results.
-        """
+        """Start one collective that gathers leaves in place if it can, at least one, and rows of the others."""
         group = self.group
         dtype = leaves[0].dtype
         direct, others, rest = buckets.part(bucket, self.worth // dtype.itemsize)
@@ -310,24 +294,14 @@ def receive(m: Message, group: Group) -> dist.Work:
 
 
 def send_object(value: Any, rank: int, group: Group, device: torch.device) -> None:
-    """Sends anything that can be pickled, to be got by `receive_object`; its bytes are not counted.
-
-    Args:
-        rank: global rank that gets it.
-        device: on which the group sends.
-    """
+    """Send anything that can be pickled, for `receive_object`; its bytes are not counted."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     for x in (torch.tensor([data.numel()], device=device), data):
         Works((send(Message(rank, 0, x), group),), (x,), ((rank,),), message_limit(group, device)).wait()
 
 
 def receive_object(rank: int, group: Group, device: torch.device) -> Any:
-    """The value that another rank sends by `send_object`. It is trusted, as all ranks of this program are.
-
-    Args:
-        rank: global rank that sends it.
-        device: on which the group sends.
-    """
+    """Receive a value that another rank sends by `send_object`. It is trusted, as all ranks of this program are."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     Works((receive(Message(rank, 0, size), group),), (), ((rank,),), message_limit(group, device)).wait()
     data = torch.empty(int(size), dtype=torch.uint8, device=device)

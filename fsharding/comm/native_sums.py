@@ -1,9 +1,8 @@
 """Sums by the backend's own collectives: one call of NCCL or gloo, in an order that the backend chooses.
 
-In: terms of leaves. Out: the sum of each leaf on every member, or this member's shard of it. Unlike `comm.reduce`, no
-rank sends a message per member.
-Guarantee: sums equal the ordered ones up to rounding. They are repeatable on the same group if the backend is: gloo
-always, NCCL with one algorithm and protocol. Another layout may give other bits.
+Unlike `comm.reduce`, no rank sends a message per member. Guarantee: sums equal the ordered ones up to rounding. They
+are repeatable on the same group if the backend is: gloo always, NCCL with one algorithm and protocol. Another layout
+may give other bits.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ __all__ = ["native_reduction"]
 def native_reduction(
     terms: PlainTerms, group: Group, device: torch.device, sum_dtype: torch.dtype, memory: Memory | None = None
 ) -> Reduction:
-    """A sum of leaves over a group of several ranks, as `Transport.reduction` gives one.
-
-    Args:
-        terms: the backend adds them in the dtype in which they are sent.
-    """
+    """Return a sum over several ranks, which the backend takes in the dtype in which terms are sent."""
     kind = _ReduceScatter if terms.scatter else _AllReduce
     return kind(terms.bucket, group, terms.dtype, sum_dtype, memory or FreshMemory(device))
 

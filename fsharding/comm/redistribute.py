@@ -1,10 +1,9 @@
 """Move the leaves of a tree between shardings that differ along data axes, in buckets.
 
-In: DTensors and a tree of `NamedSharding`s on the same mesh. Out: DTensors in those shardings, optionally in another
-dtype. This brings gradients to the optimizer's shards, and updated shards back to parameters. A pipeline starts it for
-a stage, computes, and takes the result later (`send`).
-Guarantee: values are only moved, except for the requested cast and rounding. A rounded leaf is the full leaf rounded,
-however it is sharded. What is sent together follows from shardings alone.
+This brings gradients to the optimizer's shards, and updated shards back to parameters. A pipeline starts it for a
+stage, computes, and takes the result later (`send`). Guarantee: values are only moved, except for the requested cast
+and rounding. A rounded leaf is the full leaf rounded, however it is sharded. What is sent together follows from
+shardings alone.
 """
 
 from __future__ import annotations
@@ -44,23 +43,15 @@ BUCKET_BYTES = 32 << 20
 
 
 class _Sent(NamedTuple):
-    """A leaf, or rows of one, that are sent, or encoded where they are.
+    """A leaf, or rows of one, that are sent, or encoded where they are."""
 
-    Attributes:
-        leaf: its number.
-        local: local tensor, in any kind of memory.
-        home: memory for the result.
-        noise: draws the numbers for keyed rounding.
-        bytes: of what is received.
-    """
-
-    leaf: int
-    local: Tensor
+    leaf: int  # its number
+    local: Tensor  # local tensor, in any kind of memory
     steps: LeafSteps
     wire: Wire
-    bytes: int
-    home: Tensor | None = None
-    noise: Callable[[], Tensor] | None = None
+    bytes: int  # of what is received
+    home: Tensor | None = None  # memory for the result
+    noise: Callable[[], Tensor] | None = None  # draws the numbers for keyed rounding
     agreed: Any = None
 
     def read(self) -> Tensor:
@@ -122,17 +113,10 @@ def send(
     wires: Sequence[LeafWire | None] | None = None,
     native: bool = False,
 ) -> Handle[Tree]:
-    """`redistribute` whose collectives are started in a queue, as far as it has room.
-
-    Args:
-        values: must not change before `wait`; with `sources`, their local tensors may be overwritten.
-        sources: tree of shardings of values that are unreduced; sums are taken on the way.
-        wires: by leaf, how it is rounded on its way; None if it is only cast, or this rank has no part of it.
-        native: sums are the backend's own.
-
-    Raises:
-        LayoutError, TreeError: as `redistribute`.
-    """
+    """Start a `redistribute` in a queue, as far as it has room, with sums and encodings on the way."""
+    # Values must not change before `wait`. `sources`: shardings of values that are unreduced; they are summed on their
+    # way, natively if `native`, and their local tensors may be overwritten. `wires`: by leaf, how it is rounded on its
+    # way; None if it is only cast, or this rank has no part of it.
     leaves, spec = tree.flatten(values)
     targets = tree.flatten_up_to(spec, shardings, ("values", "shardings"))
     nothing = [None] * len(leaves)
@@ -272,16 +256,11 @@ def _batches(sent: Sequence[_Sent]) -> list[list[_Sent]]:
 
 
 class _Way(NamedTuple):
-    """How a leaf gets from one sharding to another.
-
-    Attributes:
-        target: with assignments, without axes of size 1.
-        stays: the leaf is there already.
-    """
+    """How a leaf gets from one sharding to another."""
 
     steps: LeafSteps
-    target: NamedSharding
-    stays: bool
+    target: NamedSharding  # with assignments, without axes of size 1
+    stays: bool  # the leaf is there already
 
 
 def _way(leaf: DTensor, target: NamedSharding) -> _Way | None:
@@ -333,11 +312,9 @@ def sends_encoded(steps: LeafSteps, kept: Sequence[int] | None) -> bool:
 
 
 def plan_rows(steps: LeafSteps, wire: Wire, kept: tuple[int, ...]) -> tuple[RowPart, ...]:
-    """Split a leaf that is one gather away, or stays, into parts of one wire, each at most a bucket unless it is a row.
-
-    Layers of a stack share nothing that ranks agree on, so a stack is split; `kept` are rows of this rank that are sent
-    in the dtype of the wire.
-    """
+    """Split a leaf that is one gather away, or stays, into parts of one wire, each at most a bucket or one row."""
+    # Layers of a stack share nothing that ranks agree on, so a stack can be split. `kept`: rows of this rank that are
+    # sent in the dtype of the wire.
     return _plan_rows(steps.source.mesh, steps, wire, kept, BUCKET_BYTES)
 
 

@@ -1,6 +1,5 @@
 """Sum over the members of a group in a fixed order, for any transport that can send rows.
 
-In: terms of leaves. Out: the sum of each leaf on every member, or this member's shard of it.
 Guarantee: a sum adds its terms in one balanced tree over the members, whichever member adds them and however they are
 sent. k rows in one buffer take log2(k) additions, each of all pairs of a level; separate rows take k - 1.
 """
@@ -44,20 +43,10 @@ _BLOCK = 1 << 20
 def sum_rows(
     rows: Rows, terms: Sequence[int], dtype: torch.dtype, *, out: Tensor | None = None, donate: bool = False
 ) -> Tensor:
-    """Adds the rows of a buffer pairwise in a balanced tree.
-
-    A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
-    sizes are powers of two. Rows in one buffer take one addition for each level of the tree, of all pairs at once.
-
-    Args:
-        rows: [members, width], or as many tensors [width].
-        terms: the order of the rows; as a range where they stand in it.
-        dtype: of the sum; partial sums are in float32 at least, and rounded once.
-        donate: a buffer of rows may be overwritten.
-
-    Returns:
-        [width].
-    """
+    """Add rows, [members, width] or as many [width], in the order of `terms`, pairwise in a balanced tree."""
+    # A tree over 4 ranks is the sum of two trees over 2, so sums taken in one step or axis by axis agree bitwise when
+    # sizes are powers of two. Rows in one buffer take one addition for each level of the tree, of all pairs at once.
+    # Partial sums are in float32 at least, and rounded once. `donate`: a buffer of rows may be overwritten.
     if len(terms) > 1 and (among := wide(dtype)) != dtype:
         total = sum_rows(rows, terms, among, donate=donate)
         return total.to(dtype) if out is None else out.copy_(total)
@@ -94,11 +83,9 @@ def _sum_levels(rows: Tensor, terms: Sequence[int], dtype: torch.dtype, out: Ten
 
 
 def _last_two(rows: Tensor, dtype: torch.dtype, *, donate: bool) -> tuple[Tensor, Tensor]:
-    """The two terms of the last addition of the tree over at least two rows, in their order.
-
-    Each iteration adds all pairs of neighbors at once. `rest` is an unpaired last term; it is added at the next level
-    that leaves a partner for it.
-    """
+    """Return the two terms of the last addition of the tree over at least two rows, in their order."""
+    # Each iteration adds all pairs of neighbors at once. `rest` is an unpaired last term; it is added at the next level
+    # that leaves a partner for it.
     count = len(rows)
     rest = rows[-1] if len(rows) % 2 else None
     if count == 2:
@@ -127,18 +114,8 @@ def sum_pieces(
     dtype: torch.dtype,
     into: Sequence[Tensor] | None,
 ) -> list[Tensor]:
-    """`sum_rows`, piece by piece, so that each sum goes where it belongs without a copy.
-
-    Args:
-        rows: as in `sum_rows`; a buffer of them is overwritten.
-        bucket: says what is in a row.
-        member: whose pieces the rows have.
-        terms: the order of the rows.
-        into: contiguous, where the sum of each piece may go; sums of short rows are copied faster than views are made.
-
-    Returns:
-        The sum of each piece, which is the tensor of `into` if it is there.
-    """
+    """`sum_rows` of the pieces of a member, each into its tensor of `into`; rows in one buffer are overwritten."""
+    # Sums of short rows are copied faster than views are made, so they are other tensors than those of `into`.
     if into is None or rows[0].numel() <= _SMALL:
         return buckets.piece_views(sum_rows(rows, terms, dtype, donate=True), bucket, member)
     if isinstance(rows, Tensor):
@@ -159,11 +136,9 @@ def copy_terms(slots: Sequence[Tensor], terms: Sequence[Tensor | None]) -> None:
 
 
 def sums_at_once(n: int, members: int) -> bool:
-    """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts.
-
-    It saves one communication round. For two members it sends no more bytes and touches less memory; with many, every
-    member would receive all terms, so it is for small sums only.
-    """
+    """Whether every member gets all terms of a sum and adds them, instead of adding a part and gathering the parts."""
+    # It saves one communication round. For two members it sends no more bytes and touches less memory; with many, every
+    # member would receive all terms, so it is for small sums only.
     return members <= 2 or (n <= _SMALL and n * members <= _SMALL_TERMS)
 
 
@@ -201,21 +176,11 @@ class SumLayout(Protocol):
         ...
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
-        """Return what fills rows that are to be sent.
-
-        Args:
-            own: [members, width], or [width] where all are sent the same.
-            noise: the numbers in [0, 1) for a term, by its number, where rounding is keyed.
-        """
+        """Return what fills the rows `own` that are sent: [members, width], or [width] if all members get the same."""
         ...
 
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """Add received rows: the sums of this member's pieces, or of the leaves.
-
-        Args:
-            rows: one from each member; a buffer of them may be overwritten.
-            into: contiguous tensors that sums may be written to.
-        """
+        """Add rows, one from each member; a buffer may be overwritten. Return sums of leaves, or of own pieces."""
         ...
 
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
@@ -229,19 +194,12 @@ class SumLayout(Protocol):
 
 @dataclass(frozen=True)
 class PlainTerms:
-    """Terms that are sent in a dtype.
+    """Terms that are sent in a dtype."""
 
-    Attributes:
-        bucket: the leaves; without `scatter`, as one member has them.
-        dtype: of the terms on the wire.
-        scatter: see `SumLayout`.
-        members: how many there are.
-    """
-
-    bucket: Bucket
-    dtype: torch.dtype
-    scatter: bool
-    members: int
+    bucket: Bucket  # the leaves; without `scatter`, as one member has them
+    dtype: torch.dtype  # of the terms on the wire
+    scatter: bool  # see `SumLayout`
+    members: int  # how many there are
 
     @property
     def at_once(self) -> bool:
@@ -286,13 +244,7 @@ class PlainTerms:
 def plain_terms(
     leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], dtype: torch.dtype, *, scatter: bool
 ) -> PlainTerms:
-    """Lay out terms that are sent in a dtype.
-
-    Args:
-        leaves: (shape of a term, dim along which members have pieces) of each leaf; the dim counts with `scatter` only.
-        axis_sizes: sizes of the axes of the sum, major first.
-        dtype: of the terms on the wire.
-    """
+    """Lay out terms that are sent in a dtype: (shape, sharded dim) of each; the dim counts with `scatter` only."""
     members = math.prod(axis_sizes)
     if scatter:
         return PlainTerms(buckets.plan_bucket(leaves, axis_sizes), dtype, True, members)

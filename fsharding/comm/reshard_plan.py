@@ -1,9 +1,7 @@
 """Routes: which rank sends which part of a leaf to which rank, between any two shardings, in rounds of bounded size.
 
-In: for each leaf its shape, element size, source and target sharding, on any two meshes. Out: a cached, printable plan
-that is the same on every rank. A rank keeps the parts that it stores already; ranks that store the same part take turns
-in sending it.
-Guarantee: the pieces that a rank receives, and those that it has, fill its target exactly once.
+A rank keeps the parts that it stores already; ranks that store the same part take turns in sending it. Guarantee: the
+pieces that a rank receives, and those that it has, fill its target exactly once.
 """
 
 from __future__ import annotations
@@ -35,19 +33,12 @@ _STRETCH = 1 << 18
 
 @dataclass(frozen=True)
 class MovedLeaf:
-    """One leaf on its way.
+    """One leaf on its way."""
 
-    Attributes:
-        shape: global shape.
-        itemsize: bytes of an element on the wire.
-        source: where it is; on an abstract mesh.
-        target: where it goes; on an abstract mesh.
-    """
-
-    shape: tuple[int, ...]
-    itemsize: int
-    source: NamedSharding
-    target: NamedSharding
+    shape: tuple[int, ...]  # global shape
+    itemsize: int  # bytes of an element on the wire
+    source: NamedSharding  # where it is; on an abstract mesh
+    target: NamedSharding  # where it goes; on an abstract mesh
 
 
 @dataclass(frozen=True)
@@ -60,38 +51,23 @@ class Holder:
 
 @dataclass(frozen=True)
 class Piece:
-    """One message: a part of one leaf from one rank to another.
+    """One message: a part of one leaf from one rank to another."""
 
-    Attributes:
-        leaf: its number.
-        source: the rank that sends.
-        target: the rank that receives.
-        overlap: where it is in the local tensor of each.
-        bytes: its size.
-        number: its place among all pieces of the plan.
-    """
-
-    leaf: int
-    source: int
-    target: int
-    overlap: Overlap
-    bytes: int
-    number: int
+    leaf: int  # its number
+    source: int  # the rank that sends
+    target: int  # the rank that receives
+    overlap: Overlap  # where it is in the local tensor of each
+    bytes: int  # its size
+    number: int  # its place among all pieces of the plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that has to move.
+    """All that has to move."""
 
-    Attributes:
-        leaves: what was asked.
-        ranks: of both meshes, ascending.
-        rounds: one all-to-all each; all pieces of a round have elements of one size.
-    """
-
-    leaves: tuple[MovedLeaf, ...]
-    ranks: tuple[int, ...]
-    rounds: tuple[tuple[Piece, ...], ...]
+    leaves: tuple[MovedLeaf, ...]  # what was asked
+    ranks: tuple[int, ...]  # of both meshes, ascending
+    rounds: tuple[tuple[Piece, ...], ...]  # one all-to-all each; all pieces of a round have elements of one size
 
     @functools.cached_property
     def sent(self) -> tuple[dict[int, int], ...]:
@@ -170,15 +146,10 @@ def _meeting(sources: tuple[Runs, ...], held: Runs) -> tuple[tuple[Runs, tuple[t
 
 @functools.lru_cache(maxsize=256)
 def plan_routes(leaves: tuple[MovedLeaf, ...], budget: int = BUDGET) -> Plan:
-    """Plans all leaves together.
-
-    There are two pairs of buffers, one to send and one to receive, each of at most a quarter of the budget: one pair is
-    filled while the other is in flight. Leaves are split so that every rank sends in every round, and so that pieces
-    are sent or received without a copy where possible.
-
-    Args:
-        leaves: what moves; leaves with larger elements go first.
-    """
+    """Plan all leaves together; leaves with larger elements go first."""
+    # There are two pairs of buffers, to send and to receive, each of at most a quarter of the budget: one pair is
+    # filled while the other is in flight. Leaves are split so that every rank sends in every round, and so that
+    # pieces are sent or received without a copy where possible.
     ranks = tuple(sorted({r for leaf in leaves for s in (leaf.source, leaf.target) for r in abstract(s.mesh).members}))
     limit = max(min(budget // 4, _ROUND), 1)
     most = max(limit // 4, 1)

@@ -1,9 +1,8 @@
 """Run a plan of routes: local copies, and one exchange of messages per round, while the next round is packed.
 
-In: the plan, this rank's local tensor of every leaf. Out: its local tensors in the target shardings, in new memory.
 A contiguous piece is sent from its source, or received in its target, without a copy. A target is allocated when its
-first piece is due, and a donated source is freed after its last piece was sent.
-Guarantee: what is sent is what the plan says, byte for byte; every element of a target is written once.
+first piece is due, and a donated source is freed after its last piece was sent. Guarantee: what is sent is what the
+plan says, byte for byte; every element of a target is written once.
 """
 
 from __future__ import annotations
@@ -27,29 +26,18 @@ __all__ = ["exchange"]
 
 @dataclass
 class _Run:
-    """One execution on one rank.
+    """One execution on one rank."""
 
-    Attributes:
-        plan: what to do.
-        rank: this rank.
-        dtypes: of the targets, by leaf.
-        device: of all targets.
-        sources: local tensors, None once they are let go.
-        donate: whether sources may be let go or handed on.
-        targets: what is there already of the result.
-        rounds: of each, the pieces to send and those to receive, by rank and then as in the plan.
-        last: by leaf, the round in which its last piece leaves.
-    """
-
-    plan: Plan
-    rank: int
-    dtypes: Sequence[torch.dtype]
-    device: torch.device
-    sources: list[Tensor | None]
-    donate: bool
-    targets: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    plan: Plan  # what to do
+    rank: int  # this rank
+    dtypes: Sequence[torch.dtype]  # of the targets, by leaf
+    device: torch.device  # of all targets
+    sources: list[Tensor | None]  # local tensors, None once they are let go
+    donate: bool  # whether sources may be let go or handed on
+    targets: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # what is there already of the result
+    # of each, the pieces to send and those to receive, by rank and then as in the plan
     rounds: list[tuple[list[Piece], list[Piece]]] = field(default_factory=list[tuple[list[Piece], list[Piece]]])
-    last: dict[int, int] = field(default_factory=dict[int, int])
+    last: dict[int, int] = field(default_factory=dict[int, int])  # by leaf, the round in which its last piece leaves
 
     def __post_init__(self) -> None:
         for number, pieces in enumerate(self.plan.rounds):
@@ -154,19 +142,9 @@ def exchange(
     device: torch.device,
     donate: bool = False,
 ) -> list[Tensor]:
-    """Moves all leaves of a plan. Collective over its ranks.
-
-    Args:
-        plan: from `plan_routes`, the same on every rank.
-        sources: this rank's local tensors; None where it holds nothing. Emptied as it goes when donated.
-        dtypes: of the targets; what is sent is cast while it is packed.
-        group: with all ranks of the plan, in rank order.
-        device: where targets and buffers live.
-        donate: sources may be handed on or let go.
-
-    Returns:
-        Local tensors in the target shardings; of shape (0,) where this rank holds nothing.
-    """
+    """Move all leaves of a plan to tensors in the target shardings. Collective over its ranks, in rank order."""
+    # `sources`: local tensors, None where this rank holds nothing; emptied on the way if `donate`, when they may be
+    # handed on. What is sent is cast to the target dtype while it is packed.
     run = _Run(plan, rank, dtypes, device, sources, donate)
     buffers = run.buffers()
     pending = done(lambda: None)

@@ -1,7 +1,5 @@
 """Main parameters at rest, rounded to what a loss function sees of them.
 
-In: main parameters of a layout, a `Precision`, a key. Out: the same leaves rounded to the formats of their wires, or a
-`LeafWire` for each, by which `redistribute.send` rounds them on their way to copies and to pipeline stages.
 Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
 
@@ -31,29 +29,18 @@ __all__ = ["AtRest", "round_leaves", "round_params", "wires_in_flight", "wires_o
 
 
 class AtRest(NamedTuple):
-    """A main parameter at rest, and how it is to be rounded.
+    """A main parameter at rest, and how it is to be rounded."""
 
-    Attributes:
-        x: the leaf.
-        leaf: its layout.
-        home: where it is, which says what layers of a stack the rank has.
-        format: that it is rounded to.
-    """
-
-    x: DTensor
-    leaf: LeafLayout
-    home: NamedSharding
-    format: Blocks
+    x: DTensor  # the leaf
+    leaf: LeafLayout  # its layout
+    home: NamedSharding  # where it is, which says what layers of a stack the rank has
+    format: Blocks  # that it is rounded to
 
 
 def wires_of_copies(
     leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None
 ) -> list[LeafWire | None] | None:
-    """How stored low-precision copies are rounded from main parameters; None for leaves without a format.
-
-    Args:
-        leaves: main parameters as the layout has them, None for frozen ones.
-    """
+    """Return how stored low-precision copies are rounded from main parameters; None for leaves without a format."""
     if layout.precision.gather is None:
         return None
     result: list[LeafWire | None] = []
@@ -68,22 +55,14 @@ def wires_of_copies(
 
 
 def wires_in_flight(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> list[LeafWire | None]:
-    """How main parameters without a stored copy are rounded when they are gathered; None for other leaves.
-
-    Args:
-        params: of a state in the layout.
-        precision: of the call, as `Layout.in_flight` gives it.
-    """
+    """Return how main parameters without a stored copy are rounded when they are gathered; None for other leaves."""
     given = _mains_in_flight(params, layout, precision)
     dtypes = [precision.compute_dtype(layout.param_dtype(leaf)) for leaf in layout.leaves]
     return [_wire(given[i], dtype, precision, key) if i in given else None for i, dtype in enumerate(dtypes)]
 
 
 def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
-    """Round main parameters without a stored copy to the values that a loss function sees.
-
-    Args: as in `wires_in_flight`.
-    """
+    """Round main parameters without a stored copy to the values that a loss function sees."""
     given = _mains_in_flight(params, layout, precision)
     if not given:
         return params
@@ -104,12 +83,8 @@ def _mains_in_flight(params: Tree, layout: Layout, precision: Precision) -> dict
 
 
 def round_leaves(given: Sequence[AtRest], precision: Precision, key: Tensor | None) -> list[DTensor]:
-    """Main parameters at rest as a loss function sees them, in the dtype of compute; cut as they were.
-
-    Args:
-        given: the shards of one layout. Ranks that share blocks of some of them exchange the magnitudes of all at once.
-        precision: which layers of a stack have no format.
-    """
+    """Return main parameters at rest as a loss function sees them, in the dtype of compute; sharded as they were."""
+    # Ranks that share blocks of some of them exchange the magnitudes of all at once.
     values = [at.x for at in given]
     homes = [at.home for at in given]
     dtypes = [precision.compute_dtype(at.leaf.init) for at in given]

@@ -1,13 +1,9 @@
 """One number that a step adds to sums it computes anyway: does a rank want to stop, and do ranks differ?
 
-In: the stop bit of `fs.preemption`, the hash of the gathered and reduced units, the hash of the rows. Out: how many
-ranks want to stop, and whether all ranks did the same; every rank learns it from the same sum.
-
 Of m ranks that must share a hash h, the first adds (m - 1) h and each other one -h, times a power of two above the
 number of ranks. So the sum over the mesh is the number of stop bits, unless ranks differ. All terms are integers that
-float64 represents exactly, so neither the order of axes nor the number of sums changes the result.
-Guarantees: each rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash
-alone.
+float64 represents exactly, so neither the order of axes nor the number of sums changes the result. Guarantees: each
+rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash alone.
 """
 
 from __future__ import annotations
@@ -71,11 +67,7 @@ class StepAgreement:
         self.order: UnitOrder | None = order_here()
 
     def as_term(self, device: torch.device) -> Tensor:
-        """Return the partial sum so far, float64, 0-d. At the first call all units have been noted.
-
-        Raises:
-            UnlikeRanks: notes are compared, and another rank is still at a unit.
-        """
+        """Return the partial sum so far, float64, 0-d. At the first call all units have been noted."""
         if self._count is None:
             self._count = self._own(device)
         return self._count
@@ -101,11 +93,8 @@ class StepAgreement:
         self._count, self.axes = count, tuple(axis for axis in self.axes if axis not in axes)
 
     def _sum(self, device: torch.device) -> Tensor:
-        """The sum over all axes.
-
-        Axes over which the step has taken no sum, as with a loss function of one's own and no leaf cut over `tp`, get
-        one of their own.
-        """
+        """Sum over all axes."""
+        # Axes over which the step has taken no sum, as with a custom loss function, get one of their own.
         if self._total is None:
             count = self.as_term(device)
             if self.axes:
@@ -127,11 +116,7 @@ class StepAgreement:
         preemption.agree(self.stops(device))
 
     def refuse_unlike(self) -> None:
-        """Read a sum that is in the memory of the host; one that is on a device stays there.
-
-        Raises:
-            UnlikeRanks: ranks that have to do the same did not.
-        """
+        """Refuse ranks that did not do the same, if the sum is in memory of the host; on a device it stays."""
         count = self._count
         if count is None or count.device.type != "cpu" or _compat.is_fake(count):
             return
@@ -140,10 +125,8 @@ class StepAgreement:
 
 
 def comparison_of(mesh: Mesh) -> Comparison | None:
-    """How ranks that have to gather the same units compare hashes at once; None where one rank is alone.
-
-    Stages of a pipeline gather other units, so on a mesh with `pp` only data ranks compare.
-    """
+    """Return how ranks that gather the same units compare hashes at once; None if one rank is alone."""
+    # Stages of a pipeline gather other units, so on a mesh with `pp` only data ranks compare.
     group = everyone(mesh) if abstract(mesh).axis_size("pp") == 1 else axis_group(mesh, data_axes(mesh))
     if group.process_group is None or is_fake_world():
         return None
@@ -151,12 +134,8 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
 
 
 def compare_plans(group: Group, device_type: str, outline: Callable[[], str]) -> None:
-    """Check that the members of a group plan the same collective, inside `fs.debug.compare_units`. Collective there.
-
-    Args:
-        outline: tells what is sent together and in which order, which must not follow from a rank's own sizes or
-            memory; called only if plans are compared.
-    """
+    """Check that members of a group plan the same collective, inside `fs.debug.compare_units`. Collective there."""
+    # The outline tells what is sent together and in which order: never by a rank's own sizes or memory.
     order = order_here()
     if order is not None and order.compares_plans and group.process_group is not None and not is_fake_world():
         own = digest(outline())
@@ -164,10 +143,8 @@ def compare_plans(group: Group, device_type: str, outline: Callable[[], str]) ->
 
 
 def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, str]]:
-    """Compare facts over the ranks of a mesh, as `consistency.compare` does. Collective.
-
-    If these are all ranks there are, they first make sure that they are in the same call.
-    """
+    """Compare facts over the ranks of a mesh, as `consistency.compare` does. Collective."""
+    # If these are all ranks there are, they first make sure that they are in the same call.
     ranks = everyone(mesh)
     ask = meet if ranks.size == world_size() else None
     device = getattr(mesh, "device_type", "cpu")
@@ -175,11 +152,7 @@ def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, s
 
 
 def numbers_of_all(mesh: Mesh, own: int) -> dict[int, int]:
-    """Gather a number of every rank of a mesh, by global rank. Collective; fake ranks have the number of this one.
-
-    Args:
-        own: of this rank, within 64 bits.
-    """
+    """Gather a 64-bit number of every rank of a mesh, by global rank. Collective; fake ranks have this one's."""
     group = everyone(mesh)
     if group.process_group is None or is_fake_world():
         return dict.fromkeys(group.ranks, own)
@@ -194,21 +167,13 @@ def _numbers_of(group: Group, device: str, own: int) -> list[int]:
 
 
 class _Coding(NamedTuple):
-    """Where the numbers are in a sum.
+    """Where the numbers are in a sum."""
 
-    Attributes:
-        axes: of the sum.
-        unit: what hashes are multiplied with: a power of two above the number of ranks.
-        mask: of the bits of a hash that are summed.
-        units: the factor of the hash of units on this rank.
-        rows: the factor of the hash of rows.
-    """
-
-    axes: tuple[str, ...]
-    unit: int
-    mask: int
-    units: int
-    rows: int
+    axes: tuple[str, ...]  # of the sum
+    unit: int  # what hashes are multiplied with: a power of two above the number of ranks
+    mask: int  # of the bits of a hash that are summed
+    units: int  # the factor of the hash of units on this rank
+    rows: int  # the factor of the hash of rows
 
 
 @cache_on_mesh(256)

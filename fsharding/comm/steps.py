@@ -1,8 +1,15 @@
-"""The steps between two shardings of a leaf that differ along data axes: scatter, sum, gather, slice.
+r"""The steps between two shardings of a leaf that differ along data axes.
 
-In: two shardings. Out: the steps, as a cached value. Inner axes are summed first, `replica` last.
-Guarantee: with ordered sums, each element is the same balanced sum over ranks for any steps, so bits do not depend on
-the strategy.
+Along one axis:
+
+    from \ to            full        sharded over dim d        sharded over dim e    unreduced
+    full                 -           slice d                   slice e               not possible
+    sharded over dim d   gather d    -                         gather d, slice e     not possible
+    unreduced            sum         scatter d                 scatter e             -
+
+A scatter sums and keeps this rank's shard (reduce-scatter), a sum is an all-reduce, a gather an all-gather; a slice
+sends nothing. Guarantee: with ordered sums, each element is the same balanced sum over ranks for any steps, so bits do
+not depend on the strategy.
 """
 
 from __future__ import annotations
@@ -22,26 +29,15 @@ __all__ = ["LeafSteps", "Step", "begins_with_sum", "kinds_of", "plan_steps", "sh
 
 @dataclass(frozen=True)
 class Step:
-    """One collective or slice.
+    """One collective or slice."""
 
-    Attributes:
-        kind: "scatter" (sum and cut), "sum", "gather" (join) or "slice" (cut what is whole).
-        axes: over which, major first.
-        dim: the tensor dim that is cut or joined; -1 for "sum".
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    dim: int = -1
+    kind: str  # "scatter" (sum and cut), "sum", "gather" (join) or "slice" (cut what is whole)
+    axes: tuple[str, ...]  # over which, major first
+    dim: int = -1  # the tensor dim that is cut or joined; -1 for "sum"
 
 
 def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
-    """The steps from one sharding to another on the same mesh.
-
-    Args:
-        source: what the local tensors are, with the axes over which they are unreduced.
-        target: what they become; axes over which it is unreduced are left alone.
-    """
+    """Plan the steps from one sharding to another on one mesh; axes over which `target` is unreduced are left alone."""
     return _plan_steps(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh))
 
 
@@ -58,11 +54,16 @@ def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...
         inner = tuple(axis for axis in axes if axis in unreduced)
         if inner:
             steps.append(Step("sum", inner))
-            unreduced[:] = [axis for axis in unreduced if axis not in inner]
+            for axis in inner:
+                unreduced.remove(axis)
 
+    # `replica` has the slowest links, so it comes after the inner axes, with the smallest partial sums. The tree of
+    # additions is the same whether inner axes are scattered or summed.
     if lost:
+        # Sums come before gathers, which would otherwise send every term.
         sum_over([axis for axis in unreduced if axis != "replica"])
         sum_over(["replica"])
+    # Gathers come before slices and scatters: an axis that moves to another dim has to leave its own first.
     steps += [Step("gather", axes, dim) for dim, axes in lost]
     for dim, axes in gained:
         for axis_run in _runs(axes, unreduced):
@@ -70,10 +71,12 @@ def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...
                 steps.append(Step("slice", axis_run, dim))
                 continue
             if axis_run == ("replica",):
+                # Inner axes first here too, but for those that another dim scatters.
                 later = {axis for other, cut in gained if other != dim for axis in cut}
                 sum_over([axis for axis in unreduced if axis != "replica" and axis not in later])
             steps.append(Step("scatter", axis_run, dim))
-            unreduced[:] = [axis for axis in unreduced if axis not in axis_run]
+            for axis in axis_run:
+                unreduced.remove(axis)
     sum_over([axis for axis in unreduced if axis != "replica"])
     sum_over(["replica"])
     return tuple(steps)
@@ -131,16 +134,11 @@ def sharding_after(source: NamedSharding, step: Step) -> NamedSharding:
 
 @dataclass(frozen=True)
 class LeafSteps:
-    """The steps of one leaf.
+    """The steps of one leaf."""
 
-    Attributes:
-        source: without assignments, as the target is: on the slice of the mesh that has the leaf.
-        shape: of the leaf there.
-    """
-
-    source: NamedSharding
+    source: NamedSharding  # without assignments, as the target is: on the slice of the mesh that has the leaf
     target: NamedSharding
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the leaf there
     steps: tuple[Step, ...]
 
     @functools.cached_property

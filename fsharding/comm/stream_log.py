@@ -1,10 +1,8 @@
 """Streams of a device that is not there: what each of them is given, as a log.
 
-In: a call inside `recording_streams`, on tensors of the CPU or fake ones. Out: rows, in the order in which the host
-issues them. Each operation of torch's dispatcher is one, with the memory that it reads and writes and what it costs;
-collectives and messages are on streams of their own, as those of NCCL are; events are recorded and waited for; memory
-is taken and freed.
-Guarantee: everything is done at once all the same, so recording changes no value.
+Each operation of torch's dispatcher is a row, with the memory that it reads and writes and its cost; collectives and
+messages are on streams of their own, as those of NCCL are; events are recorded and waited for; memory is taken
+and freed. Guarantee: everything is done at once all the same, so recording changes no value.
 """
 
 from __future__ import annotations
@@ -64,30 +62,19 @@ _RESULTS_FIRST = ("_allgather_base", "allgather_into_tensor_coalesced", "alltoal
 
 
 class Row(NamedTuple):
-    """What a stream was given.
+    """What a stream was given."""
 
-    Attributes:
-        stream: its name; a collective is on `<stream>'s collectives`, a message on that of `messages`.
-        kind: run, take, free, record or wait.
-        text: the operator, what the event is of, or the type of device whose memory is taken or freed.
-        reads: numbers of storages.
-        writes: the same.
-        event: number of the event of a record or a wait.
-        flops: floating-point operations of a run.
-        nbytes: bytes that it moves: to and from memory, or, of a collective or message, that this rank sends or
-            receives. Of a storage that is taken or freed, its size.
-        peer: of a message, the other rank in their group.
-    """
-
-    stream: str
-    kind: str
-    text: str
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    event: int = -1
-    flops: int = 0
+    stream: str  # its name; a collective is on `<stream>'s collectives`, a message on that of `messages`
+    kind: str  # run, take, free, record or wait
+    text: str  # the operator, what the event is of, or the type of device whose memory is taken or freed
+    reads: tuple[int, ...] = ()  # numbers of storages
+    writes: tuple[int, ...] = ()  # the same
+    event: int = -1  # number of the event of a record or a wait
+    flops: int = 0  # floating-point operations of a run
+    # bytes that it moves: to and from memory, or, of a collective or message, that this rank sends or receives. Of a
+    # storage that is taken or freed, its size
     nbytes: int = 0
-    peer: int = -1
+    peer: int = -1  # of a message, the other rank in their group
 
     def __str__(self) -> str:
         """The stream, what it does, and with what memory."""
@@ -275,11 +262,7 @@ def peak_bytes(rows: Iterable[Row], device_type: str) -> int:
 
 @contextmanager
 def recording_streams(*held: Any) -> Generator[RecordingStreams]:
-    """Note what streams are given until the `with` block ends.
-
-    Args:
-        held: trees of tensors that are there before.
-    """
+    """Note what streams are given until the `with` block ends; `held` are trees of tensors that exist before."""
     streams, plain = RecordingStreams(), Works.wait
     streams.hold(held)
     del held

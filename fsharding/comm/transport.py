@@ -1,8 +1,7 @@
 """Transports: how tensors are sent inside one group of ranks, and which transport a group uses.
 
-In: a group, a device. Out: a `Transport`: `native`, the backend's own collectives, or for gloo a registered one such as
-`pairwise` or `shared_memory`. `transport_for` chooses once per group and device.
-Guarantee: all transports give the same bits and count the same bytes. `native=` sums, which differ, are no transport.
+`transport_for` chooses once per group and device. Guarantee: all transports give the same bits and count the same
+bytes. `native=` sums, which differ, are no transport.
 """
 
 from __future__ import annotations
@@ -27,29 +26,16 @@ __all__ = ["Choice", "Transport", "choice_for", "send_recv", "start_sum", "trans
 
 
 class Transport(Protocol):
-    """How tensors travel inside one group. All its members make the same calls in the same order.
+    """How tensors travel inside one group. All its members make the same calls in the same order."""
 
-    Attributes:
-        name: "native", "pairwise" or "shared_memory".
-        group: the members.
-    """
-
-    name: str
-    group: Group
+    name: str  # "native", "pairwise" or "shared_memory"
+    group: Group  # the members
 
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
     ) -> Handle[Tensor]:
-        """Starts to gather whole leaves, and casts this rank's shards on the way.
-
-        Args:
-            bucket: the leaves, the same on every member.
-            shards: this rank's, one for each leaf.
-            memory: for the result, which other members may read, so it must not be written.
-
-        Returns:
-            The handle of a flat buffer, as the bucket lays it out.
-        """
+        """Start to gather full leaves into a flat buffer of the bucket, and cast this rank's shards on the way."""
+        # Other members may read the memory of the result, so it must not be written.
         ...
 
     def all_gather_into(
@@ -67,12 +53,7 @@ class Transport(Protocol):
         memory: Memory | None = None,
         noise: Noise | None = None,
     ) -> Reduction:
-        """A sum over the members; nothing is sent.
-
-        Args:
-            terms: how they are sent, and added.
-            large: leaves are added one by one, as soon as they are there.
-        """
+        """Return a sum over the members, of which nothing is sent; `large` leaves are added one by one."""
         ...
 
     def has_slots(self, size: int, *, scatter: bool) -> bool:
@@ -88,24 +69,11 @@ class Transport(Protocol):
         ...
 
     def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
-        """Starts an uneven all-to-all of rows.
-
-        Args:
-            x: contiguous [sum of send, ...]; the next `send[i]` rows go to member i.
-            send: rows for each member, this one included.
-            receive: rows from each member: as many as it sends to this one.
-
-        Returns:
-            The handle of [sum of receive, ...]; the next `receive[i]` rows are from member i.
-        """
+        """Start an uneven all-to-all: the next `send[i]` rows of x go to member i, `receive[i]` come from it."""
         ...
 
     def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
-        """Start point-to-point messages of any sizes between ranks of the group.
-
-        Args:
-            sends: this rank's messages, in the order in which each peer lists its receives.
-        """
+        """Start point-to-point messages of any sizes, in the order in which each peer lists its receives."""
         ...
 
 
@@ -130,23 +98,14 @@ def transport_for(group: Group, device: torch.device) -> Transport:
 def send_recv(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, device: torch.device
 ) -> Handle[None]:
-    """Start point-to-point messages between ranks of a group; see `Transport.send_recv`.
-
-    All transports send messages in the same way, so none is chosen, and nothing is collective: a rank may send to
-    another one while the rest of the group does something else, as in a pipeline.
-    """
+    """Start point-to-point messages between ranks of a group; see `Transport.send_recv`."""
+    # All transports send messages in the same way, so none is chosen, and nothing is collective: a rank may send to
+    # another one while the rest of the group does something else, as in a pipeline.
     return Native(group, device).send_recv(sends, receives)
 
 
 def choice_for(group: Group, device: torch.device) -> Choice:
-    """Chooses a transport for a group. Collective over it the first time.
-
-    Args:
-        group: with the `transport=` of `make_mesh`, or "auto".
-
-    Raises:
-        MeshError: on every member: the transport that was asked for cannot serve this group.
-    """
+    """Choose a transport for a group, or refuse the one that was asked for. Collective over it the first time."""
     if group.process_group is None:
         return Choice(Native, "a rank alone sends nothing")
     backend = backend_of(group.process_group, device.type)
@@ -177,11 +136,7 @@ def _refusal(asked: str, reason: str) -> MeshError:
 
 
 def start_sum(x: Tensor, group: Group, dtype: torch.dtype) -> Handle[Tensor]:
-    """Starts the sum of a tensor over a group, which all members get, in its shape.
-
-    Args:
-        x: the term of this rank, which is sent as it is.
-    """
+    """Start the sum of a tensor over a group, which all members get; the term is sent as it is."""
     terms = plain_terms(((tuple(x.shape), 0),), (group.size,), x.dtype, scatter=False)
     reduction = transport_for(group, x.device).reduction(terms, dtype)
     reduction.add([0], [x])

@@ -38,21 +38,14 @@ Draw: TypeAlias = Callable[[], Tensor]
 
 
 class Parts(NamedTuple):
-    """The tensors that are sent for one leaf.
+    """The tensors that are sent for one leaf."""
 
-    Attributes:
-        sent: of each tensor the shape once gathered, and the dim along which it is gathered.
-        dtype: of these tensors.
-        bytes: memory of what is received.
-        decoded: shape of the result if `decode` writes it to other memory; None if it views what was received.
-        plan: of the wire.
-    """
-
-    sent: CutLeaves
-    dtype: torch.dtype
-    bytes: int
+    sent: CutLeaves  # of each tensor the shape once gathered, and the dim along which it is gathered
+    dtype: torch.dtype  # of these tensors
+    bytes: int  # memory of what is received
+    # shape of the result if `decode` writes it to other memory; None if it views what was received
     decoded: tuple[int, ...] | None = None
-    plan: Any = None
+    plan: Any = None  # of the wire
 
 
 class Wire(Protocol):
@@ -95,15 +88,12 @@ class SumWire(Protocol):
 
 @dataclass(frozen=True)
 class LeafWire:
-    """How a leaf at rest is sent.
-
-    Attributes:
-        kept: indices of this rank's rows of a stack that are sent in the dtype of the wire; None if no rank has any.
-        noise: returns the numbers in [0, 1) by which the rows of the shard from `start` to `stop` are rounded.
-    """
+    """How a leaf at rest is sent."""
 
     wire: Wire
+    # indices of this rank's rows of a stack that are sent in the dtype of the wire; None if no rank has any
     kept: tuple[int, ...] | None = None
+    # returns the numbers in [0, 1) by which the rows of the shard from `start` to `stop` are rounded
     noise: Callable[[int, int], Tensor] | None = None
 
     def of_rows(self, start: int, stop: int) -> LeafWire:
@@ -142,18 +132,12 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantizing:
-    """A leaf, or a term of a sum, is sent as quantized values and the scales of their blocks.
+    """A leaf, or a term of a sum, is sent as quantized values and the scales of their blocks."""
 
-    Attributes:
-        dtype: of dequantized leaves, and of terms before they are quantized.
-        stays: a gathered leaf stays quantized; otherwise it is dequantized.
-        strict: see `Quantized`.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of dequantized leaves, and of terms before they are quantized
     format: Blocks
-    stays: bool = False
-    strict: bool = False
+    stays: bool = False  # a gathered leaf stays quantized; otherwise it is dequantized
+    strict: bool = False  # see `Quantized`
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
         """See `Wire`."""

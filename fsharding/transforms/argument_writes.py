@@ -1,10 +1,9 @@
 """Refuse functions that write into their arguments, where a policy runs them on copies and runs them again in backward.
 
-In: a function and its arguments. Out: its result, or one error that names the argument.
-What the function appends to a list is lost, since the list is a copy; from a tensor that it changes in place, backward
-recomputes another result. Entries of lists and dicts are compared by identity before and after the call, and tensors by
-identity and version, also those that sets and attributes of objects hold.
-Guarantee: after a call without an error the arguments hold the same tensors, with the same values, as before.
+What the function appends to a list is lost, since the list is a copy; from a tensor that it changes in place,
+backward recomputes another result. Entries of lists and dicts are compared by identity before and after the call, and
+tensors by identity and version, also those that sets and attributes of objects hold. Guarantee: after a call without
+an error the arguments hold the same tensors, with the same values, as before.
 """
 
 from __future__ import annotations
@@ -34,14 +33,7 @@ _NOT_WALKED = (type, Mesh, types.ModuleType, types.FunctionType, types.MethodTyp
 
 
 def call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bool = False) -> Any:
-    """`fn(*args)`, which must not write into `args`.
-
-    Args:
-        closure: nor tensors into lists, dicts and sets that it closes over: under torch.func these are lost, too.
-
-    Raises:
-        TransformError: it has; all changed arguments are listed.
-    """
+    """`fn(*args)`, which must not write into `args`, nor tensors into lists, dicts and sets that it closes over."""
     watched = [(name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True)]
     cells = getattr(fn, "__closure__", None) or ()
     if closure and cells:

@@ -1,7 +1,6 @@
 """Refuse casts to 8 bits in a differentiated graph: autograd would round their gradient without a scale.
 
-In: the graph of a loss. Out: nothing, or an error that names the weights. Only the first backward of each function is
-inspected, since visiting a node costs about as much as running it.
+Only the first backward of each function is inspected, since visiting a node costs about as much as running it.
 Guarantee: a differentiated cast in the first graph of a function is found. Casts inside a compiled graph or a user's
 autograd Function, and functions without a hash or weak reference, are not inspected.
 """
@@ -34,15 +33,7 @@ _looked_at: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictio
 def refuse_bare_casts(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
 ) -> None:
-    """Raise if a graph has differentiated casts to 8 bits, unless a graph of this function was inspected before.
-
-    Args:
-        fn: the function that built the graph; wrappers are unwrapped.
-        part: the part of `fn` that is differentiated, if there are several.
-
-    Raises:
-        TransformError: there are such casts; up to ten are named.
-    """
+    """Refuse a graph that has differentiated casts to 8 bits; each part of a function is inspected once."""
     while callable(inner := getattr(fn, "__wrapped__", None)):
         fn = inner
     try:

@@ -1,6 +1,5 @@
 """`compare_units`: compare units across ranks before each gather or reduction, for calls that no step checks.
 
-In: a mesh. Out: a context manager; gathers and reductions inside it are compared.
 Guarantee: ranks at different units raise before one unit's bytes are used as another's.
 """
 

@@ -1,8 +1,7 @@
 """Check a loss function at its first call: does it depend on the parameters, and where do its random numbers come from?
 
-In: the first call of a loss function over sharded parameters. Out: nothing, one warning per habit that makes runs
-irreproducible, or one error on every rank. Later calls are not checked.
-Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
+Later calls are not checked. Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks
+refuse it before backward.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ class FirstCall:
         self._warned: set[str] = set()
 
     def watched(self, fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-        """Wrap a loss function to warn of random numbers without a key, of keys used twice, and of divided means.
-
-        Args:
-            has_aux: whether it returns `(loss, aux)`.
-        """
+        """Wrap a loss function to warn of random numbers without a key, of keys used twice, and of divided means."""
 
         @functools.wraps(fn, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -85,17 +80,7 @@ class FirstCall:
         return run
 
     def look(self, total: Tensor, context: GatherContext, leaves: Sequence[Tensor]) -> None:
-        """Refuse a loss that depends on no parameter, or warn of it. With a mesh collective over all its ranks.
-
-        Args:
-            total: the loss, before its backward.
-            context: the one that gathered its units.
-            leaves: local tensors of the parameters that are differentiated.
-
-        Raises:
-            TransformError: with a mesh, on every rank: on some rank the loss depends on no parameter. With and without:
-                a `GradScaler` of torch has scaled it.
-        """
+        """Refuse a loss that depends on no parameter, or warn of it. With a mesh collective over all its ranks."""
         _refuse_scaler(total, self._name)
         depends = _reaches(total.grad_fn, context, leaves)
         if _compat.makes_fakes():
@@ -216,11 +201,7 @@ _checked = _Checked()
 
 
 def first_call(fn: Callable[..., Any]) -> FirstCall | None:
-    """The checks of a call of a loss function; None if it was called before.
-
-    Args:
-        fn: the loss function; if it wraps another, the inner one counts.
-    """
+    """Return the checks of a call of a loss function, unwrapped; None if it was called before."""
     while callable(inner := getattr(fn, "__wrapped__", None)):
         fn = inner
     code = getattr(fn, "__code__", type(fn))

@@ -74,19 +74,12 @@ PutTerm: TypeAlias = Callable[[torch.dtype, Kernel], bool]
 
 
 class TapeLeaf(NamedTuple):
-    """A leaf of the tree that is differentiated.
+    """A leaf of the tree that is differentiated."""
 
-    Attributes:
-        path: its name.
-        node: what the loss function sees; None for a leaf that isn't a DTensor.
-        target: where its gradient goes; None for a frozen leaf.
-        accumulated: the local gradient of earlier microbatches, added to in place; None without any.
-    """
-
-    path: str
-    node: Local | None
-    target: GradTarget | None
-    accumulated: Tensor | None
+    path: str  # its name
+    node: Local | None  # what the loss function sees; None for a leaf that isn't a DTensor
+    target: GradTarget | None  # where its gradient goes; None for a frozen leaf
+    accumulated: Tensor | None  # the local gradient of earlier microbatches, added to in place; None without any
 
 
 class _Term(NamedTuple):
@@ -247,16 +240,7 @@ class GatherContext:
     def gather(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None, policy: Policy
     ) -> list[WholeLeaf]:
-        """Gathers a unit, as a node of the autograd graph, and releases the one before it.
-
-        Args:
-            index: of each in the parameter tree.
-            dtype: of floating point leaves; None for the compute dtype.
-            policy: whether the buffers are kept for backward.
-
-        Returns:
-            The whole leaves.
-        """
+        """Gather a unit as a node of the autograd graph, release the one before it, and return the full leaves."""
         unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
         full = self.enter(unit, policy)
         nodes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, full)))
@@ -356,11 +340,7 @@ class GatherContext:
 
     @torch.no_grad()
     def enter(self, unit: GatheredUnit, policy: Policy) -> list[WholeLeaf]:
-        """Forward reaches a unit: releases the one before it, and waits for this one.
-
-        Returns:
-            The whole leaves.
-        """
+        """Release the unit before this one, wait for this one, and return its full leaves."""
         if self._current is not None:
             self._current.release()
         self.saved.forget_freed()
@@ -516,11 +496,7 @@ class GatherContext:
 
     # ---------------------------------------------------------------------------------------------------------- the end
     def finish(self) -> list[Tensor | None]:
-        """Waits for all reductions, and closes.
-
-        Returns:
-            The local gradient of each leaf: zeros if the loss does not depend on it, None for frozen leaves.
-        """
+        """Wait for all reductions, close, and return the local gradient of each leaf; None for frozen ones."""
         result = self.reducer.finish()
         self.counts.peak_units, self.counts.peak_bytes = self._pool.peak_owners, self._pool.peak_bytes
         record(self.counts)
@@ -642,11 +618,7 @@ def without_context() -> AbstractContextManager[None]:
 
 
 def current_context() -> GatherContext | None:
-    """Return the context of the innermost `value_and_grad` in its forward; None outside, and under torch.func.
-
-    Raises:
-        TransformError: `torch.func.linearize` runs inside of `value_and_grad`.
-    """
+    """Return the context of the innermost `value_and_grad` in its forward; None outside, and under torch.func."""
     context = _context.get()
     if context is not None and _functorch.linearizing():
         rule = "cannot run inside fs.value_and_grad: torch takes its linear map for a constant there."
@@ -678,11 +650,7 @@ def is_evaluating() -> bool:
 
 
 def check_depth(prefetch_depth: Any) -> None:
-    """Check a number of units to gather ahead.
-
-    Raises:
-        ConfigError: it isn't an integer from 0.
-    """
+    """Refuse a number of units to gather ahead that isn't an integer from 0."""
     if not isinstance(prefetch_depth, int) or isinstance(prefetch_depth, bool) or prefetch_depth < 0:
         shown = prefetch_depth if isinstance(prefetch_depth, int | float | str) else type(prefetch_depth).__name__
         rule = f"got prefetch_depth={shown!r}."

@@ -1,10 +1,8 @@
 """`gather_unit` and `scatter_grads`: the two transforms between the sharded and the gathered form of a unit.
 
-In: a subtree of `Local` nodes (inside a loss function) or DTensors (outside). Out: the same subtree of full tensors.
-Inside `value_and_grad` the `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same maps
-are composed of differentiable collectives.
-Guarantee: `scatter_grads` is the transpose of `gather_unit`: with `<a, b>` the inner product summed over ranks,
-`<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
+Inside `value_and_grad` the `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same
+maps are composed of differentiable collectives. Guarantee: `scatter_grads` is the transpose of `gather_unit`: with
+`<a, b>` the inner product summed over ranks, `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
 """
 
 from __future__ import annotations
@@ -119,13 +117,8 @@ def gather_unit(
 
 
 def local_nodes(unit: Tree) -> tuple[list[Any], Any]:
-    """The leaves of a unit with `Local` nodes for its DTensors, and its structure.
-
-    Inside a vmap over the leading dim of a leaf, its node has the shape and sharding without that dim.
-
-    Raises:
-        TransformError: DTensors went through a torch.func transform, or a value does not match its sharding.
-    """
+    """Return the leaves of a unit with `Local` nodes for its DTensors, and its structure; refuse lost ones."""
+    # Inside a vmap over the leading dim of a leaf, its node has the shape and sharding without that dim.
     leaves, spec = tree.flatten(unit)
     if not _functorch.in_functorch():
         return [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
@@ -280,11 +273,7 @@ def select_unit(stack: Tree, index: int) -> Tree:
 
 
 def refuse_cut_layers(stack: Tree) -> None:
-    """Checks that every rank has all the units of a stack, and their gradients.
-
-    Raises:
-        SpecError: dim 0 of a leaf or of its gradient is cut; all such leaves are listed.
-    """
+    """Check that every rank has all the units of a stack, and their gradients."""
     rows: list[str] = []
     context = current_context()
     for path, leaf in tree.named_leaves(stack).items():

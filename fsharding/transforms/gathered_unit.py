@@ -1,6 +1,5 @@
 """One gather of one unit: all-gather its shards, release the full leaves, and gather them again for backward.
 
-In: the plan of a unit, its shards, a buffer pool. Out: full leaves, as views of flat buffers.
 Guarantee: a buffer is released with its last view, and its collective has been waited for by then.
 """
 
@@ -161,14 +160,7 @@ class GatheredUnit:
 
     @torch.no_grad()
     def wait(self) -> dict[int, WholeLeaf]:
-        """Waits for the all-gathers, which it starts if need be.
-
-        Returns:
-            The full leaves, by their number in the plan.
-
-        Raises:
-            RuntimeError: another rank is gone, or the timeout of the group is over.
-        """
+        """Wait for the all-gathers, which it starts if needed; return the full leaves by number in the plan."""
         self.start()
         assert self.state is UnitState.GATHERING, self.state
         full: dict[int, WholeLeaf] = {}
@@ -195,7 +187,7 @@ class GatheredUnit:
         if handle is None:
             return Moved([], [])
         gathered, self._handles[number] = handle.wait(), None
-        del handle
+        del handle  # it holds the rows that were received, which `retire` can only recycle when they are free
         self._memory.retire()
         return gathered
 
@@ -206,14 +198,7 @@ class GatheredUnit:
 
     @named("fs.gather_unit")
     def release(self, *, failed: bool = False) -> None:
-        """Release the buffers; an existing view keeps its buffer alive.
-
-        Args:
-            failed: the step has failed, so that nothing more is said about its weights.
-
-        Raises:
-            TransformError: the weights were written in place.
-        """
+        """Release the buffers, and refuse weights that were written in place, unless the step has `failed`."""
         changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
         self._handles = []
         self.buffers = []

@@ -1,11 +1,8 @@
 """Reduce each unit's gradients over the data axes while backward runs, and accumulate them into the gradient tree.
 
-In: gradients of full leaves, one unit at a time; large leaves individually, as soon as they are complete.
-Out: the local gradient of each leaf, in the sharding of its target.
-
 A bucket is filled by `take` or `write` (large gradients) and `reduce` (all others), which starts its collectives.
-`settle` finishes collectives in the order in which they started, because sums depend on it. The `GradMemory` of a leaf
-says where its gradient is.
+`settle` finishes collectives in the order in which they started, because sums depend on it. The `GradMemory` of a
+leaf says where its gradient is.
 
 Guarantee: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
 accumulated gradients of earlier microbatches count once.
@@ -39,17 +36,11 @@ __all__ = ["GradReducer"]
 
 
 class _Pending(NamedTuple):
-    """A bucket whose collectives are under way.
+    """A bucket whose collectives are under way."""
 
-    Attributes:
-        handle: waits for them, and adds their sums to the gradients.
-        sends: there are any collectives.
-        in_use: buckets and their handles, whose memory is read where a device has several streams; `handle` may add to
-            them.
-    """
-
-    handle: Handle[object]
-    sends: bool
+    handle: Handle[object]  # waits for them, and adds their sums to the gradients
+    sends: bool  # there are any collectives
+    # buckets and their handles, whose memory is read where a device has several streams; `handle` may add to them
     in_use: list[tuple[Filling, Handle[list[Tensor]]]]
 
 
@@ -137,12 +128,8 @@ class GradReducer:
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
     def take(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, grad: Tensor) -> None:
-        """Copies a large gradient into its bucket, so that its own memory is free, or adds it to the terms there.
-
-        Args:
-            unit: that the leaf belongs to; `reduce` follows, with its other gradients.
-            grad: whole, and complete but for the terms that `write` was called with.
-        """
+        """Copy a large gradient into its bucket, so that its own memory is free, or add it to the terms there."""
+        # It is complete but for terms from `write`; `reduce` follows, with the other gradients of the unit.
         bucket = self._open_bucket(unit, plan, large)
         with _compat.region("scatter"):
             bucket.add([large.slot], [grad])
@@ -151,14 +138,7 @@ class GradReducer:
     def write(
         self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, dtype: torch.dtype, kernel: Callable[[Tensor], object]
     ) -> bool:
-        """Has a kernel write a large gradient, or a term of it, into its bucket.
-
-        Args:
-            kernel: fills a tensor of the leaf's shape, whatever is in it.
-
-        Returns:
-            Whether it did; else the term has to come by `take`.
-        """
+        """Have a kernel fill a large gradient, or a term of it, in its bucket; if False, it has to come by `take`."""
         bucket = self._open_bucket(unit, plan, large)
         slot = bucket.slot(large.slot, dtype)
         if slot is None:
@@ -183,11 +163,7 @@ class GradReducer:
     def reduce(
         self, unit: Hashable, plan: UnitPlan, index: Sequence[LeafIndex], grads: Sequence[Tensor | None]
     ) -> None:
-        """Finishes the reductions under way, and starts the unit's.
-
-        Args:
-            grads: of its leaves, whole; None for those without a gradient, and those that `take` or `write` had all of.
-        """
+        """Finish the reductions in flight, and start the unit's; None where `take` or `write` had all of a gradient."""
         self.settle()
         with _compat.region("scatter"):
             for number, b in enumerate(plan.reductions):
@@ -362,11 +338,7 @@ class GradReducer:
                 self._add(i, None, moved)
 
     def finish(self) -> list[Tensor | None]:
-        """Finishes all reductions, and adds what was accumulated for leaves that had no gradient this time.
-
-        Returns:
-            The local gradient of each leaf, zeros where nothing came, None for frozen leaves.
-        """
+        """Finish all reductions, add what was accumulated for leaves without a gradient, and return gradients."""
         self.settle()
         with _compat.region("scatter"), self._after_compute():
             for i, (leaf, target) in enumerate(zip(self._leaves, self._targets, strict=True)):

@@ -1,9 +1,7 @@
 """Explain why a loss function failed: a leaf used before it was gathered, a batch of NumPy arrays, and so on.
 
-In: the error, the arguments, and the context of the call. Out: an error that shows the fix, or None if the cause is
-unknown. This runs after a failure only, so a successful call pays nothing.
-Guarantee: the new error also has the class of the original, so code that catches `KeyError` or `RuntimeError` still
-works.
+This runs after a failure only, so a successful call pays nothing. Guarantee: the new error also has the class of the
+original, so code that catches `KeyError` or `RuntimeError` still works.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, sysconfig.g
 def explained(
     error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:
-    """Explains an error of a loss function, if it can be told. An error of this library only gets more text.
-
-    Args:
-        params: its first argument, with `Local` nodes.
-    """
+    """Explain an error of a loss function, if the cause is known. An error of this library only gets more text."""
     if isinstance(error, NotGatheredError):
         _name(error, params, context)
         return None

@@ -1,9 +1,7 @@
 """Inner products of sharded trees: `vdot`, for trees at rest, inside a loss function, and under torch.func.
 
-In: two trees of DTensors, `Local` nodes or plain tensors, with equal shardings. Out: one 0-d tensor, the same on every
-rank. Products are summed in float64, so the order of the sum does not affect a float32 result.
-Guarantees: each element of the full leaves counts once, on every mesh and under every strategy, and in every
-derivative.
+Products are summed in float64, so the order of the sum does not affect a float32 result. Guarantees: each element of
+the full leaves counts once, on every mesh and under every strategy, and in every derivative.
 """
 
 from __future__ import annotations
@@ -102,14 +100,7 @@ def norm_in_flight(values: Tree) -> Tensor:
 
 
 def _refuse_hidden_owners(leaves: dict[str, object]) -> None:
-    """Refuses DTensors that lie on a slice of their mesh: which part of a leaf that is, only a layout knows.
-
-    Args:
-        leaves: by path; what is no DTensor passes.
-
-    Raises:
-        LayoutError: some do; each is listed.
-    """
+    """Refuse DTensors on a slice of their mesh: which part of a leaf that is, only a layout knows."""
     owned = {path: x for path, x in leaves.items() if isinstance(x, DTensor) and hides_owners(x)}
     hidden = [f"{path} is {typeof(x)} on a slice of its mesh" for path, x in owned.items()]
     if hidden:

@@ -20,33 +20,21 @@ __all__ = ["GradsTo", "RunOptions"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a forward and its backward run.
+    """How a forward and its backward run."""
 
-    Attributes:
-        precision: dtypes of compute, wire and gradients, and formats of weights.
-        key: int64[2], for formats whose rounding is keyed.
-        microbatch: index of this call among those with the same key.
-        prefetch_depth: how many units are gathered ahead of the one that computes, in forward and in backward.
-        defers: whether a backward may leave products that give gradients of weights alone for later.
-    """
-
-    precision: Precision = FP32
-    key: Tensor | None = None
-    microbatch: int = 0
-    prefetch_depth: int = 1
-    defers: bool = False
+    precision: Precision = FP32  # dtypes of compute, wire and gradients, and formats of weights
+    key: Tensor | None = None  # int64[2], for formats whose rounding is keyed
+    microbatch: int = 0  # index of this call among those with the same key
+    prefetch_depth: int = 1  # how many units are gathered ahead of the one that computes, in forward and in backward
+    defers: bool = False  # whether a backward may leave products that give gradients of weights alone for later
 
 
 class GradsTo(NamedTuple):
-    """Where gradients go.
+    """Where gradients go."""
 
-    Attributes:
-        shardings: tree of `NamedSharding`; None at a leaf freezes it, None in all is the sharding of the parameters.
-        accumulate: gradients of earlier calls, which are added to in place; None where there are none.
-        pool: of memory for large gradients that are whole on every data rank, used again from call to call when the
-            gradient that was in it has been released. By default they are in fresh memory.
-    """
-
+    # tree of `NamedSharding`; None at a leaf freezes it, None in all is the sharding of the parameters
     shardings: Tree = None
-    accumulate: Tree = None
+    accumulate: Tree = None  # gradients of earlier calls, which are added to in place; None where there are none
+    # of memory for large gradients that are whole on every data rank, used again from call to call when the gradient
+    # that was in it has been released. By default they are in fresh memory
     pool: Pool | None = None

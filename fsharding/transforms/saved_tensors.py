@@ -1,7 +1,5 @@
 """Saved-tensor hooks: autograd saves where a gathered weight is instead of the weight.
 
-In: the buffers of units, values decoded from them, and each tensor that autograd saves. Out: a small record in its
-place; in backward, a view of the buffer again, after its unit has been gathered again.
 Guarantee: saved tensors never keep a unit's buffers alive, unless the policy keeps gathered weights.
 """
 
@@ -100,12 +98,7 @@ class SavedTensors:
                 self._watched[_compat.storage_id(buffer)] = watched
 
     def note_values(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
-        """Recognize views of decoded values.
-
-        Args:
-            decode: makes them of the parts.
-            parts: what was gathered; they are not kept where a unit can be gathered again.
-        """
+        """Recognize views of values decoded from parts, which are not kept if their unit can be gathered again."""
         kept = tuple(self.pack(part.detach()) for part in parts)
         self._values[_compat.storage_id(x)] = _Values(decode, kept, x.dtype, _compat.weak_storage(x))
 

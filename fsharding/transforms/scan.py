@@ -1,9 +1,7 @@
 """`scan` over leading dims, and `scan_units` over the units of a model: prefetch the next unit, compute, release.
 
-In: a function, a stack (leaves `[layers, ...]`) or a sequence of different units, a carry. Out: the last carry.
-As in `lax.scan`, the carry is any pytree, with per-layer inputs `xs` and per-layer outputs `ys`.
-Guarantee: at most prefetch depth + 1 units are alive at once, in forward and backward, under every policy that frees
-them.
+As in `lax.scan`, the carry is any pytree, with per-layer inputs `xs` and per-layer outputs `ys`. Guarantee: at most
+prefetch depth + 1 units are alive at once, in forward and backward, under every policy that frees them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`shard_map`: run a function on local tensors, with DTensors outside.
 
-In: a function of trees of `Local` nodes, such as a torch.func transform of a loss function. Out: the same function of
-DTensors. Inside, `fs.tree.vdot` is the inner product of two sharded trees, over the full leaves.
-Guarantee: each rank gets its part of the result on one process, for every sharding of the arguments.
+Inside, `fs.tree.vdot` is the inner product of two sharded trees, over the full leaves. Guarantee: each rank gets its
+part of the result on one process, for every sharding of the arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The static plan of a unit: which leaves are gathered together, and which gradients are reduced together.
 
-In: for each leaf its sharding, global shape and wire, and the target of its gradient. Out: a cached, printable
-`UnitPlan`. The leaves of a gather bucket share a kind of wire and axes; of a reduction, steps and dtypes.
-Guarantee: planning never communicates, and all ranks of a mesh compute the same plan.
+The leaves of a gather bucket share a kind of wire and axes; of a reduction, steps and dtypes. Guarantee: planning
+never communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations
@@ -56,24 +55,16 @@ def pooled_from() -> int:
 
 @dataclass(frozen=True)
 class GradTarget:
-    """Where the gradient of a leaf goes.
+    """Where the gradient of a leaf goes."""
 
-    Attributes:
-        sharding: sharding of the reduced gradient.
-        dtype: dtype of the sum and of the result.
-        wire: how terms and partial sums are sent; None for their own dtype.
-        first_wire: how the terms of the first sum are sent, if different; that sum is then not native.
-        accumulated: sharding of the gradients of earlier microbatches; None without any.
-        native: use the backend's own reductions.
-        assigned: assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size.
-    """
-
-    sharding: NamedSharding
-    dtype: torch.dtype
-    wire: Plain | None = None
+    sharding: NamedSharding  # sharding of the reduced gradient
+    dtype: torch.dtype  # dtype of the sum and of the result
+    wire: Plain | None = None  # how terms and partial sums are sent; None for their own dtype
+    # how the terms of the first sum are sent, if different; that sum is then not native
     first_wire: SumWire | None = None
-    accumulated: NamedSharding | None = None
-    native: bool = False
+    accumulated: NamedSharding | None = None  # sharding of the gradients of earlier microbatches; None without any
+    native: bool = False  # use the backend's own reductions
+    # assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size
     assigned: tuple[Assigned, ...] = ()
 
     def row(self) -> GradTarget:
@@ -93,91 +84,58 @@ class GradTarget:
 
 
 class UnitLeaf(NamedTuple):
-    """One leaf of a unit.
+    """One leaf of a unit."""
 
-    Attributes:
-        sharding: sharding in the state.
-        shape: global shape.
-        stored: dtype in the state.
-        wire: how it is gathered.
-        target: where its gradient goes; None for a frozen leaf.
-        copied: it is copied to a buffer like leaves that are gathered: it is elsewhere than on the device, or a row of
-            a stack that does not begin where a fresh tensor would, on which kernels may round differently.
-        again: the wire of a second gather, which backward may start instead of the first one.
-        seen: makes what the loss function sees of the leaf's node in the graph; by default the node.
-    """
-
-    sharding: NamedSharding
-    shape: tuple[int, ...]
-    stored: torch.dtype
-    wire: Wire
-    target: GradTarget | None
+    sharding: NamedSharding  # sharding in the state
+    shape: tuple[int, ...]  # global shape
+    stored: torch.dtype  # dtype in the state
+    wire: Wire  # how it is gathered
+    target: GradTarget | None  # where its gradient goes; None for a frozen leaf
+    # it is copied to a buffer like leaves that are gathered: it is elsewhere than on the device, or a row of a stack
+    # that does not begin where a fresh tensor would, on which kernels may round differently
     copied: bool = False
-    again: Wire | None = None
+    again: Wire | None = None  # the wire of a second gather, which backward may start instead of the first one
+    # makes what the loss function sees of the leaf's node in the graph; by default the node
     seen: Callable[[Tensor], Quantized] | None = None
 
 
 class UnitGather(NamedTuple):
-    """Leaves that are gathered together; a move without axes only casts or encodes them.
+    """Leaves that are gathered together; a move without axes only casts or encodes them."""
 
-    Attributes:
-        leaves: their numbers in the unit.
-        if_viewed: backward gathers them again only if autograd has saved a view of them.
-    """
-
-    leaves: tuple[int, ...]
+    leaves: tuple[int, ...]  # their numbers in the unit
     move: Move
-    if_viewed: bool
+    if_viewed: bool  # backward gathers them again only if autograd has saved a view of them
 
 
 @dataclass(frozen=True)
 class ReduceBucket:
-    """Leaves whose gradients are reduced by the same collectives.
+    """Leaves whose gradients are reduced by the same collectives."""
 
-    Attributes:
-        leaves: their indices in the unit.
-        early: the move from backward's gradients to the sharding of accumulated gradients.
-        late: the move from there to the target.
-    """
-
-    leaves: tuple[int, ...]
-    early: Move
-    late: Move
+    leaves: tuple[int, ...]  # their indices in the unit
+    early: Move  # the move from backward's gradients to the sharding of accumulated gradients
+    late: Move  # the move from there to the target
 
 
 class LargeLeaf(NamedTuple):
-    """A leaf whose gradient is taken as soon as it is complete.
+    """A leaf whose gradient is taken as soon as it is complete."""
 
-    Attributes:
-        leaf: its index in the unit.
-        bucket: the index of its `ReduceBucket` in the plan.
-        slot: its position in that bucket.
-    """
-
-    leaf: int
-    bucket: int
-    slot: int
+    leaf: int  # its index in the unit
+    bucket: int  # the index of its `ReduceBucket` in the plan
+    slot: int  # its position in that bucket
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Everything static about a unit.
-
-    Attributes:
-        gathers: buckets that are gathered or cast.
-        aliases: leaves that are full already, with the dtype in which they are used.
-        reductions: buckets of gradients.
-        large: leaves whose gradients are reduced as soon as they are complete.
-        seen: of some leaves, what makes what the loss function sees.
-        again: leaves that backward may gather by another wire, and the plan of a unit of these.
-    """
+    """Everything static about a unit."""
 
     mesh: Mesh
-    gathers: tuple[UnitGather, ...]
-    aliases: tuple[tuple[int, torch.dtype], ...]
-    reductions: tuple[ReduceBucket, ...]
-    large: tuple[LargeLeaf, ...]
+    gathers: tuple[UnitGather, ...]  # buckets that are gathered or cast
+    aliases: tuple[tuple[int, torch.dtype], ...]  # leaves that are full already, with the dtype in which they are used
+    reductions: tuple[ReduceBucket, ...]  # buckets of gradients
+    large: tuple[LargeLeaf, ...]  # leaves whose gradients are reduced as soon as they are complete
+    # of some leaves, what makes what the loss function sees
     seen: tuple[tuple[int, Callable[[Tensor], Quantized]], ...]
+    # leaves that backward may gather by another wire, and the plan of a unit of these
     again: tuple[tuple[int, ...], UnitPlan] | None
 
     @functools.cached_property
@@ -292,12 +250,7 @@ def _elements(leaf: UnitLeaf) -> int:
 
 @cache_on_its_mesh()
 def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether each row of a stack begins where a fresh tensor would, on every rank: rows of ranks differ in size.
-
-    Args:
-        sharding: of a row.
-        shape: global shape of a row.
-    """
+    """Whether each row of a stack begins where a fresh tensor would, on every rank: rows of ranks differ in size."""
     axes = [*itertools.chain(*map(sharding.axes, range(len(shape))))]
     ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
     shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))

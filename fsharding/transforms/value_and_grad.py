@@ -1,9 +1,7 @@
 """`value_and_grad`: gradients of a loss over sharded parameters, by `torch.autograd.grad`.
 
-In: a loss function of (params, ...) that returns a scalar, or (sum, count). Out: the mean over all data ranks, and a
-tree of gradients in the requested shardings. Callers pass and receive DTensors; the loss function sees `Local` nodes.
-Guarantees: inputs are never changed; the mean is over the total count, for every mesh, strategy and number of
-microbatches.
+Callers pass and receive DTensors; the loss function sees `Local` nodes. Guarantees: inputs are never changed; the
+mean is over the total count, for every mesh, strategy and number of microbatches.
 """
 
 from __future__ import annotations
