@@ -19,16 +19,13 @@ __all__ = ["BucketQueue"]
 
 
 class BucketQueue:
-    """See the module.
-
-    Args:
-        limit: bytes of buckets in flight; one bucket is always allowed.
-    """
+    """See the module."""
 
     # `_flying`: started buckets, oldest first, `_bytes` in total. `_waiting`: queued buckets in order. Buckets are
     # numbered from 1: `_added` were added, and the first `_finished` have finished.
 
     def __init__(self, limit: int) -> None:
+        # `limit`: bytes of buckets in flight; one bucket is always allowed.
         self._limit = limit
         self._bytes = 0
         self._added = 0

@@ -36,18 +36,13 @@ class _Buffer:
 
 
 class Pool:
-    """See the module.
-
-    Attributes:
-        peak_owners: most owners that had a buffer alive at once.
-        peak_bytes: most bytes that owners had alive at once.
-    """
+    """See the module."""
 
     def __init__(self, allocate: Callable[..., Tensor] = _compat.fresh) -> None:
         """Make an empty pool; `allocate` makes memory of a shape, a dtype and a device."""
         self._allocate = allocate
-        self.peak_owners = 0
-        self.peak_bytes = 0
+        self.peak_owners = 0  # most owners that had a buffer alive at once
+        self.peak_bytes = 0  # most bytes that owners had alive at once
         self._buffers: list[_Buffer] = []
         self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0

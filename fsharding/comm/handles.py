@@ -58,14 +58,11 @@ class Work(Protocol[_T_co]):
 
 
 class Handle(Generic[_T_co]):
-    """Communication in flight, and what its result is made of once it is done.
-
-    Args:
-        finish: makes the result of what `work.wait` returns.
-        communicates: `finish` starts a collective of its own, so the handle is never ready before it is waited for.
-    """
+    """Communication in flight, and what its result is made of once it is done."""
 
     def __init__(self, work: Work[Any], finish: Callable[[Any], _T_co], *, communicates: bool = False) -> None:
+        # `finish`: makes the result of what `work.wait` returns. `communicates`: `finish` starts a collective of its
+        # own, so the handle is never ready before it is waited for.
         self._work = work
         self._finish = finish
         self._communicates = communicates

@@ -252,25 +252,17 @@ def plan_move(
 
 
 class Filling:
-    """A `Reduction` of the leaves of a move: the first sum, and the steps after it.
-
-    Args:
-        noise: by number of the leaf, for a wire whose rounding is keyed.
-
-    Attributes:
-        memory: the same.
-        filled: the leaves that have a term. A kernel that writes into a slot adds its leaf.
-    """
+    """A `Reduction` of the leaves of a move: the first sum, and the steps after it."""
 
     def __init__(
         self,
         move: Move,
         device: torch.device,
         memory: Memory | None = None,
-        noise: Noise | None = None,
+        noise: Noise | None = None,  # by number of the leaf, for a wire whose rounding is keyed
     ) -> None:
-        self.memory = memory
-        self.filled: set[int] = set()
+        self.memory = memory  # the same
+        self.filled: set[int] = set()  # the leaves that have a term. A kernel that writes into a slot adds its leaf
         self._move = move
         self._device = device
         self._terms: dict[int, Tensor] = {}

@@ -34,7 +34,7 @@ from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.sharding import mesh_view
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, sharding_of
 
-__all__ = ["BUCKET_BYTES", "in_buckets", "plan_rows", "redistribute", "reduce_grads", "send", "sends_encoded"]
+__all__ = ["BUCKET_BYTES", "in_buckets", "plan_rows", "redistribute", "send", "sends_encoded"]
 
 Item = TypeVar("Item")
 
@@ -96,11 +96,6 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
     return send(values, shardings, BucketQueue(0), dtypes=dtypes, into=into).wait()
 
 
-def reduce_grads(values: Tree, sources: Tree, targets: Tree, *, native: bool = False) -> Tree:
-    """Sum gradients over their unreduced axes and reshard them to `targets`; see `send`."""
-    return send(values, targets, BucketQueue(0), sources=sources, native=native).wait()
-
-
 @named("fs.redistribute")
 def send(
     values: Tree,
@@ -150,14 +145,10 @@ def send(
 
 
 class _Sending:
-    """Leaves of a tree that are sent, and their results.
-
-    Attributes:
-        result: of each leaf; until it is there, the leaf.
-    """
+    """Leaves of a tree that are sent, and their results."""
 
     def __init__(self, leaves: Sequence[Any], targets: Sequence[Any]) -> None:
-        self.result = list(leaves)
+        self.result = list(leaves)  # of each leaf; until it is there, the leaf
         self._targets = targets
         self._sent: list[_Sent] = []
         self._encoded: list[_Sent] = []

@@ -267,15 +267,11 @@ class RowTransport(Protocol):
 
 
 class OrderedSum:
-    """A `Reduction` in the order of the members: rows of terms are exchanged, and added by `sum_rows`.
-
-    Args:
-        terms: how they are sent and added.
-    """
+    """A `Reduction` in the order of the members: rows of terms are exchanged, and added by `sum_rows`."""
 
     def __init__(
         self,
-        terms: SumLayout,
+        terms: SumLayout,  # how they are sent and added
         transport: RowTransport,
         sum_dtype: torch.dtype,
         memory: Memory | None = None,

@@ -40,16 +40,6 @@ class StepAgreement:
 
     A sum that includes `as_term` passes its result to `summed`. The term is computed once, before the first sum:
     computed again, ranks that have already summed together could add different terms to a later sum over other axes.
-
-    Args:
-        bit: whether this rank wants to stop, float64, 0-d; read when the term is made if None.
-        axes: over which it is summed; by default all of the mesh.
-        rows: the hash of the rows that this rank reads, int64, 0-d, which ranks along `SAME_ROWS` share; None where
-            it is not compared.
-
-    Attributes:
-        axes: the axes over which the term has not been summed yet.
-        order: of the units of the call; None where one rank is alone.
     """
 
     __slots__ = ("_bit", "_coding", "_count", "_mesh", "_rows", "_total", "axes", "order")
@@ -57,14 +47,18 @@ class StepAgreement:
     def __init__(
         self, mesh: Mesh, bit: Tensor | None = None, *, axes: Sequence[str] | None = None, rows: Tensor | None = None
     ) -> None:
+        # `bit`: whether this rank wants to stop, float64, 0-d; read when the term is made if None. `axes`: over which
+        # it is summed; by default all of the mesh. `rows`: the hash of the rows that this rank reads, int64, 0-d,
+        # which ranks along `SAME_ROWS` share; None where it is not compared.
         self._mesh = mesh
         self._bit = bit
         self._rows = rows
+        # The axes over which the term has not been summed yet.
         self.axes = _large(mesh) if axes is None else tuple(axes)
         self._coding = _coding(mesh, self.axes)
         self._count: Tensor | None = None
         self._total: Tensor | None = None
-        self.order: UnitOrder | None = order_here()
+        self.order: UnitOrder | None = order_here()  # of the units of the call; None where one rank is alone
 
     def as_term(self, device: torch.device) -> Tensor:
         """Return the partial sum so far, float64, 0-d. At the first call all units have been noted."""

@@ -83,17 +83,13 @@ class Row(NamedTuple):
 
 
 class RecordingStreams:
-    """`Streams` that note what they are given.
-
-    Attributes:
-        rows: so far.
-    """
+    """`Streams` that note what they are given."""
 
     several = True
 
     def __init__(self) -> None:
         """Makes streams without rows."""
-        self.rows: list[Row] = []
+        self.rows: list[Row] = []  # so far
         self._current = [COMPUTE]
         self._labels: list[str] = []
         self._storages: dict[int, tuple[Row, weakref.ref[Any]]] = {}

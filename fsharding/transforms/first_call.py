@@ -47,13 +47,10 @@ _MOST_ALIKE = 8
 
 
 class FirstCall:
-    """The checks of one call of a loss function, or of one for each microbatch.
-
-    Args:
-        mesh: whose ranks refuse together a loss that depends on no parameter; without one this rank warns of it.
-    """
+    """The checks of one call of a loss function, or of one for each microbatch."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
+        # `mesh`: whose ranks refuse together a loss that depends on no parameter; without one this rank warns of it.
         self._name = public_name()
         self._mesh = mesh
         self._lines: dict[tuple[int, int], str] = {}  # of the user, where a key was first drawn with

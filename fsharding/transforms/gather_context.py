@@ -118,21 +118,7 @@ class _Columnwise:
 
 
 class GatherContext:
-    """The runtime of one call; see the module. `value_and_grad` makes it, `gather_unit` finds it by `current_context`.
-
-    Args:
-        leaves: all leaves of the differentiated tree, in order.
-        pool: a pool of buffers that several contexts share; the caller closes it.
-        grad_pool: memory for large gradients that data axes don't shard, kept between calls.
-
-    Attributes:
-        counts: gathers, reductions and peaks of this call.
-        depth: how many units are gathered ahead of the one that is computed with, in forward and in backward.
-        horizon: how many are gathered or read ahead: one more than `depth` where leaves are on disk.
-        cast: the dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
-        reducer: the reducer of gradients.
-        anchor: an input of every unit's node, so that backward reaches it although no leaf is an input.
-    """
+    """The runtime of one call; `value_and_grad` makes it, and `gather_unit` finds it by `current_context`."""
 
     # `_units` has the units in the order of forward, `unit.order` being the position. `_current` is the last of them
     # that forward has reached and not released. `_prefetched` has those that were started for a later `gather`, which
@@ -142,11 +128,11 @@ class GatherContext:
 
     def __init__(
         self,
-        leaves: Sequence[TapeLeaf],
+        leaves: Sequence[TapeLeaf],  # all leaves of the differentiated tree, in order
         options: RunOptions,
         wires: LeafWires,
-        pool: Pool | None = None,
-        grad_pool: Pool | None = None,
+        pool: Pool | None = None,  # a pool of buffers that several contexts share; the caller closes it
+        grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
     ) -> None:
         precision = options.precision
         nodes = [leaf.node for leaf in leaves]
@@ -154,16 +140,20 @@ class GatherContext:
         self._targets = [leaf.target for leaf in leaves]
         self._compute = precision.compute_dtype
         self._wires = wires
+        # How many units are gathered ahead of the one that is computed with, in forward and in backward.
         self.depth = options.prefetch_depth
         on_disk = any(node is not None and isinstance(node.value, OnDisk) for node in nodes)
+        # How many are gathered or read ahead: one more than `depth` where leaves are on disk.
         self.horizon = self.depth + (on_disk and self.depth > 0)
+        # The dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         self.cast = precision.activation_dtype or precision.params
         self._row_targets = [
             target.row() if target is not None and node is not None and node.shape else None
             for target, node in zip(self._targets, nodes, strict=True)
         ]
-        self.counts = Counts()
+        self.counts = Counts()  # gathers, reductions and peaks of this call
         self._defers = options.defers
+        # An input of every unit's node, so that backward reaches it although no leaf is an input.
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool = pool or Pool()
         self._owns_pool = pool is None
@@ -171,6 +161,7 @@ class GatherContext:
         self._device = next(devices, torch.device("cpu"))
         memory = self._pool.memory(self._device)
         accumulated = [leaf.accumulated for leaf in leaves]
+        # The reducer of gradients.
         self.reducer = GradReducer(
             nodes, self._targets, accumulated, memory, self._device, grad_pool, self._term_noise_of
         )

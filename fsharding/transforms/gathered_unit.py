@@ -57,39 +57,20 @@ class Owner(Protocol):
 
 
 class GatheredUnit:
-    """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it.
-
-    Args:
-        index: the places of its leaves in the parameter tree.
-        pool: the pool of buffers, which counts the unit's bytes.
-        noise: returns the numbers for keyed rounding of a leaf, by its index in the plan.
-        owner: names the unit, and is notified of each collective.
-        device: where it is gathered; shards may be elsewhere.
-        site: file and line of the user's call; None if no error needs them.
-        columns: a gather of some leaves in blocks along their other dim, for backward; it is released with this one.
-
-    Attributes:
-        state: see `UnitState`. All-gathers are under way only while it is GATHERING, and `buffers` has elements only
-            while it is ALIVE or when waiting for one of several has failed.
-        buffers: the flat buffers of each bucket; empty for a bucket that backward did not gather again.
-        order: position among the units of a forward pass; -1 until the loss function has used it.
-        saved_views: number of saved tensors that view the buffers; for a `columns` unit, of products that will use it.
-        full: the full leaves of `columns` while it is ALIVE, by their number in the plan.
-        kept: the buffers are kept for backward.
-        in_backward: backward has needed it.
-    """
+    """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it."""
 
     def __init__(
         self,
         plan: UnitPlan,
         leaves: Sequence[Local],
-        index: tuple[LeafIndex, ...],
-        pool: Pool,
-        owner: Owner,
-        device: torch.device,
+        index: tuple[LeafIndex, ...],  # the places of its leaves in the parameter tree
+        pool: Pool,  # the pool of buffers, which counts the unit's bytes
+        owner: Owner,  # names the unit, and is notified of each collective
+        device: torch.device,  # where it is gathered; shards may be elsewhere
         *,
-        site: tuple[str, int] | None = None,
-        noise: Noise | None = None,
+        site: tuple[str, int] | None = None,  # file and line of the user's call; None if no error needs them
+        noise: Noise | None = None,  # returns the numbers for keyed rounding of a leaf, by its index in the plan
+        # A gather of some leaves in blocks along their other dim, for backward; it is released with this one.
         columns: GatheredUnit | None = None,
     ) -> None:
         self.plan = plan
@@ -103,13 +84,18 @@ class GatheredUnit:
         self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
         if self._streams.several:
             self._memory = self._memory.of_one_user()
+        # See `UnitState`. All-gathers are under way only while it is GATHERING, and `buffers` has elements only while
+        # it is ALIVE or when waiting for one of several has failed.
         self.state = UnitState.PLANNED
-        self.order = -1
+        self.order = -1  # position among the units of a forward pass; -1 until the loss function has used it
+        # Number of saved tensors that view the buffers; for a `columns` unit, of products that will use it.
         self.saved_views = 0
-        self.kept = False
-        self.in_backward = False
+        self.kept = False  # the buffers are kept for backward
+        self.in_backward = False  # backward has needed it
         self.columns = columns
+        # The full leaves of `columns` while it is ALIVE, by their number in the plan.
         self.full: dict[int, WholeLeaf] = {}
+        # The flat buffers of each bucket; empty for a bucket that backward did not gather again.
         self.buffers: list[list[Tensor]] = []
         self._viewed: set[int] = set()
         """The buckets that autograd has saved views of; they can be told only once the unit has been alive."""

@@ -82,15 +82,7 @@ def _no_noise(unit: object) -> Noise | None:
 
 
 class GradReducer:
-    """See the module.
-
-    Args:
-        leaves: all leaves of the differentiated tree, in order; None for a leaf that isn't a DTensor.
-        targets: where each gradient goes; None for frozen leaves.
-        accumulated: local gradients of earlier microbatches, added to in place; None without any.
-        grad_pool: memory for large gradients that data axes don't shard, kept between calls.
-        noise_of: returns, for a unit, the numbers for keyed rounding of a leaf's gradient, by its index.
-    """
+    """See the module."""
 
     # By number of the leaf: `_grads[i]` is the memory of its gradient, from its first use. `_taken[i]` has the rows,
     # or None for all, for which the accumulated gradient has been added to a term, so that it counts once.
@@ -100,12 +92,15 @@ class GradReducer:
 
     def __init__(
         self,
+        # All leaves of the differentiated tree, in order; None for a leaf that isn't a DTensor.
         leaves: Sequence[Local | None],
-        targets: Sequence[GradTarget | None],
+        targets: Sequence[GradTarget | None],  # where each gradient goes; None for frozen leaves
+        # Local gradients of earlier microbatches, added to in place; None without any.
         accumulated: Sequence[Tensor | None],
         memory: Memory,
         device: torch.device,
-        grad_pool: Pool | None = None,
+        grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
+        # Returns, for a unit, the numbers for keyed rounding of a leaf's gradient, by its index.
         noise_of: Callable[[Any], Noise | None] = _no_noise,
     ) -> None:
         self._leaves = leaves

@@ -63,14 +63,11 @@ def _bring_nothing(unit: GatheredUnit) -> None:
 
 
 class SavedTensors:
-    """The hooks of one `value_and_grad` call.
-
-    Args:
-        bring: makes the buffers of a unit alive; backward needs them.
-        keepers: memory for activations, by its kind.
-    """
+    """The hooks of one `value_and_grad` call."""
 
     def __init__(self, bring: Callable[[GatheredUnit], None], keepers: Mapping[str, Keeper]) -> None:
+        # `bring`: makes the buffers of a unit alive; backward needs them. `keepers`: memory for activations, by its
+        # kind.
         self._bring = bring
         self._keepers = keepers
         self._keeper = keepers["device"]

@@ -106,21 +106,13 @@ class Loss(NamedTuple):
 
 
 class LossAndGrads(NamedTuple):
-    """Results of one forward and backward.
+    """Results of one forward and backward."""
 
-    Attributes:
-        loss: the sum of losses over all data ranks, float64, 0-d.
-        count: of terms in it, float64, 0-d.
-        counted: whether the loss function gave a count.
-        aux: what else it returned.
-        grads: of the sum, in the shardings that were asked for.
-    """
-
-    loss: Tensor
-    count: Tensor
-    counted: bool
-    aux: Any
-    grads: Tree
+    loss: Tensor  # the sum of losses over all data ranks, float64, 0-d
+    count: Tensor  # of terms in it, float64, 0-d
+    counted: bool  # whether the loss function gave a count
+    aux: Any  # what else it returned
+    grads: Tree  # of the sum, in the shardings that were asked for
 
 
 class _Loss(NamedTuple):
@@ -263,13 +255,7 @@ def loss_and_grads(
     agreement: Agreement = agreement_of_call,
     first: FirstCall | None = None,
 ) -> LossAndGrads:
-    """One forward and backward of a loss function.
-
-    Args:
-        args: the other arguments of `fn`.
-        agreement: gives what goes with the sum of loss and weight; by default the agreement of this call alone.
-        first: is shown the loss before its backward.
-    """
+    """Run a loss function forward and backward; `first` is shown the loss in between."""
     tape = Tape(params, to, options)
     try:
         with naming_lost("fs.value_and_grad", tape.mesh):
@@ -299,16 +285,9 @@ def global_loss(
     precision: Precision,
     key: Tensor | None = None,
 ) -> tuple[Loss, Any]:
-    """The loss alone, without gradients: each unit is gathered, used and released, and nothing is kept for backward.
-
-    Args:
-        args: the other arguments of `fn`.
-        precision: dtypes of compute and wire, and formats of weights.
-
-    Returns:
-        (sum and count over all data ranks, float32 and 0-d; aux of this rank). A bare tensor counts as the mean of its
-        rank, with count 1.
-    """
+    """Compute the loss alone: each unit is gathered, used and released, and nothing is kept for backward."""
+    # Returns the sum and count over all data ranks, float32 and 0-d, and the aux of this rank. A bare tensor counts as
+    # the mean of its rank, with count 1.
     spec = tree.flatten(params)[1]
     frozen = tree.unflatten(spec, [None] * spec.num_leaves)
     tape = Tape(params, GradsTo(frozen), RunOptions(precision, key))
@@ -328,22 +307,6 @@ class Tape:
     """One forward and its backward over sharded parameters, and where their gradients go.
 
     `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
-
-    Args:
-        pool: of buffers, where several tapes share one.
-        layers: of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
-        once_for: a function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
-            differentiated; by default the one that `forward` is given.
-
-    Attributes:
-        mesh: of the parameters; None when none of them is a DTensor.
-        context: that gathers and reduces.
-        adds_in_place: whether all gradients end in what was given as `accumulate`.
-
-    Raises:
-        ConfigError: the precision is strict, and the device has no kernel for its format.
-        TransformError: a leaf has an explicit assignment, and `to.shardings` does not say who owns it.
-        TreeError: `to.shardings` or `to.accumulate` does not match the parameters.
     """
 
     # All lists are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or for a
@@ -355,9 +318,12 @@ class Tape:
         params: Tree,
         to: GradsTo,
         options: RunOptions,
-        pool: Pool | None = None,
+        pool: Pool | None = None,  # of buffers, where several tapes share one
         *,
+        # Of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
         layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
+        # A function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
+        # differentiated; by default the one that `forward` is given.
         once_for: tuple[Callable[..., Any], Hashable] | None = None,
     ) -> None:
         _refuse_transforms(params)
@@ -374,11 +340,13 @@ class Tape:
             self._accumulated = tree.flatten_up_to(self._spec, to.accumulate, ("params", "accumulate"))
         triples = zip(leaves, self._shardings, self._accumulated, strict=True)
         self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
+        # Whether all gradients end in what was given as `accumulate`.
         self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
         self._local = [_local(leaf, target is not None) for leaf, target in zip(leaves, self._targets, strict=True)]
         self._direct: list[Tensor | None] = [None] * count
         nodes = [x if isinstance(x, Local) else None for x in self._local]
         accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
+        # Of the parameters; None when none of them is a DTensor.
         self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
         paths = tree.paths(params)
         refuse_missing_kernel(precision, next((x.sharding.device_type for x in nodes if x is not None), "cpu"))
@@ -388,7 +356,7 @@ class Tape:
         )
         wires = wires_of(precision, in_tree, options.key, self.mesh, options.microbatch)
         of_leaves = map(TapeLeaf, paths, nodes, self._targets, accumulated)
-        self.context = GatherContext([*of_leaves], options, wires, pool, to.pool)
+        self.context = GatherContext([*of_leaves], options, wires, pool, to.pool)  # that gathers and reduces
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
@@ -411,21 +379,9 @@ class Tape:
         *,
         defers: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Differentiates what `forward` gave.
-
-        Args:
-            outputs: which have gradients, or their places in the graph.
-            cotangents: of the outputs; by default 1 for the one 0-d output.
-            inputs: what else `fn` took, to be differentiated as well.
-            defers: leave to `weights` the products that give gradients of weights alone, and all reductions.
-
-        Returns:
-            The gradients of `inputs`. Gradients of units go to the context's reducer, those of leaves that were used
-            otherwise come from autograd.
-
-        Raises:
-            TransformError: the function casts what is differentiated to 8 bits.
-        """
+        """Differentiate `outputs`, or their places in the graph; return the gradients of `inputs`."""
+        # `defers` leaves to `weights` the products that give gradients of weights alone, and all reductions. Gradients
+        # of units go to the context's reducer, those of leaves that were used otherwise come from autograd.
         whose, part = self._once_for or (self._fn, None)
         refuse_bare_casts(outputs, whose, part)
         direct = [x.value if isinstance(x, Local) else x for x in self._local]
