@@ -235,12 +235,9 @@ class GatherContext:
         unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
         full = self.enter(unit, policy)
         nodes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, full)))
-        for large in unit.plan.large:
-            nodes[large.leaf] = _LargeLeafGrad.watch(nodes[large.leaf], self, unit, large)
-        if self._defers:
-            taken = {large.leaf for large in unit.plan.large}
-            for i in (i for b in unit.plan.reductions for i in b.leaves if i not in taken):
-                nodes[i] = cast(Tensor, _LeafGrad.apply(nodes[i], self, unit, i))
+        large = {leaf.leaf: leaf for leaf in unit.plan.large}
+        for i in (i for b in unit.plan.reductions for i in b.leaves) if self._defers else large:
+            nodes[i] = _LeafGrad.watch(nodes[i], self, unit, i, large.get(i))
         again = unit.plan.again[0] if unit.plan.again is not None else ()
         second = {i: _Columnwise(self, unit, number) for number, i in enumerate(again)}
         seen = [
@@ -520,20 +517,6 @@ def _leaves_of(paths: Sequence[str], index: Sequence[LeafIndex]) -> str:
     return f"{folder}{row} ({inside})" if folder else f"{inside}{row}"
 
 
-class _LeafGrad(Function):
-    """A leaf of which products of `ops` may leave the gradient for later, see `GatherContext.deferring`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int) -> Tensor:
-        ctx.put_term = context.put_term(unit, leaf, whole.shape, None)
-        ctx.set_materialize_grads(False)
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return grads[0], None, None, None
-
-
 class _GatherUnit(Function):
     """The node of a unit in the graph: forward gathers, backward reduces.
 
@@ -558,39 +541,43 @@ class _GatherUnit(Function):
         return None, None, None, None
 
 
-class _LargeLeafGrad(Function):
-    """Takes the gradient of a large leaf as soon as it is complete, not when backward leaves the unit."""
+class _LeafGrad(Function):
+    """Takes the gradient of a large leaf when it is complete, not when backward leaves the unit.
+
+    Products of `ops` may write their term of any leaf's gradient elsewhere, or leave it for later; see `put_term`.
+    """
 
     @staticmethod
-    def watch(whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
-        """The leaf, as the result of a node that backward visits before anything else that is ready."""
-        result = cast(Tensor, _LargeLeafGrad.apply(whole, context, unit, large))
-        if result.grad_fn is not None:
+    def watch(full: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int, large: LargeLeaf | None) -> Tensor:
+        """Return the leaf as the result of a node; backward visits one of a large leaf before others that are ready."""
+        result = cast(Tensor, _LeafGrad.apply(full, context, unit, leaf, large))
+        if large is not None and result.grad_fn is not None:
             _compat.visit_first(result.grad_fn)
         return result
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, context: GatherContext, unit: GatheredUnit, large: LargeLeaf) -> Tensor:
-        reducer = context.reducer
-        plan = unit.plan
-        put = None
-        ctx.take = functools.partial(reducer.take, unit, plan, large)
-        bucket = plan.reductions[large.bucket]
-        if bucket.early.has_slots(whole):
-            put = functools.partial(reducer.write, unit, plan, large)
-        ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
+    def forward(
+        ctx: Any, full: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int, large: LargeLeaf | None
+    ) -> Tensor:
+        put = ctx.take = None
+        if large is not None:
+            ctx.take = functools.partial(context.reducer.take, unit, unit.plan, large)
+            if unit.plan.reductions[large.bucket].early.has_slots(full):
+                put = functools.partial(context.reducer.write, unit, unit.plan, large)
+            ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
         # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
-        if (put_term := context.put_term(unit, large.leaf, whole.shape, put)) is not None:
+        if (put_term := context.put_term(unit, leaf, full.shape, put)) is not None:
             ctx.put_term = put_term
         ctx.set_materialize_grads(False)
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads[0] is None or not ctx.is_complete():
-            return grads[0], None, None, None
-        ctx.take(grads[0])
-        return None, None, None, None
+        grad = grads[0]
+        if grad is not None and ctx.take is not None and ctx.is_complete():
+            ctx.take(grad)
+            grad = None
+        return grad, None, None, None, None
 
 
 _context: ContextVar[GatherContext | None] = ContextVar("fsharding_gather_context", default=None)
