@@ -127,8 +127,7 @@ class _Scatter:
         terms = plain_terms(((tuple(x.shape), self.dim),), (self.group.size,), x.dtype, scatter=True)
         reduction = transport_for(self.group, x.device).reduction(terms, wide(x.dtype))
         reduction.add([0], [x])
-        received = reduction.start().wait()
-        return received.sum(None)[0].to(x.dtype)
+        return reduction.start().wait()[0].to(x.dtype)
 
     def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)
