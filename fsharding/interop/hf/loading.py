@@ -137,12 +137,17 @@ def _check_config(folder: Folder, layout: Layout) -> None:
 
 def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
     """The names that a config means, and tensors that may be there besides."""
-    return names_of(config, stacked_experts=_STACKED in folder.leaves), (_HEAD,) if config.tied else ()
+    names = names_of(config, stacked_experts=_STACKED in folder.leaves)
+    if not config.tied:
+        return names, ()
+    if _TABLE not in folder.leaves:  # a tied model may have its one table under the name of the head
+        names = {path: _HEAD if name == _TABLE else name for path, name in names.items()}
+    return names, (_HEAD,)
 
 
 def _check_tied(folder: Folder) -> None:
     """Refuse a tied model whose file has another head than its embedding. Each rank compares some of the rows."""
-    if _HEAD not in folder.leaves:
+    if _HEAD not in folder.leaves or _TABLE not in folder.leaves:
         return
     head, table = folder.leaves[_HEAD], folder.leaves[_TABLE]
     same = head.shape == table.shape
