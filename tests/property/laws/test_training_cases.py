@@ -6,9 +6,10 @@ The cases are data: they are drawn here and sent to ranks that wait.
 import itertools
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, note
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 import fsharding as fs
@@ -46,8 +47,7 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw):
-    ranks = draw(st.sampled_from([1, 2, 4]))
+def cases(draw, ranks):
     widths = tuple(draw(st.lists(st.integers(1, 9), min_size=2, max_size=4)))
     inner = draw(st.sampled_from([fs.zero(level) for level in range(4)]))
     frozen = [f"layers.{i}{part}" for i in range(len(widths) - 1) for part in ("", ".w", ".b")] + ["stack", "scale"]
@@ -189,12 +189,23 @@ UNALIGNED = Case(
 )  # fmt: skip
 
 
-@examples(50, 150)
-@given(cases())
-@example(UNALIGNED)
-@example(UNALIGNED._replace(strategy=fs.zero(1), policy="nothing_saveable", transport="native"))
-def test_any_case_trains_as_plain_torch_does(case):
+@pytest.mark.parametrize("ranks", GRIDS)
+@examples(18, 50)
+@given(st.data())
+def test_any_case_trains_as_plain_torch_does(ranks, data):
+    case = data.draw(cases(ranks))
     note(repr(case))
+    trains_as_plain_torch_does(case)
+
+
+@pytest.mark.parametrize(
+    "case", [UNALIGNED, UNALIGNED._replace(strategy=fs.zero(1), policy="nothing_saveable", transport="native")]
+)
+def test_rows_of_a_stack_that_are_not_aligned(case):
+    trains_as_plain_torch_does(case)
+
+
+def trains_as_plain_torch_does(case):
     if len(case.widths) == 2 and case.frozen == ("layers.0",) and not case.stacked and not case.scalar:
         return  # nothing would be trained
     losses, norms, params = in_plain_torch(case)
