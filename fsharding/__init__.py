@@ -114,8 +114,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
             return globals().setdefault(name, _namespace(f"fs.{name}", find("namespace", name)))
         # Modules alone: `from fsharding import optim` asks for one while the names of the api are still being made.
         if find_spec(f"{__name__}.{name}") is not None:
-            # lazy: so that the command line answers before torch is there
-            return _namespace(f"fs.{name}", import_module(f"{__name__}.{name}"))
+            found = import_module(f"{__name__}.{name}")  # lazy: so that the command line answers before torch is there
+            return _namespace(f"fs.{name}", found)
         api = import_module(f"{__name__}.api")  # lazy: as above
         public = sorted([*api.__all__, *names_of("namespace")])
         globals().update({own: _namespace(f"fs.{own}", getattr(api, own)) for own in api.__all__}, __all__=public)
