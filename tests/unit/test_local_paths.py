@@ -61,7 +61,6 @@ def test_what_is_found_has_paths():
 def test_data_and_tokenizers_refuse_urls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert URL in refusal(fs.data.open_data, URL, batch_size=1, seq_len=2, kind=ConfigError)
-    assert URL in refusal(fs.data.packed, ["a"], tokenizer=URL, batch_size=1, seq_len=2, kind=ConfigError)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,17 @@ def saved_data_set(at):
     command("train --data DIR/saved --out DIR/run")(at)
 
 
+def missing_column(at):
+    word_level(at.folder, ["<unk>", "</s>"])
+    (at.folder / "a.jsonl").write_text('{"body": "x"}')
+    command("train --data DIR/a.jsonl --tokenizer DIR/tokenizer.json --out DIR/run")(at)
+
+
+def no_end(at):
+    word_level(at.folder, ["<unk>", "to", "be", "<end>"])
+    command("train --tokenizer DIR/tokenizer.json --out DIR/run")(at)
+
+
 def large_tokenizer(at):
     word_level(at.folder, [*map(str, range(300)), "</s>"])
     command("train --tokenizer DIR/tokenizer.json --out DIR/run")(at)
@@ -344,18 +355,14 @@ MISTAKES = {
     # ---------------------------------------------------------------------------------------------------------- data
     'a path for documents: `fs.data.packed("corpus.jsonl", ...)`': lambda at: packed("corpus.jsonl"),
     "a `DatasetDict` for documents": lambda at: packed({"train": [[1]]}),
-    "a generator for documents": lambda at: packed(x for x in [[1]]),
+    "a generator, or a stream, for documents": lambda at: packed(x for x in [[1]]),
     "an empty data set": lambda at: packed([]),
     "documents without a character": lambda at: packed(["", ""], tokenizer=lambda text: list(text.encode())),
     "all documents together shorter than a row": lambda at: packed([[1, 2, 3], [4, 5, 6]]),
-    "a column that is missing": lambda at: packed([{"body": "x"}], tokenizer=lambda text: list(text.encode())),
+    "rows of several columns": lambda at: packed([{"body": "x", "id": 1}], tokenizer=lambda text: list(text.encode())),
     "texts without a tokenizer": lambda at: packed(["to be"]),
-    "a tokenizer that does not say what ends a document": lambda at: packed(
-        ["to be"], eos=None, tokenizer=word_level(at.folder, ["<unk>", "to", "be", "<end>"])
-    ),
-    "a tokenizer larger than the model": lambda at: packed(
-        ["to be"], vocab_size=8, tokenizer=word_level(at.folder, [*"abcdefgh", "</s>"])
-    ),
+    "a path for a tokenizer": lambda at: packed(["to be"], tokenizer="tokenizer.json"),
+    "a tokenizer larger than the model": lambda at: packed(["to be"], vocab_size=8, tokenizer=lambda text: [8]),
     "another tokenizer, or other sizes, after a restart": other_sizes,
     "a checkpoint that was saved without `data=`": lambda at: fs.checkpoint.load(
         at.folder / "7", at.layout, data=fs.data.packed([[1, 2, 3]], batch_size=2, seq_len=2, eos=0)
@@ -390,6 +397,8 @@ MISTAKES = {
     "`--preset llama3`": command("train --preset llama3 --out DIR/run"),
     "`--resume newest`, and nothing is there": command("train --resume newest --out DIR/empty"),
     "`--data` with a saved data set and no tokenizer": saved_data_set,
+    "rows without the column of `--text-column`": missing_column,
+    "a tokenizer that does not say what ends a document": no_end,
     "a tokenizer larger than the preset": large_tokenizer,
     "a global batch that ranks do not divide": command("train --ranks 2 --batch 3 --out DIR/run"),
 }  # fmt: skip

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import fsharding as fs
 from fsharding import checkpoint
+from fsharding.apps.cli.documents import is_table, open_documents, open_encoder
 from fsharding.apps.cli.metrics import metrics_rows
 from fsharding.apps.cli.offload import offloaded, policy_of
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import choose
 from fsharding.apps.cli.trackers import require_trackers
 from fsharding.apps.cli.usage import check_values
-from fsharding.apps.data import Packed, Tokens, open_data, open_documents, packed
-from fsharding.apps.data.documents import is_table
+from fsharding.apps.data import Packed, Tokens, open_data, packed
 from fsharding.base.calls import call_as, named
 from fsharding.base.errors import BatchError, CheckpointError, ConfigError, message, report
 from fsharding.formats.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
@@ -250,14 +250,10 @@ def _open(config: TrainConfig, option: str, source: str) -> Tokens | Packed:
     if source.endswith(".bin"):
         text = f"got --tokenizer {config.tokenizer}, and {option} {source} has tokens already."
         raise ConfigError(message(text, mend="Leave --tokenizer out."))
-    return packed(
-        open_documents(source),
-        tokenizer=config.tokenizer,
-        eos=int(config.eos) if config.eos.isdecimal() else config.eos or None,
-        column=config.text_column,
-        boundaries=config.documents,
-        **sizes,
-    )
+    encoder = open_encoder(config.tokenizer, config.eos)
+    documents = open_documents(source, config.text_column or "text")
+    sizes |= {"eos": encoder.eos, "vocab_size": encoder.vocab_size}
+    return packed(documents, tokenizer=encoder, boundaries=config.documents, **sizes)
 
 
 def _check_model(config: TrainConfig, data: Tokens | Packed, source: str) -> None:

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.apps.data import from_tokens, open_data
+from fsharding.apps.data import open_data
 from fsharding.base.errors import FshardingError
 from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.dcp_metadata import inventory
@@ -265,8 +265,6 @@ def tokens(folder: Path) -> tuple[bytes, Reader]:
                 with contextlib.suppress(FshardingError):
                     found = open_data(str(file), **size, documents=documents)
                     found.batch(3), found.fingerprint()
-            with contextlib.suppress(FshardingError):
-                from_tokens(file, dtype="uint8", separator=0, **size).batch(0)
 
     return b'{"dtype": "uint16", "vocab_size": 65536, "separator": 257}', read
 

@@ -25,7 +25,7 @@ from fsharding.apps.cli import main as cli
 from fsharding.apps.cli.config import batches_seen, check
 from fsharding.apps.cli.metrics import plot_loss
 from fsharding.apps.cli.options import TrainConfig
-from fsharding.apps.data import from_files, from_tokens, open_data
+from fsharding.apps.data import open_data
 from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from fsharding.checkpoint import directory, inert_pickle, manifest, reader, torch_record
@@ -326,10 +326,11 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
         file.write_bytes(kept)
     assert_bitwise_equal(ck.load(saved, planned()), a_state())
     os.mkfifo(fifo := tmp_path / "a.bin")
-    assert refusal(from_tokens, fifo, batch_size=1, seq_len=2) == (
-        f"from_tokens cannot open {fifo}: it is no plain file.\nGive the path of a file of token ids."
+    assert f"open_data cannot open {fifo}: it is no plain file.\n" in refusal(
+        open_data, str(fifo), batch_size=1, seq_len=2
     )
-    assert "no plain file" in refusal(from_files, fifo, batch_size=1, seq_len=2)
+    os.mkfifo(tmp_path / "a.txt")
+    assert "no plain file" in refusal(open_data, str(tmp_path / "a.txt"), batch_size=1, seq_len=2)
     (tmp_path / "b.bin").write_bytes(bytes(64))
     os.mkfifo(tmp_path / "b.bin.json")
     assert "no plain file" in refusal(open_data, str(tmp_path / "b.bin"), batch_size=1, seq_len=2, kind=DataError)

@@ -8,9 +8,10 @@ import pytest
 
 from fsharding import checkpoint
 from fsharding.apps.cli.config import check
+from fsharding.apps.cli.documents import open_documents, open_encoder
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
-from fsharding.apps.data.packed import Packed
+from fsharding.apps.data import Packed
 from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from tests.commands import read_metrics
 from tests.helpers import refusal
@@ -88,9 +89,9 @@ def test_kinds_of_data(config, folder):
     [
         ({"data": "DIR/saved", "tokenizer": None}, ConfigError, "fsharding train cannot read the data set --data DIR/saved byte by byte.\nGive its tokenizer: --tokenizer tokenizer.json."),
         ({"data": "DIR/a.bin"}, ConfigError, "fsharding train got --tokenizer DIR/tokenizer.json, and --data DIR/a.bin has tokens already.\nLeave --tokenizer out."),
-        ({"text_column": "text"}, DataError, "fs.data.packed finds no column 'text' in the documents.\nGive one of 'body'."),
+        ({"text_column": "text"}, DataError, "fsharding train finds no column 'text' in DIR/train.jsonl.\nGive one of 'body'."),
         ({"val_data": "DIR/nowhere"}, ConfigError, f"fsharding train finds nothing at 1 of its paths.\n  --val-data DIR/nowhere\nCorrect them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."),
-        ({"eos": "<end>"}, DataError, "fs.data.packed got eos '<end>', which is no token of the tokenizer.\nGive the id, such as eos=0."),
+        ({"eos": "<end>"}, DataError, "fsharding train got --eos '<end>', which is no token of DIR/tokenizer.json.\nGive one of its tokens, or the id, such as --eos 0."),
         ({"seq": 2000}, DataError, "fs.data.packed got 1320 tokens in all documents; a row takes 2001.\nGive more documents, or seq_len 1319 or less."),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -116,3 +117,44 @@ def test_other_data_is_another_run(config, folder):
     ran(replace(config, steps=2))
     other = replace(config, data=str(folder / "val.jsonl"), resume="auto")
     assert "cannot go on from" in refusal(check, other, 1, kind=CheckpointError)
+
+
+def test_the_end_of_documents_is_found_beside_a_tokenizer(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / "tokenizer.json").read_text())
+    assert open_encoder(tmp_path, "").eos == 1  # </s>
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "or"}}))
+    found = open_encoder(tmp_path / "tokenizer.json", "")
+    assert found.tokenizer.id_to_token(found.eos) == "or" and found("to or") == found.tokenizer.encode("to or").ids
+    assert open_encoder(tmp_path, "7").eos == 7 and found.vocab_size == found.tokenizer.get_vocab_size()
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("</s>", "<end>"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert "cannot tell what ends a document" in refusal(open_encoder, tmp_path, "", kind=DataError)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "as a tokenizer: " in refusal(open_encoder, tmp_path, "", kind=DataError)
+    assert "as a tokenizer: " in refusal(open_encoder, tmp_path / "nowhere.json", "", kind=DataError)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "folder", "parquet", "saved", "saved_dict", "texts"])
+def test_documents_of_files(kind, folder, tmp_path):
+    made = datasets.Dataset.from_dict({"body": TEXTS, "other": ["x"] * len(TEXTS)})
+    path = {"jsonl": folder / "train.jsonl", "texts": folder / "files", "saved": folder / "saved"}.get(kind)
+    if kind == "folder":
+        path = tmp_path / "rows"
+        path.mkdir()
+        (path / "a.jsonl").write_text((folder / "train.jsonl").read_text())
+    elif kind == "parquet":
+        made.to_parquet(path := tmp_path / "a.parquet")
+    elif kind == "saved_dict":
+        datasets.DatasetDict(train=made).save_to_disk(path := tmp_path / "saved")
+    found = open_documents(str(path), "body")
+    assert [*found] == (TEXTS[:20] if kind == "texts" else [{"body": text} for text in TEXTS])
+
+
+def test_paths_that_are_no_documents(tmp_path):
+    assert "found no files in" in refusal(open_documents, str(tmp_path), "text", kind=DataError)
+    assert "cannot read" in refusal(open_documents, str(tmp_path / "nowhere"), "text", kind=DataError)
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    assert "can't decode byte 0xff in position 0" in refusal(open_documents, str(tmp_path), "text", kind=DataError)
+    (tmp_path / "b.jsonl").write_text("{}")
+    assert "files of 2 kinds, .jsonl, .txt" in refusal(open_documents, str(tmp_path), "text", kind=DataError)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharding.apps.data import Shard, Tokens, from_files, from_tokens, open_data, python_stdlib_files
+from fsharding.apps.data import Shard, Tokens, open_data, stdlib_files
 from fsharding.base.errors import DataError
 
 
@@ -96,11 +96,10 @@ def test_documents_of_a_row_are_those_of_the_stream(data, step, draw):
 def test_documents_of_files_and_separators(tmp_path):
     for name, text in (("a", b"xyz"), ("b", b""), ("c", b"pq")):
         (tmp_path / name).write_bytes(text)
-    assert from_files(tmp_path, batch_size=1, seq_len=1, documents=True).begins.tolist() == [0, 3]
-    assert from_files(tmp_path, batch_size=1, seq_len=1).begins is None
+    assert open_data(str(tmp_path), batch_size=1, seq_len=1, documents=True).begins.tolist() == [0, 3]
+    assert open_data(str(tmp_path), batch_size=1, seq_len=1).begins is None
     path = tmp_path / "ids.bin"
     path.write_bytes(bytes([5, 9, 7, 9, 9, 1]))
-    assert from_tokens(path, dtype="uint8", batch_size=1, seq_len=1, separator=9).begins.tolist() == [0, 2, 4, 5]
     sidecar = tmp_path / "ids.bin.json"
     sidecar.write_text(json.dumps({"dtype": "uint8", "separator": 9}))
     assert open_data(str(path), batch_size=1, seq_len=1, documents=True).begins.tolist() == [0, 2, 4, 5]
@@ -182,23 +181,23 @@ def test_rows_of_a_shard(count, rows):
     assert all(len(part) == rows for part in parts)
 
 
-def test_from_files_reads_directories_in_order_without_hidden_files(tmp_path):
+def test_directories_are_read_in_order_without_hidden_files(tmp_path):
     for name, text in {"b.txt": "B", "a/z.txt": "Z", "a.txt": "A", ".hidden": "H", ".git/x": "G", "empty": ""}.items():
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (tmp_path / "one").write_text("1")
     os.symlink(tmp_path / "nowhere", tmp_path / "in" / "dangling")
-    data = from_files([tmp_path / "one", tmp_path / "in", tmp_path / "one"], batch_size=1, seq_len=1)
-    assert data.stream.tobytes() == b"AZB1"
+    os.symlink(tmp_path / "in" / "b.txt", tmp_path / "in" / "c.txt")  # a file counts once
+    data = open_data(str(tmp_path / "in"), batch_size=1, seq_len=1)
+    assert data.stream.tobytes() == b"AZB"
     assert data.vocab_size == 256
     assert not data.stream.flags.writeable
-    assert open_data(str(tmp_path / "in"), batch_size=1, seq_len=1).stream.tobytes() == b"AZB"
+    assert open_data(str(tmp_path / "in" / "a.txt"), batch_size=1, seq_len=1, documents=True).begins.tolist() == [0]
 
 
 def test_standard_library_files():
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = python_stdlib_files()
+    files = stdlib_files()
     names = [file.relative_to(root).as_posix() for file in files]
     assert names == sorted(names)
     assert "dataclasses.py" in names
@@ -206,7 +205,7 @@ def test_standard_library_files():
     assert not parts & {"site-packages", "test", "tests", "idle_test"}
     assert all(name.endswith(".py") for name in names)
     assert 1 << 22 < sum(file.stat().st_size for file in files) <= 1 << 24
-    few = python_stdlib_files(max_bytes=100_000)
+    few = stdlib_files(max_bytes=100_000)
     assert few == files[: len(few)]
     assert sum(file.stat().st_size for file in few) <= 100_000
 
@@ -223,7 +222,8 @@ def test_token_files(tmp_path, dtype):
     path = tmp_path / "data.bin"
     ids = stream_of(300, np.dtype(dtype).newbyteorder("<"))
     ids.tofile(path)
-    data = from_tokens(path, dtype=dtype, batch_size=4, seq_len=8, seed=1)
+    pathlib.Path(f"{path}.json").write_text(json.dumps({"dtype": dtype}))
+    data = open_data(str(path), batch_size=4, seq_len=8, seed=1)
     assert isinstance(data.stream, np.memmap)
     assert data.vocab_size == int(ids.max()) + 1
     same = Tokens(stream=ids, batch_size=4, seq_len=8, seed=1, vocab_size=data.vocab_size)
@@ -300,9 +300,7 @@ def test_errors_of_tokens(tmp_path):
     )
     fails(
         tmp_path,
-        "Tokens cannot cut a row of seq_len 8 and its targets out of an array.\n"
-        "  It holds 8 tokens; one row takes 9.\n"
-        "Give more data, or seq_len 7 or less.",
+        "Tokens cannot cut a row of 9 tokens out of the 8 of an array.\nGive more data, or seq_len 7 or less.",
         Tokens,
         stream=stream_of(8),
         batch_size=1,
@@ -310,9 +308,7 @@ def test_errors_of_tokens(tmp_path):
     )
     fails(
         tmp_path,
-        "Tokens.batch read ids outside [0, 3) in 2 rows of an array. The first of each row:\n"
-        "  position 0 is 9\n"
-        "  position 0 is 9\n"
+        "Tokens.batch read the id 9 at 0 of an array, outside [0, 3).\n"
         "Give the vocab_size of the tokenizer that wrote the data.",
         Tokens(stream=np.array([9, 1]), batch_size=2, seq_len=1, vocab_size=3).batch,
         0,
@@ -320,43 +316,16 @@ def test_errors_of_tokens(tmp_path):
 
 
 def test_errors_of_files(tmp_path):
-    fails(
-        tmp_path,
-        "from_files cannot read 2 paths.\n"
-        "  DIR/a: No such file or directory\n"
-        "  DIR/b: No such file or directory\n"
-        "Correct or remove them.",
-        from_files,
-        [tmp_path / "b", tmp_path / "a"],
-        **ONE,
-    )
-    mend = "\nName files, or a directory that has some."
-    fails(tmp_path, f"from_files found no files in an empty list of paths.{mend}", from_files, [], **ONE)
-    fails(tmp_path, f"from_files found no files in DIR.{mend}", from_files, tmp_path, **ONE)
+    missing = "open_data cannot read DIR/a: No such file or directory.\nCorrect or remove it."
+    fails(tmp_path, missing, open_data, str(tmp_path / "a"), **ONE)
+    none = "open_data found no files in DIR.\nName files, or a directory that has some."
+    fails(tmp_path, none, open_data, str(tmp_path), **ONE)
     (tmp_path / "empty").touch()
-    fails(tmp_path, f"from_files found 1 files, all empty, in DIR.{mend}", from_files, tmp_path, **ONE)
+    text = "Tokens cannot cut a row of 2 tokens out of the {} of DIR.\nGive more data."
+    fails(tmp_path, text.format(0), open_data, str(tmp_path), **ONE)
     (tmp_path / "short").write_text("x")
-    fails(
-        tmp_path,
-        "Tokens cannot cut a row of seq_len 1 and its targets out of DIR.\n"
-        "  It holds 1 tokens; one row takes 2.\n"
-        "Give more data.",
-        from_files,
-        tmp_path,
-        **ONE,
-    )
-    many = [tmp_path / f"{i}" for i in range(5)]
-    for path in many:
-        path.touch()
-    source = "DIR/0, DIR/1, DIR/2 and 2 more"
-    fails(tmp_path, f"from_files found 5 files, all empty, in {source}.{mend}", from_files, many, **ONE)
-    root = sysconfig.get_path("stdlib")
-    fails(
-        tmp_path,
-        f"python_stdlib_files found no .py files within max_bytes 0 in {root}.\nRaise max_bytes, or name your own files.",
-        python_stdlib_files,
-        0,
-    )
+    fails(tmp_path, text.format(1), open_data, str(tmp_path), **ONE)
+    assert stdlib_files(0) == []
 
 
 def test_error_of_a_directory_that_cannot_be_listed(tmp_path, monkeypatch):
@@ -365,51 +334,21 @@ def test_error_of_a_directory_that_cannot_be_listed(tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr(os, "walk", walk)
-    fails(
-        tmp_path,
-        "from_files cannot list 1 directories.\n  DIR/locked: Permission denied\nMake them readable.",
-        from_files,
-        tmp_path,
-        **ONE,
-    )
+    text = "open_data cannot list DIR/locked: Permission denied.\nMake it readable."
+    fails(tmp_path, text, open_data, str(tmp_path), **ONE)
 
 
 def test_errors_of_token_files(tmp_path):
     path = tmp_path / "data.bin"
-    fails(
-        tmp_path,
-        "from_tokens cannot read dtype 'float32' from DIR/data.bin.\nGive one of uint8, uint16, uint32.",
-        from_tokens,
-        path,
-        dtype="float32",
-        **ONE,
-    )
-    fails(
-        tmp_path,
-        "from_tokens cannot open DIR/data.bin: No such file or directory.\nGive the path of a file of token ids.",
-        open_data,
-        str(path),
-        **ONE,
-    )
+    mend = "\nGive the path of a file of token ids, with another dtype than uint16 in DIR/data.bin.json."
+    text = "open_data cannot open DIR/data.bin: No such file or directory."
+    fails(tmp_path, text + mend, open_data, str(path), **ONE)
     path.write_bytes(b"12345")
-    fails(
-        tmp_path,
-        "from_tokens cannot read DIR/data.bin as uint16: its 5 bytes are no multiple of 2.\n"
-        "The file is cut short or has another dtype: pass dtype, or write it in the sidecar file.",
-        from_tokens,
-        path,
-        **ONE,
-    )
+    text = "open_data cannot open DIR/data.bin: its size is no multiple of 2 bytes, as uint16 needs it."
+    fails(tmp_path, text + mend, open_data, str(path), **ONE)
     path.write_bytes(b"")
-    fails(
-        tmp_path,
-        "Tokens cannot cut a row of seq_len 1 and its targets out of DIR/data.bin.\n"
-        "  It holds 0 tokens; one row takes 2.\n"
-        "Give more data.",
-        from_tokens,
-        path,
-        **ONE,
-    )
+    text = "Tokens cannot cut a row of 2 tokens out of the 0 of DIR/data.bin.\nGive more data."
+    fails(tmp_path, text, open_data, str(path), **ONE)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +356,8 @@ def test_errors_of_token_files(tmp_path):
     [
         ("[1]", "[1]"),
         ('{"dtype": 2}', "{'dtype': 2}"),
+        ('{"dtype": "float32"}', "{'dtype': 'float32'}"),
+        ('{"vocab_size": 0}', "{'vocab_size': 0}"),
         ('{"vocab_size": true}', "{'vocab_size': True}"),
         ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ],
@@ -428,7 +369,7 @@ def test_errors_of_sidecars(tmp_path, text, said):
     fails(
         tmp_path,
         f"open_data cannot use the sidecar file DIR/data.bin.json.\n  It reads: {said}\n"
-        'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}.',
+        'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}, or uint8, or uint32.',
         open_data,
         str(path),
         **ONE,

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import pickle
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,39 +22,24 @@ def of_text(text):
     return list(text.encode())
 
 
-class Lines:
-    """A stream that begins anew each time, and counts what it has given."""
+class Asked:
+    """A data set that is asked by number, for several at once, and counts what it has given."""
 
     def __init__(self, documents):
         self.documents, self.given = documents, 0
 
-    def __iter__(self):
-        for document in self.documents:
-            self.given += 1
-            yield document
+    def __len__(self):
+        return len(self.documents)
+
+    def __getitem__(self, number):
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers):
+        self.given += len(numbers)
+        return [self.documents[number] for number in numbers]
 
 
-class Stateful(Lines):
-    """One whose position is its own."""
-
-    def __init__(self, documents):
-        super().__init__(documents)
-        self.at = 0
-
-    def __iter__(self):
-        while self.at < len(self.documents):
-            self.at += 1
-            self.given += 1
-            yield self.documents[self.at - 1]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-KINDS = {"list": list, "iterable": Lines, "stateful": Stateful}
+KINDS = {"list": list, "asked": Asked, "rows": lambda documents: [{"text": x} for x in documents]}
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=50)
 NUMBERS = st.integers(0, 6)
@@ -130,7 +114,7 @@ def test_going_on_from_a_position_is_never_having_stopped(given_, kind, step, se
         assert all(torch.equal(x, fresh[name]) for name, x in again.batch(number).items())
 
 
-@pytest.mark.parametrize("kind", ["list", "stateful"])
+@pytest.mark.parametrize("kind", ["list", "asked"])
 def test_going_on_reads_no_more_than_a_chunk_again(kind):
     read = []
 
@@ -146,9 +130,9 @@ def test_going_on_reads_no_more_than_a_chunk_again(kind):
     read.clear()
     source = KINDS[kind](documents)
     again = fs.data.packed(source, **options)
-    again.load_state_dict(position)
+    again.load_state_dict(position)  # 16 samples tell whether the documents are the same
     after = next(again)
-    assert len(read) <= 3 and getattr(source, "given", 0) <= 32
+    assert len(read) <= 3 and getattr(source, "given", 0) <= 48
     assert torch.equal(after["tokens"], data.batch(600)["tokens"]) and not torch.equal(
         after["tokens"], before["tokens"]
     )
@@ -165,19 +149,18 @@ def test_each_epoch_has_every_document_in_another_order():
     assert epochs[0][:6] == [32, 22, 13, 10, 28, 11]  # it never changes
 
 
-def test_epochs_end():
-    data = fs.data.packed([[1, 2, 3]] * 5, batch_size=2, seq_len=4, eos=EOS, epochs=2, seed=None)
-    assert len([*data]) == 4  # 40 tokens; the last one has no target
-    assert [*data] == []
-    assert "has no batch 4: 2 epochs end after 4 batches." in refusal(data.batch, 4)
-    assert torch.equal(data.batch(0)["tokens"][0], torch.tensor([1, 2, 3, 0]))
+def test_a_batch_spans_epochs():
+    data = fs.data.packed([[1, 2, 3]] * 5, batch_size=2, seq_len=4, eos=EOS, seed=None)
+    assert all(next(data)["tokens"].tolist() == [[1, 2, 3, 0]] * 2 for _ in range(4))  # 32 tokens, of 20 in an epoch
+    assert data.state_dict()["epoch"] == 1
 
 
-def test_it_is_copied_with_its_position(tokenizer):
-    data = fs.data.packed(TEXTS, batch_size=2, seq_len=3, tokenizer=tokenizer)
+def test_it_is_copied_with_its_position():
+    data = fs.data.packed(TEXTS, batch_size=2, seq_len=3, tokenizer=words, eos=1)
     next(data)
     for other in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
-        assert torch.equal(next(other)["tokens"], data.batch(1)["tokens"]) and repr(other) == repr(data)
+        assert torch.equal(next(other)["tokens"], data.batch(1)["tokens"])
+        assert "batch_size=2, seq_len=3" in repr(other)
 
 
 def test_documents_have_the_losses_that_each_has_alone():
@@ -202,94 +185,56 @@ def test_documents_have_the_losses_that_each_has_alone():
     assert int(count) == sum(int(n) for _, n in alone) == 9
 
 
-# -------------------------------------------------------------------------------------------------- files, tokenizers
+# -------------------------------------------------------------------------------------------------- other packages
 WORDS = ["<unk>", "</s>", "to", "be", "or", "not", "that", "is"]
 TEXTS = ["to be or not to be", "that is", "", "not that"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["</s>"])
-    path = tmp_path_factory.mktemp("tokenizer")
-    made.save(str(path / "tokenizer.json"))
-    return path
 
 
 def words(text):
     return [WORDS.index(word) for word in text.split()]
 
 
-def test_tokenizers_of_all_kinds_give_the_same(tokenizer):
-    from tokenizers import Tokenizer
-
-    file = tokenizer / "tokenizer.json"
-    kinds = [tokenizer, str(file), Tokenizer.from_file(str(file))]
-    made = [fs.data.packed(TEXTS, batch_size=1, seq_len=6, tokenizer=kind, seed=None) for kind in kinds]
+def test_texts_of_a_data_set_and_a_tokenizer():
+    datasets, tokenizers = pytest.importorskip("datasets"), pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "other": ["x"] * 4})
+    sizes = {"batch_size": 1, "seq_len": 6, "eos": 1, "vocab_size": 8, "seed": None}
+    data = fs.data.packed(rows.select_columns(["text"]), tokenizer=lambda text: made.encode(text).ids, **sizes)
     want = [x for text in TEXTS if text for x in (*words(text), 1)]
-    for data in made:
-        assert next(data)["tokens"].tolist() == [want[:6]] and (data.vocab_size, data.eos) == (8, 1)
-        assert data.fingerprint() == made[0].fingerprint()
-    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "or"}}))
-    assert fs.data.packed(TEXTS, batch_size=1, seq_len=6, tokenizer=tokenizer).eos == 4
-    (tokenizer / "tokenizer_config.json").unlink()
+    assert next(data)["tokens"].tolist() == [want[:6]] and (data.vocab_size, data.eos) == (8, 1)
+    assert "got a dict as a document" in refusal(next, fs.data.packed(rows, tokenizer=words, **sizes))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "saved_dict", "streaming"])
-def test_data_sets_of_files(kind, tmp_path, tokenizer, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    made = datasets.Dataset.from_dict({"text": TEXTS * 20, "other": ["x"] * 80})
-    path, options = tmp_path / "data", {}
-    if kind in ("jsonl", "streaming"):
-        path.mkdir()
-        (path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-        options = {"streaming": kind == "streaming"}
-    elif kind == "parquet":
-        path = tmp_path / "a.parquet"
-        made.to_parquet(path)
-    else:
-        (made if kind == "saved" else datasets.DatasetDict(train=made)).save_to_disk(path)
-    sizes = {"batch_size": 3, "seq_len": 5, "tokenizer": tokenizer}
-    want = fs.data.packed(TEXTS * 20, seed=None, **sizes)
-    data = fs.data.packed(fs.data.open_documents(path, **options), seed=None, **sizes)
-    for step in range(30):
-        assert torch.equal(next(data)["tokens"], want.batch(step)["tokens"])
-    again = fs.data.packed(fs.data.open_documents(path, **options), seed=None, **sizes)
-    again.load_state_dict(data.state_dict())
-    assert torch.equal(next(again)["tokens"], want.batch(30)["tokens"])
+def test_the_digest_of_a_tokenizer_is_part_of_a_position():
+    class Encode:
+        def __init__(self, digest):
+            self.digest = digest
+
+        def __call__(self, text):
+            return words(text)
+
+    one, two = (fs.data.packed(TEXTS, batch_size=1, seq_len=6, tokenizer=Encode(x), eos=1) for x in "ab")
+    assert one.fingerprint() != two.fingerprint()
+    assert "tokenizer: a in the position, b now" in refusal(two.load_state_dict, one.state_dict())
 
 
-def test_what_is_written_is_what_is_packed(tmp_path, tokenizer):
-    count = fs.data.write_tokens(tmp_path / "a.bin", TEXTS, tokenizer=tokenizer)
-    data = fs.data.open_data(str(tmp_path / "a.bin"), batch_size=1, seq_len=4, documents=True)
-    want = [x for text in TEXTS if text for x in (*words(text), 1)]
-    assert data.stream.tolist() == want and count == len(want) and data.vocab_size == 8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.bin.json"]
-    assert "got no tokens" in refusal(fs.data.write_tokens, tmp_path / "b.bin", [[]], eos=0, vocab_size=4)
-    assert not [*tmp_path.glob("*b.bin*")]
-
-
-def test_a_worker_reads_ahead(tokenizer, monkeypatch):
+def test_a_worker_reads_ahead(monkeypatch):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader():
-        data = fs.data.packed(TEXTS * 9, batch_size=2, seq_len=5, tokenizer=tokenizer)
+        data = fs.data.packed(TEXTS * 9, batch_size=2, seq_len=5, tokenizer=words, eos=1)
         generator = torch.Generator().manual_seed(0)
         return loaders.StatefulDataLoader(data, batch_size=None, num_workers=1, generator=generator)
 
-    want = fs.data.packed(TEXTS * 9, batch_size=2, seq_len=5, tokenizer=tokenizer)
+    want = fs.data.packed(TEXTS * 9, batch_size=2, seq_len=5, tokenizer=words, eos=1)
     first = loader()
     got = [batch["tokens"] for batch in itertools.islice(first, 3)]
     again = loader()
     again.load_state_dict(first.state_dict())
     got += [batch["tokens"] for batch in itertools.islice(again, 2)]
     assert all(torch.equal(x, want.batch(step)["tokens"]) for step, x in enumerate(got))
-    monkeypatch.setattr(
-        sys.modules["fsharding.apps.data.packed"], "get_worker_info", lambda: SimpleNamespace(num_workers=2)
-    )
+    monkeypatch.setattr("fsharding.apps.data.get_worker_info", lambda: SimpleNamespace(num_workers=2))
     assert "cannot divide its rows among 2 workers of a loader" in refusal(iter, want)
 
 
@@ -319,52 +264,21 @@ def test_positions_of_other_data_are_refused():
     [
         ({"batch_size": 0}, "fs.data.packed got arguments out of range.\n  batch_size is 0: not positive.\nGive positive sizes and a seed >= 0."),
         ({"documents": []}, "fs.data.packed got no documents: the data set is empty.\nGive one with rows."),
-        ({"documents": "a text"}, "fs.data.packed takes documents, got 'a text'.\nOpen it: fs.data.open_documents(path); or give a list of texts."),
-        ({"documents": iter([[1]])}, "fs.data.packed cannot begin a list_iterator again: it can be read once.\nGive a list, or an object whose __iter__ begins anew, with state_dict and load_state_dict if it can."),
-        ({"documents": {"train": [[1]]}}, "fs.data.packed takes documents, got a dict of train.\nChoose one of its splits: documents['train']."),
-        ({"documents": [[]]}, "fs.data.packed got no tokens: every document is empty.\nGive documents that have text."),
+        ({"documents": "a text"}, "fs.data.packed takes documents, got 'a text'.\nGive a list of texts or of ids, or a data set that is asked by number, such as documents['train']."),
+        ({"documents": iter([[1]])}, "fs.data.packed takes documents, got a list_iterator.\nGive a list of texts or of ids, or a data set that is asked by number, such as documents['train']."),
+        ({"documents": {"train": [[1]]}}, "fs.data.packed takes documents, got a dict of train.\nGive a list of texts or of ids, or a data set that is asked by number, such as documents['train']."),
+        ({"documents": [[]]}, "fs.data.packed got 0 tokens in all documents; a row takes 5.\nGive more documents."),
         ({"documents": [[1, 2]]}, "fs.data.packed got 3 tokens in all documents; a row takes 5.\nGive more documents, or seq_len 2 or less."),
-        ({"documents": [[1, 2, 3, 4]], "epochs": 1}, "fs.data.packed got 5 tokens in all documents; a batch takes 9.\nGive more documents, more epochs, or smaller sizes."),
-        ({"documents": ["text"]}, "fs.data.packed got text without a tokenizer.\nGive tokenizer='tokenizer.json', or documents that are lists of ids."),
-        ({"documents": [{"body": "x"}], "column": "text"}, "fs.data.packed finds no column 'text' in the documents.\nGive one of 'body'."),
+        ({"documents": ["text"]}, "fs.data.packed got 'text' as a document, without a tokenizer.\nGive texts and tokenizer=, or lists of ids; of rows one column, documents.select_columns(['text'])."),
+        ({"documents": [{"body": "x", "y": 1}], "tokenizer": of_text}, "fs.data.packed got a dict as a document, with a tokenizer.\nGive texts and tokenizer=, or lists of ids; of rows one column, documents.select_columns(['text'])."),
+        ({"documents": [[[1], [1, 2]]]}, "fs.data.packed got a list as a document, without a tokenizer.\nGive texts and tokenizer=, or lists of ids; of rows one column, documents.select_columns(['text'])."),
         ({"vocab_size": 3}, "fs.data.packed got a document with the id 5, outside [0, 3).\nGive the vocab_size of the model that the tokenizer belongs to."),
-        ({"tokenizer": "nowhere.json"}, "fs.data.packed cannot read a tokenizer: there is no nowhere.json.\nGive a tokenizer.json, or a directory that has one, as save_pretrained writes it."),
-        ({"tokenizer": 3}, "fs.data.packed takes a tokenizer, got 3.\nGive the path of a tokenizer.json, a tokenizer of tokenizers or transformers, or a function text -> ids."),
-        ({"eos": "</s>"}, "fs.data.packed cannot look up eos '</s>' without a tokenizer.\nGive its id, or tokenizer='tokenizer.json'."),
+        ({"tokenizer": 3}, "fs.data.packed takes a tokenizer from text to ids, got 3.\nGive a function: lambda text: tokenizer.encode(text, add_special_tokens=False).ids."),
+        ({"eos": 9, "vocab_size": 8}, "fs.data.packed got eos 9 for vocab_size 8.\nGive an id."),
+        ({"eos": "</s>"}, "fs.data.packed got eos '</s>' for vocab_size None.\nGive an id."),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )  # fmt: skip
 def test_mistakes(change, text):
     options = {"documents": [[1, 2, 3, 4, 5]], "batch_size": 2, "seq_len": 4, "eos": EOS, **change}
     assert refusal(lambda: next(fs.data.packed(options.pop("documents"), **options))) == text
-
-
-def test_tokenizers_that_do_not_fit(tokenizer, tmp_path):
-    sizes = {"batch_size": 1, "seq_len": 2, "tokenizer": tokenizer}
-    text = refusal(fs.data.packed, TEXTS, vocab_size=7, **sizes)
-    assert text == (
-        "fs.data.packed got a tokenizer of 8 tokens for a model of vocab_size 7.\n"
-        "Give the model a vocabulary of 8 or more, or a smaller tokenizer."
-    )
-    assert "got eos '<end>', which is no token of the tokenizer.\n  '</s>' has the id 1\n" in refusal(
-        fs.data.packed, TEXTS, eos="<end>", **sizes
-    )
-    file = tmp_path / "tokenizer.json"
-    file.write_text((tokenizer / "tokenizer.json").read_text().replace("</s>", "<end>"))
-    text = refusal(fs.data.packed, TEXTS, **{**sizes, "tokenizer": file})
-    assert text == (
-        "fs.data.packed cannot tell which token of the tokenizer ends a document.\n  '<end>' has the id 1\n"
-        "Give one of its tokens, such as eos='<end>', or its id."
-    )
-    file.write_text("{}")
-    assert "as a tokenizer: " in refusal(fs.data.packed, TEXTS, **{**sizes, "tokenizer": file})
-
-
-def test_paths_that_are_no_documents(tmp_path):
-    read = fs.data.open_documents
-    assert "it is not there" in refusal(read, tmp_path / "nowhere")
-    assert "found no files in" in refusal(read, tmp_path)
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    assert "no text in UTF-8, at byte 0" in refusal(read, tmp_path)
-    (tmp_path / "b.jsonl").write_text("{}")
-    assert "finds files of 2 kinds" in refusal(read, tmp_path)

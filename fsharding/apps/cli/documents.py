@@ -1,0 +1,120 @@
+"""Documents and a tokenizer for `fsharding train --tokenizer`, as the packages datasets and tokenizers read them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsharding.apps.data import files_below, stdlib_files
+from fsharding.base.errors import ConfigError, DataError, message
+from fsharding.base.untrusted import read_json
+
+__all__ = ["Encoder", "is_table", "open_documents", "open_encoder"]
+
+_TABLES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}  # readers of datasets
+_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")  # in published tokenizers
+
+
+class Encoder(NamedTuple):
+    """Text to ids without special tokens, and what ends a document; no closure, so that it can be pickled."""
+
+    tokenizer: Any
+    vocab_size: int
+    eos: int
+    digest: str
+
+    def __call__(self, text: str) -> Sequence[int]:
+        """Encode a text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        rule = f"needs the package {package}, which is not installed."
+        raise ConfigError(message(rule, mend="Install it with: pip install 'fsharding[text]'"))
+
+
+def open_encoder(path: Path, eos: str) -> Encoder:
+    """Read a tokenizer.json, or that of a directory; `eos` is the end of a document by text or id, "" to find it."""
+    _require("tokenizers")
+    from tokenizers import Tokenizer  # lazy: an extra
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises Exception itself
+        rule = f"cannot read {file} as a tokenizer: {error}."
+        mend = "Give a tokenizer.json, as the package tokenizers or save_pretrained writes it."
+        raise DataError(message(rule, mend=mend)) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    if eos.isdecimal():
+        end = int(eos)
+    else:
+        named = [eos] if eos else [name for name in (_own_end(file),) if name in vocab]
+        ends = [vocab[name] for name in named or _ENDS if name in vocab]
+        if len(ends) != 1:
+            special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+            rows = [f"{name!r} has the id {vocab[name]}" for name in special]
+            what = f"got --eos {eos!r}, which is no token of" if eos else "cannot tell what ends a document for"
+            raise DataError(message(f"{what} {file}.", rows, "Give one of its tokens, or the id, such as --eos 0."))
+        end = ends[0]
+    digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
+    return Encoder(tokenizer, max(vocab.values(), default=-1) + 1, end, digest)
+
+
+def _own_end(file: Path) -> Any:
+    """Return the name that the config beside a tokenizer gives to the end of a document; None without it."""
+    try:
+        config = read_json(os.path.realpath(file.with_name("tokenizer_config.json")), most=64 << 20)
+    except (OSError, ValueError):
+        return None
+    end = config.get("eos_token") if isinstance(config, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a path is a data set whose bytes are no text."""
+    return path.suffix in (".parquet", ".arrow") or _is_saved(path)
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("dataset_dict.json", "state.json", "dataset_info.json"))
+
+
+def open_documents(source: str, column: str) -> Any:
+    """Read a saved data set, a file or directory of rows, or files of which each is one document."""
+    path = Path(source)
+    files = stdlib_files() if source == "default" else files_below(path)
+    kinds = sorted({file.suffix for file in files})
+    try:
+        if not _is_saved(path) and not any(kind in _TABLES for kind in kinds):
+            return [file.read_text(encoding="utf-8") for file in files]
+        _require("datasets")
+        import datasets  # lazy: an extra, and slow to load
+
+        if _is_saved(path):
+            rows = datasets.load_from_disk(source)
+            rows = rows["train"] if isinstance(rows, datasets.DatasetDict) else rows
+        elif len(kinds) > 1:
+            raise ValueError(f"it has files of {len(kinds)} kinds, {', '.join(kinds)}")
+        else:
+            rows = datasets.load_dataset(_TABLES[kinds[0]], data_files=[str(file) for file in files], split="train")
+    except ConfigError:
+        raise
+    except Exception as error:  # what is wrong with a row of a file comes as many kinds of errors
+        rule = f"cannot read {source}: {error.__cause__ or error}."
+        mend = (
+            "Give text in UTF-8, a split that save_to_disk has written, or files of one kind with one row a document."
+        )
+        raise DataError(message(rule, mend=mend)) from error
+    if column not in rows.column_names:
+        mend = f"Give one of {', '.join(map(repr, rows.column_names))}."
+        raise DataError(message(f"finds no column {column!r} in {source}.", mend=mend))
+    return rows.select_columns([column])

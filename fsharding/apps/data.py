@@ -1,0 +1,499 @@
+"""Token data whose batches depend on their number alone: bytes or ids at random places, and packed documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from fsharding.base.calls import named
+from fsharding.base.errors import DataError, message, report
+from fsharding.base.local_paths import check_local
+from fsharding.base.public import kind_of
+from fsharding.base.untrusted import open_plain, read_json, read_plain
+from fsharding.train.shard import WHOLE, Data, Shard
+
+__all__ = ["Data", "Packed", "Shard", "Tokens", "open_data", "packed"]
+
+Stream: TypeAlias = npt.NDArray[np.integer[Any]]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+_ITEM = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
+_PIECE = 1 << 22
+_SAMPLES, _SAMPLE = 64, 4096
+_MACHINES_OWN = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+_NO_TRAINING_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_CHUNK = _SAMPLED = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """Rows of `seq_len` tokens from random places of one flat stream, without epochs and without a state.
+
+    Row `r` of step `s` is row `n = s * batch_size + r` of the run and starts at word 0 of block n of the counter-based
+    generator Philox4x64-10 with key `seed`, modulo the number of starts (Salmon et al., SC11).
+
+    Attributes:
+        stream: integer[N], N > seq_len; may be a memory map, of which only the rows asked for are read.
+        batch_size, global_batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        seed: key of the generator, 0 <= seed < 2**128.
+        vocab_size: every id is below it; checked on each batch.
+        source: where the stream came from, for messages.
+        begins: where documents begin in the stream (int64, ascending), if batches are to say it: then they have
+            `documents` too, and a token whose target is in another document has the target -100, which does not count.
+
+    Raises:
+        DataError: a size or the seed is out of range, or the stream is not 1-d with `seq_len + 1` integers or more.
+
+    Example:
+        >>> data = fs.data.Tokens(stream=torch.arange(100).numpy(), batch_size=4, seq_len=8)
+        >>> whole, second = data.batch(5), data.batch(5, fs.data.Shard(1, 2))
+        >>> torch.equal(whole["tokens"][2:], second["tokens"]), torch.equal(whole["tokens"] + 1, whole["targets"])
+        (True, True)
+    """
+
+    stream: Stream = dataclasses.field(repr=False)
+    batch_size: int
+    seq_len: int
+    seed: int = 0
+    vocab_size: int = 256
+    source: str = "an array"
+    begins: Ids | None = dataclasses.field(default=None, repr=False)
+
+    @named("Tokens")
+    def __post_init__(self) -> None:
+        _check_sizes(self.seed, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size)
+        if self.stream.dtype.kind not in "iu" or self.stream.ndim != 1:
+            rule = f"cannot read a stream of {self.stream.dtype} with {self.stream.ndim} dimensions from {self.source}."
+            raise DataError(message(rule, mend="Give a flat array of integer token ids."))
+        if (size := self.stream.size) <= self.seq_len:
+            mend = "Give more data" + (f", or seq_len {size - 1} or less." if size > 1 else ".")
+            rule = f"cannot cut a row of {self.seq_len + 1} tokens out of the {size} of {self.source}."
+            raise DataError(message(rule, mend=mend))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step over all data-parallel ranks."""
+        return self.batch_size
+
+    def starts(self, first: int, count: int) -> Ids:
+        """Where rows [first, first + count) of the run begin in the stream: int64[count]."""
+        words = np.random.Philox(key=self.seed, counter=first).random_raw(4 * count)[::4]
+        return (words % np.uint64(self.stream.size - self.seq_len)).astype(np.int64)
+
+    @named("Tokens.batch")
+    def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
+        """The rows of `shard` at `step`, from 0; only these are read.
+
+        Returns:
+            `{"tokens", "targets"}`, each int64[batch_size / shard.count, seq_len], new memory at every call; with
+            `begins` also `documents`, of the same kind: numbers that ascend within a row.
+
+        Raises:
+            DataError: `step` is negative, the batch cannot be divided, or an id is not in [0, vocab_size).
+        """
+        if step < 0:
+            raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
+        rows = shard.rows(self.batch_size)
+        starts = self.starts(step * self.batch_size + rows.start, len(rows))
+        window_BT = np.empty((len(rows), self.seq_len + 1), np.int64)
+        for row, start in enumerate(starts.tolist()):
+            window_BT[row] = self.stream[start : start + self.seq_len + 1]
+        if (bad := (window_BT < 0) | (window_BT >= self.vocab_size)).any():
+            row, column = np.argwhere(bad)[0].tolist()
+            rule = f"read the id {window_BT[row, column]} at {starts[row] + column} of {self.source}"
+            mend = "Give the vocab_size of the tokenizer that wrote the data."
+            raise DataError(message(f"{rule}, outside [0, {self.vocab_size}).", mend=mend))
+        parts = {"tokens": window_BT[:, :-1], "targets": window_BT[:, 1:]}
+        if self.begins is not None:
+            places_BT = starts[:, None] + np.arange(self.seq_len + 1)
+            number_BT = np.searchsorted(self.begins, places_BT, side="right").astype(np.int64)
+            parts["documents"] = number_BT[:, :-1]
+            parts["targets"] = np.where(number_BT[:, 1:] == number_BT[:, :-1], parts["targets"], -100)
+        return {name: torch.as_tensor(part.copy()) for name, part in parts.items()}
+
+    def fingerprint(self) -> str:
+        """16 hex digits over sizes, dtype, seed, documents and samples of the stream, all of a short one."""
+        size = self.stream.size
+        head = ["fsharding-tokens-1", size, self.stream.dtype.str, self.batch_size, self.seq_len, self.seed]
+        digest = hashlib.sha256(json.dumps(head).encode())
+        whole = size <= _SAMPLES * _SAMPLE
+        for i in range(_SAMPLES):
+            start = i * _SAMPLE if whole else i * (size - _SAMPLE) // (_SAMPLES - 1)
+            digest.update(self.stream[start : start + _SAMPLE].tobytes())
+        if self.begins is not None:
+            digest.update(self.begins.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _check_sizes(seed: int | None, **sizes: int | None) -> None:
+    rows = [f"{name} is {size}: not positive." for name, size in sizes.items() if size is not None and size < 1]
+    if seed is not None and not 0 <= seed < 2**128:
+        rows.append(f"seed is {seed}: not in [0, 2**128).")
+    if rows:
+        raise DataError(message("got arguments out of range.", rows, "Give positive sizes and a seed >= 0."))
+
+
+@named("open_data")
+def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False) -> Tokens:
+    """Opens the data that a command line names.
+
+    Args:
+        spec: "default" is the standard library of this Python; "*.bin" is a file of little-endian token ids, mapped
+            into memory, whose dtype ("uint8", "uint16", "uint32"), vocabulary and id that ends a document may stand
+            beside it in `PATH.json` as `{"dtype": "uint16", "vocab_size": N, "separator": 0}`; else the bytes of a
+            file, or of all files of a directory that are not hidden, in the order of their relative paths.
+        batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        seed: key of the generator that places the rows.
+        documents: batches say which tokens are of one document: a file, or what a separator ends.
+
+    Raises:
+        DataError: there are no files, they cannot be read or hold too little; or the sidecar file is not as above.
+
+    Example:
+        >>> data = fs.data.open_data("default", batch_size=2, seq_len=4)
+        >>> data.batch(0)["tokens"].shape, data.vocab_size
+        (torch.Size([2, 4]), 256)
+    """
+    check_local(spec)
+    path = Path(spec)
+    source = "the Python standard library" if spec == "default" else str(path)
+    if spec.endswith(".bin"):
+        stream, vocab_size, begins = _read_ids(path, documents)
+    else:
+        stream, vocab_size, begins = _read_bytes(stdlib_files() if spec == "default" else files_below(path))
+    return Tokens(
+        stream=stream, batch_size=batch_size, seq_len=seq_len, seed=seed, vocab_size=vocab_size, source=source,
+        begins=begins if documents else None,
+    )  # fmt: skip
+
+
+def _read_ids(path: Path, documents: bool) -> tuple[Stream, int, Ids]:
+    """Map a file of ids into memory; return the size of its vocabulary and where documents begin, too."""
+    said: Any = {}
+    try:
+        said = read_json(os.path.realpath(f"{path}.json"), most=1 << 20)
+    except (OSError, ValueError) as error:
+        said = {} if isinstance(error, FileNotFoundError) else error
+    table: dict[str, Any] = said if isinstance(said, dict) else {"dtype": None}
+    dtype, vocab_size, separator = table.get("dtype", "uint16"), table.get("vocab_size"), table.get("separator")
+    numbers = [n for n in (vocab_size, separator) if n is not None]
+    if dtype not in [*_ITEM] or vocab_size == 0 or not all(type(n) is int and n >= 0 for n in numbers):
+        mend = 'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}, or uint8, or uint32.'
+        raise DataError(message(f"cannot use the sidecar file {path}.json.", [f"It reads: {said}"], mend))
+    if documents and separator is None:
+        mend = f'Say the id that ends a document in {path}.json, such as {{"separator": 0}}.'
+        raise DataError(message(f"cannot tell the documents of {path}.", mend=mend))
+    item = np.dtype(_ITEM[dtype])
+    try:
+        with open_plain(os.path.realpath(path)) as file:
+            count, rest = divmod(os.fstat(file.fileno()).st_size, item.itemsize)
+            if rest:
+                raise ValueError(f"its size is no multiple of {item.itemsize} bytes, as {dtype} needs it")
+            stream = cast("Stream", np.memmap(file, item, "r", shape=(count,)) if count else np.empty(0, item))
+    except (OSError, ValueError) as error:
+        rule = f"cannot open {path}: {getattr(error, 'strerror', None) or error}."
+        mend = f"Give the path of a file of token ids, with another dtype than uint16 in {path}.json."
+        raise DataError(message(rule, mend=mend)) from error
+    # In pieces, so that the file is never in memory.
+    pieces = [(at, stream[at : at + _PIECE]) for at in range(0, stream.size, _PIECE)]
+    if vocab_size is None:
+        vocab_size = 1 + max((int(piece.max()) for _, piece in pieces), default=0)
+    ends = [at + 1 + np.flatnonzero(piece == separator) for at, piece in pieces] if documents else []
+    return stream, vocab_size, np.concatenate([np.zeros(1, np.int64), *ends])
+
+
+def _read_bytes(files: list[Path]) -> tuple[Stream, int, Ids]:
+    """Join the bytes of files, each of which counts once; return where files that are not empty begin, too."""
+    buffer = bytearray()
+    begins: list[int] = []
+    for real, file in {file.resolve(): file for file in files}.items():
+        try:
+            content = read_plain(real, 1 << 40)
+        except (OSError, ValueError) as error:
+            rule = f"cannot read {file}: {getattr(error, 'strerror', None) or error}."
+            raise DataError(message(rule, mend="Correct or remove it.")) from error
+        begins += [len(buffer)] if content else []
+        buffer += content
+    stream = np.frombuffer(buffer, np.uint8)
+    stream.flags.writeable = False
+    return stream, 256, np.array(begins, np.int64)
+
+
+def files_below(root: Path, skip: Set[str] = frozenset()) -> list[Path]:
+    """List a file, or those of a directory without hidden ones and folders to skip, by their relative paths."""
+    failed: list[OSError] = []
+    files = [] if root.is_dir() else [root]
+    for folder, folders, names in os.walk(root, onerror=failed.append) if root.is_dir() else ():
+        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        files += [path for name in names if name[0] != "." and (path := Path(folder, name)).is_file()]
+    if failed:
+        rule = f"cannot list {failed[0].filename}: {failed[0].strerror}."
+        raise DataError(message(rule, mend="Make it readable."))
+    if not files:
+        raise DataError(message(f"found no files in {root}.", mend="Name files, or a directory that has some."))
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
+    """List `.py` files of this Python's standard library, without those that differ between machines of one version."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[Path] = []
+    for file in files_below(root, _NO_TRAINING_TEXT):
+        if file.suffix == ".py" and not any(part.startswith(_MACHINES_OWN) for part in file.relative_to(root).parts):
+            max_bytes -= file.stat().st_size
+            if max_bytes < 0:
+                break
+            files.append(file)
+    return files
+
+
+class _Place(NamedTuple):
+    """Where a batch begins."""
+
+    step: int
+    epoch: int
+    mark: int  # where a chunk of documents begins in the order of the epoch
+    document: int  # its number in that chunk
+    offset: int  # of the batch's first token in that document
+
+
+_Part: TypeAlias = tuple[tuple[int, int, int], Ids]  # (epoch, mark, document) of a place, and ids with the end's
+
+
+@dataclasses.dataclass(eq=False)
+class Packed(IterableDataset[dict[str, torch.Tensor]]):
+    """Global batches of documents that are joined end to end and cut into rows of one length.
+
+    Every rank gives the same arguments, and takes its rows out of each batch with `fs.local_batch`. As an iterator it
+    gives one batch after the other from its position on, which `fs.checkpoint.Checkpointer(directory, data=...)` keeps.
+    Each rank tokenizes all documents; `StatefulDataLoader(data, batch_size=None, num_workers=1)` reads ahead.
+
+    Attributes:
+        documents: texts, lists of token ids, or rows of one column of these, in a list or a data set that is asked by
+            number, such as `datasets.Dataset`.
+        batch_size, global_batch_size: rows of the global batch.
+        seq_len: tokens of a row.
+        tokenizer: a function from text to ids; its attribute `digest`, by default its name, is part of positions.
+        eos: the id that ends a document; left out, none is added.
+        vocab_size: the model's: every id is below it.
+        seed: of the order of documents, another one in each epoch; None keeps their order.
+        boundaries: batches say which tokens are of one document, as `documents`, inside of which the attention of
+            `fs.models` then stays, and a token whose target is in another one has the target -100: it does not count.
+
+    Raises:
+        DataError: sizes below 1; no documents, or some that are not asked by number; no function as tokenizer.
+
+    Example:
+        >>> data = fs.data.packed([[1, 2, 3], [4, 5]], batch_size=2, seq_len=4, eos=0)
+        >>> batch = next(data)  # of all ranks; fs.local_batch(batch, mesh) is this rank's part
+        >>> {name: x.shape for name, x in batch.items()}, data.state_dict()["step"]
+        ({'tokens': torch.Size([2, 4]), 'targets': torch.Size([2, 4])}, 1)
+    """
+
+    documents: Any = dataclasses.field(repr=False)
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    seq_len: int
+    tokenizer: Callable[[str], Sequence[int]] | None = None
+    eos: int | None = None
+    vocab_size: int | None = None
+    seed: int | None = 0
+    boundaries: bool = False
+
+    @named("fs.data.packed")
+    def __post_init__(self) -> None:
+        _check_sizes(self.seed, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size)
+        if isinstance(self.documents, str | bytes | Mapping) or not hasattr(self.documents, "__getitem__"):
+            names = f" of {', '.join(map(str, self.documents))}" if isinstance(self.documents, Mapping) else ""
+            mend = "Give a list of texts or of ids, or a data set that is asked by number, such as documents['train']."
+            raise DataError(message(f"takes documents, got {kind_of(self.documents)}{names}.", mend=mend))
+        if not len(self.documents):
+            raise DataError(message("got no documents: the data set is empty.", mend="Give one with rows."))
+        if self.tokenizer is not None and not callable(self.tokenizer):
+            mend = "Give a function: lambda text: tokenizer.encode(text, add_special_tokens=False).ids."
+            raise DataError(message(f"takes a tokenizer from text to ids, got {kind_of(self.tokenizer)}.", mend=mend))
+        if self.eos is not None and (type(self.eos) is not int or self.eos not in range(self.vocab_size or 2**63)):
+            raise DataError(message(f"got eos {self.eos!r} for vocab_size {self.vocab_size}.", mend="Give an id."))
+        self.global_batch_size = self.batch_size
+        self._start = self._next = _Place(0, 0, 0, 0, 0)
+        self._places = [self._start]  # of batches; `_next` is that of the batch that the iterator gives next
+        self._reading: dict[_Place, Iterator[tuple[Ids, Ids, _Place]]] = {}  # gives the batches from one place on
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reading": {}}
+
+    @named("fs.data.packed")
+    def __iter__(self) -> Self:
+        if (worker := get_worker_info()) is not None and worker.num_workers > 1:
+            rule = f"cannot divide its rows among {worker.num_workers} workers of a loader."
+            raise DataError(message(rule, mend="Give the loader num_workers=1, which tokenizes beside the training."))
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        return self.batch(self._next.step)
+
+    @named("Packed.batch")
+    def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
+        """The rows of `shard` at `step`, as `Tokens.batch` gives them; the position is then the one after that step.
+
+        Raises:
+            DataError: as there; or a document cannot be used, or all of them together are shorter than a row.
+        """
+        if step < 0:
+            raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
+        shard.rows(self.batch_size)  # raises before anything is read
+        place = max((place for place in self._places if place.step <= step), key=lambda place: place.step)
+        while place.step < step:
+            _, place = self._read(place, None)
+        batch, self._next = self._read(place, shard)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch, for a checkpoint: a few numbers, and what they depend on."""
+        return {**self._next._asdict(), "data": {**self._facts}}
+
+    @named("Packed.load_state_dict")
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position that `state_dict` gave, of this data set or one of the same documents and sizes.
+
+        Raises:
+            DataError: it is no position, or one of other data; what differs is listed.
+        """
+        table = {} if not isinstance(state, Mapping) else {**state}
+        before = table.pop("data", None)
+        numbers = all(type(n) is int and n >= 0 for n in table.values())
+        if not isinstance(before, Mapping) or {*table} != {*_Place._fields} or not numbers:
+            mend = "Give what state_dict() of such data gave."
+            raise DataError(message("got no position of packed documents.", mend=mend))
+        facts = self._facts.items()
+        if rows := [f"{k}: {before.get(k)} in the position, {v} now" for k, v in facts if before.get(k) != v]:
+            mend = "Give the documents, tokenizer and sizes that the position is of; or begin the data anew."
+            raise DataError(message("got a position in other data.", rows, mend))
+        self._next = _Place(**table)
+        self._places = [self._start, self._next]
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, Any]:
+        """Everything that the rows of a position depend on, with samples of the documents."""
+        count = len(self.documents)
+        rows = self._get(sorted({i * (count - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)}))
+        digest = hashlib.sha256(json.dumps(rows, sort_keys=True, default=repr).encode()).hexdigest()[:16]
+        fn = self.tokenizer
+        name = f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', kind_of(fn))}"
+        return {
+            "documents": f"{count} documents, {digest}",
+            "tokenizer": "ids" if fn is None else getattr(fn, "digest", name),
+            **{field: getattr(self, field) for field in ("eos", "seed", "batch_size", "seq_len")},
+        }
+
+    def fingerprint(self) -> str:
+        """16 hex digits over samples of the documents, tokenizer and sizes."""
+        facts = {**self._facts, "boundaries": self.boundaries}
+        return hashlib.sha256(json.dumps(["fsharding-packed-1", facts]).encode()).hexdigest()[:16]
+
+    def _read(self, place: _Place, shard: Shard | None) -> tuple[dict[str, torch.Tensor], _Place]:
+        """Return the batch at a place, empty without a shard, and the place of the next one."""
+        reading = self._reading.pop(place, None) or self._batches(place)  # an error ends a generator
+        window, owners, after = next(reading)
+        self._reading = {after: reading}
+        self._places = [self._start, place, after]
+        if shard is None:
+            return {}, after
+        rows = shard.rows(self.batch_size)
+        span = slice(rows.start * self.seq_len, rows.stop * self.seq_len)
+        targets = slice(span.start + 1, span.stop + 1)
+        shape = len(rows), self.seq_len
+        parts = {"tokens": window[span].reshape(shape), "targets": window[targets].reshape(shape)}
+        if self.boundaries:
+            owner_BT = owners[span].reshape(shape)
+            parts["targets"] = np.where(owners[targets].reshape(shape) != owner_BT, -100, parts["targets"])
+            parts["documents"] = owner_BT - owner_BT[:, :1]
+        return {name: torch.from_numpy(part.astype(np.int64, copy=True)) for name, part in parts.items()}, after
+
+    def _batches(self, place: _Place) -> Iterator[tuple[Ids, Ids, _Place]]:
+        """Yield the ids of each batch from a place on, the document of each id, and the place of the next batch."""
+        size = self.batch_size * self.seq_len
+        reading = self._from_place(place)
+        ahead: list[_Part] = []
+        step, offset, count = place.step, place.offset, -place.offset
+        while True:
+            while count <= size:
+                ahead.append(next(reading))
+                count += len(ahead[-1][1])
+            pieces: list[Ids] = []
+            left = size + 1
+            for _, ids in ahead:
+                start = 0 if pieces else offset
+                pieces.append(ids[start : start + left])  # of a long document only what the batch takes is copied
+                left -= len(pieces[-1])
+            owners = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+            first = int(owners[size])  # the document of the token that the next batch begins with
+            step, offset, count = step + 1, offset + size - sum(len(ids) for _, ids in ahead[:first]), count - size
+            ahead = ahead[first:]
+            yield np.concatenate(pieces), owners, _Place(step, *ahead[0][0], offset)
+
+    def _from_place(self, place: _Place) -> Iterator[_Part]:
+        """Yield all documents that are not empty from a place on, epoch after epoch."""
+        epoch, mark, skipped = place.epoch, place.mark, place.document
+        while True:
+            count = 0
+            order = np.arange(len(self.documents))
+            if self.seed is not None:
+                # Raw words, since numpy does not promise that its shuffles stay the same from version to version.
+                words = np.random.Philox(key=self.seed, counter=epoch << 128).random_raw(len(order))
+                order = np.argsort(words, kind="stable")
+            for at in range(mark, len(order), _CHUNK):
+                for number, document in enumerate(self._get(order[at : at + _CHUNK].tolist())):
+                    if (number >= skipped or at > mark) and (ids := self._ids(document)).size:
+                        count += len(ids)
+                        yield (epoch, at, number), ids
+            if count <= self.seq_len and (mark, skipped) == (0, 0):
+                less = f", or seq_len {count - 1} or less" if count > 1 else ""
+                rule = f"fs.data.packed got {count} tokens in all documents; a row takes {self.seq_len + 1}."
+                raise DataError(report(rule, mend=f"Give more documents{less}."))
+            epoch, mark, skipped = epoch + 1, 0, 0
+
+    def _get(self, numbers: list[int]) -> list[Any]:
+        many = getattr(self.documents, "__getitems__", None)
+        return [*many(numbers)] if many is not None else [self.documents[number] for number in numbers]
+
+    def _ids(self, document: Any) -> Ids:
+        """Return the ids of a document with the end's; none if it is empty."""
+        if isinstance(document, Mapping) and len(document) == 1:
+            (document,) = document.values()
+        if isinstance(document, str) and self.tokenizer is not None:
+            document = self.tokenizer(document)
+        try:
+            ids = np.asarray(document)
+        except (TypeError, ValueError):
+            ids = np.empty((), object)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            rule = (
+                f"fs.data.packed got {kind_of(document)} as a document, with{'out' * (not self.tokenizer)} a tokenizer."
+            )
+            mend = "Give texts and tokenizer=, or lists of ids; of rows one column, documents.select_columns(['text'])."
+            raise DataError(report(rule, mend=mend))
+        for bad in (int(ids.min()), int(ids.max())) if ids.size else ():
+            if bad < 0 or (self.vocab_size is not None and bad >= self.vocab_size):
+                mend = "Give the vocab_size of the model that the tokenizer belongs to."
+                rule = f"fs.data.packed got a document with the id {bad}, outside [0, {self.vocab_size})."
+                raise DataError(report(rule, mend=mend))
+        ids = ids.astype(np.int64)
+        return ids if self.eos is None or not ids.size else np.append(ids, self.eos)
+
+
+packed = Packed  # the name that users call
