@@ -19,7 +19,7 @@ from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.positions import Stateful, check_stateful
 from fsharding.checkpoint.saving import in_background, plan_save
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState

@@ -45,7 +45,7 @@ from fsharding.checkpoint.writer import METADATA
 from fsharding.comm.disk_room import take_room
 from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, refrozen, rounding_key, sealed, spread

@@ -20,7 +20,7 @@ from fsharding.checkpoint.save_plan import holders_of
 from fsharding.checkpoint.state_leaves import StateLeaf, leaves_beside
 from fsharding.mesh.consistency import checksum, digest
 from fsharding.mesh.device_mesh import abstract, own_rank
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.state import TrainState, constants_of

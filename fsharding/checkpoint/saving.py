@@ -41,7 +41,8 @@ from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, object
 from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
 from fsharding.comm.disk import OnDisk
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
-from fsharding.mesh.failures import called_by_all, naming_lost
+from fsharding.mesh.failures import naming_lost
+from fsharding.mesh.meeting import called_by_all
 from fsharding.sharding.boxes import Box
 from fsharding.train.state import TrainState
 from fsharding.train.state_check import check_state

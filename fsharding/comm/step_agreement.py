@@ -23,7 +23,8 @@ from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.consistency import compare, digest, gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, coordinate, data_axes, everyone
-from fsharding.mesh.failures import is_fake_world, meet, order_here, world_size
+from fsharding.mesh.failures import is_fake_world, order_here, world_size
+from fsharding.mesh.meeting import meet
 from fsharding.mesh.unit_order import Comparison, UnitOrder, UnlikeRanks
 
 __all__ = ["SAME_ROWS", "StepAgreement", "compare_facts", "compare_plans", "comparison_of", "numbers_of_all"]

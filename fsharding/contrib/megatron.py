@@ -51,7 +51,7 @@ from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.interop.hf.naming import Piece, in_tensors
 from fsharding.interop.hf.saving import shards_at_home, stored_params
 from fsharding.mesh.device_mesh import own_rank, world_size
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.optim.adam import AdamState
 from fsharding.optim.base import GradientTransformation

@@ -33,7 +33,7 @@ from fsharding.foreign.name_map import (
     parts,
     unknown,
 )
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import MEND, objections_to_names

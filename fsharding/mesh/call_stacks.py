@@ -1,8 +1,4 @@
-"""Reads a rank's Python stack: the user's line, the part of the work that it is in, and the call that it waits in.
-
-In: a frame, the innermost one, or an error with its traceback. Out: short texts. A frame is the user's if it is neither
-the library's, nor torch's, nor Python's own. Guarantee: a text has a bounded length, whatever the stack.
-"""
+"""Read a rank's Python stack: the user's line, the part of the work that it is in, and the call that it waits in."""
 
 from __future__ import annotations
 
@@ -13,30 +9,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.base.calls import LIBRARY
+from fsharding.base.calls import LIBRARY, name_of
 from fsharding.base.errors import printable
 
 __all__ = [
-    "DISTRIBUTED",
+    "Call",
     "Line",
-    "collective",
-    "is_users",
+    "doing",
+    "innermost",
     "lines",
     "lines_of",
-    "outwards",
-    "region",
+    "loose_call",
     "shown",
     "site",
     "site_here",
-    "describe",
 ]
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
+_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 _PYTHON = str(Path(os.__file__).parent) + os.sep
 _USERS = 6
 _ALL = 10
@@ -60,6 +54,17 @@ _REGIONS = (
 """By file of the library; the innermost frame that has one says what its rank does."""
 
 
+class Call(NamedTuple):
+    """A call of a collective."""
+
+    function: str  # "" for none
+    text: str  # the function, and the number of the step
+    site: str  # file and line of the caller
+
+    def __str__(self) -> str:
+        return f"{self.text} at {self.site}" if self.function else f"in no collective, at {self.site}"
+
+
 class Line(NamedTuple):
     """A frame and the line that runs in it."""
 
@@ -67,25 +72,21 @@ class Line(NamedTuple):
     number: int
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, its caller, and so on."""
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller, and so on."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame is neither the library's, nor torch's, nor Python's own."""
-    return _is_users(frame.f_code.co_filename)
-
-
 @functools.lru_cache(maxsize=4096)
 def _is_users(name: str) -> bool:
+    """Return whether a file is neither the library's, nor torch's, nor Python's own."""
     return not (name.startswith((LIBRARY, _TORCH)) or (name.startswith(_PYTHON) and "-packages" not in name))
 
 
 def site_here() -> tuple[str, int] | None:
-    """File and line of the user's innermost frame in this thread; None where all frames are others'."""
+    """Return file and line of the user's innermost frame in this thread; None without one."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
@@ -95,9 +96,9 @@ def site_here() -> tuple[str, int] | None:
 
 
 def site(frame: FrameType | None) -> str:
-    """File and line of the first frame, outwards, that is a user's."""
-    for outer in outwards(frame):
-        if is_users(outer):
+    """Return file and line of the first frame, outwards, that is a user's."""
+    for outer in _outwards(frame):
+        if _is_users(outer.f_code.co_filename):
             return _at(Line(outer, outer.f_lineno))
     return "a line that is not known"
 
@@ -107,7 +108,7 @@ def _at(line: Line) -> str:
 
 
 def shown(file: str, number: int) -> str:
-    """A file, relative to the working directory where it is below that, and a line."""
+    """Return a file, relative to the working directory if it is below that, and a line."""
     path = Path(file)
     with suppress(OSError, ValueError):  # gone, or elsewhere
         path = path.relative_to(Path.cwd())
@@ -115,12 +116,12 @@ def shown(file: str, number: int) -> str:
 
 
 def lines(frame: FrameType | None) -> list[Line]:
-    """The lines that run in a frame and in its callers."""
-    return [Line(outer, outer.f_lineno) for outer in outwards(frame)]
+    """Return the lines that run in a frame and in its callers."""
+    return [Line(outer, outer.f_lineno) for outer in _outwards(frame)]
 
 
 def lines_of(error: BaseException) -> list[Line]:
-    """The lines from where an error was raised to where it has come up to, and on to the outermost, innermost first."""
+    """Return the lines from where an error was raised to where it is caught, and its callers', innermost first."""
     trace = error.__traceback__
     inside = list[Line]()
     while trace is not None:
@@ -129,12 +130,8 @@ def lines_of(error: BaseException) -> list[Line]:
     return [*inside, *(lines(inside[-1].frame.f_back) if inside else ())]
 
 
-def region(stack: Sequence[Line]) -> str:
-    """The part of the work that a rank is in, such as "backward, gradient reduction"; "" where the stack says nothing.
-
-    Args:
-        stack: the lines of a stack, innermost first.
-    """
+def _region(stack: Sequence[Line]) -> str:
+    """Return the part of the work that a rank is in, such as "backward, gradient reduction"; "" if it is not known."""
     names = [(_in_library(line.frame), line.frame.f_code.co_name) for line in stack]
     backward = any(name in ("backward", "_engine_run_backward") for _, name in names)
     forward = ("transforms/value_and_grad", "forward") in names
@@ -143,7 +140,7 @@ def region(stack: Sequence[Line]) -> str:
 
 
 def _in_library(frame: FrameType) -> str:
-    """The file of a frame of the library, without its ending; "" for others."""
+    """Return the file of a frame of the library, without its ending; "" for others."""
     name = frame.f_code.co_filename
     return name.removeprefix(LIBRARY).removesuffix(".py") if name.startswith(LIBRARY) else ""
 
@@ -152,28 +149,51 @@ def _fits(file: str, start: str) -> bool:
     return file.startswith(start) if start.endswith("/") else file == start
 
 
-def collective(stack: Sequence[Line]) -> str:
-    """The collective that a stack is in: torch's own, or the outermost function of `ops` or `comm`; "" for none.
-
-    Args:
-        stack: the lines of a stack, innermost first.
-    """
+def _collective(stack: Sequence[Line]) -> str:
+    """Return the collective that a stack is in: torch's own, or the outermost function of `ops` or `comm`; or ""."""
     for line in reversed(stack):
         file = _in_library(line.frame)
         code = line.frame.f_code
         if file.startswith(("ops/", "comm/")):
             return f"{file.replace('/', '.')}.{code.co_qualname.replace('<locals>.', '')}"
-        if code.co_filename.startswith(DISTRIBUTED) and code.co_name != "wrapper":
+        if code.co_filename.startswith(_DISTRIBUTED) and code.co_name != "wrapper":
             return f"torch's {code.co_name}"
     return ""
 
 
-def describe(stack: Sequence[Line]) -> list[str]:
-    """Ten lines at most, the user's first, both kinds innermost first: "train.py:88 in main".
-
-    Args:
-        stack: the lines of a stack, innermost first.
-    """
-    users = [line for line in stack if is_users(line.frame)][:_USERS]
-    others = [line for line in stack if not is_users(line.frame)][: _ALL - len(users)]
+def _describe(stack: Sequence[Line]) -> list[str]:
+    """Return ten lines at most, the user's first, both kinds innermost first: "train.py:88 in main"."""
+    users = [line for line in stack if _is_users(line.frame.f_code.co_filename)][:_USERS]
+    others = [line for line in stack if not _is_users(line.frame.f_code.co_filename)][: _ALL - len(users)]
     return [printable(f"{_at(line)} in {line.frame.f_code.co_qualname}", 200) for line in (*users, *others)]
+
+
+def doing(stack: Sequence[Line], what: str) -> dict[str, Any]:
+    """Describe a rank by its stack: the part of the work, the collective that it is in, and the lines."""
+    region = ", ".join(filter(None, [_region(stack), what]))
+    return {"region": region, "collective": _collective(stack), "stack": _describe(stack)}
+
+
+def innermost(frame: FrameType | None) -> str:
+    """Return the file, line and function of a frame."""
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def loose_call(frame: FrameType | None, *, waits: bool) -> Call:
+    """Return the call of the library, or of torch, that a stack is in without a `naming_lost`."""
+    # A stack that is not known to wait in the library can be seen in a collective of torch alone.
+    inside: list[FrameType] = []
+    for outer in _outwards(frame):
+        if _is_users(outer.f_code.co_filename):
+            break
+        inside.append(outer)
+    where = LIBRARY if waits else _DISTRIBUTED
+    codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
+    if waits:
+        known = next(filter(None, map(name_of, codes)), "")
+        backward = any(code.co_name == "backward" for code in codes)
+        inner = "a backward pass" if backward else codes[0].co_qualname.replace("<locals>.", "") if codes else ""
+        function = known or inner
+    else:
+        function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
+    return Call(function, function, site(frame))

@@ -33,8 +33,9 @@ from fsharding.base.registry import names_of
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.backends import backend_of, has_fake_backend
 from fsharding.mesh.consistency import agree
-from fsharding.mesh.failures import meet, naming_lost, own_rank, set_meeting, world_size
+from fsharding.mesh.failures import naming_lost, own_rank, world_size
 from fsharding.mesh.groups import close_unused, find_group, group_among, meet_first
+from fsharding.mesh.meeting import meet, set_meeting
 from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_store
 from fsharding.mesh.shutdown import rest_at_exit
 

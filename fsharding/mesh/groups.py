@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fsharding.base import _compat
 from fsharding.mesh.backends import backend_of, default_store, own_connection
-from fsharding.mesh.failures import among, meet, own_rank, world_size
+from fsharding.mesh.failures import among, own_rank, world_size
+from fsharding.mesh.meeting import meet
 
 __all__ = ["Key", "close_unused", "find_group", "group_among", "groups_of_another_world", "meet_first"]
 

@@ -26,8 +26,8 @@ from fsharding.comm.counters import Traffic, count_bytes
 from fsharding.comm.stream_log import peak_bytes, recording_streams
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.mesh.device_mesh import abstract, coordinate, make_mesh, set_mesh
-from fsharding.mesh.failures import kept_as_it_was
 from fsharding.mesh.groups import groups_of_another_world
+from fsharding.mesh.meeting import kept_as_it_was
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding import random
 from fsharding.sharding.layout import Layout, on_mesh

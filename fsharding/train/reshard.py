@@ -30,7 +30,8 @@ from fsharding.comm.reshard_run import exchange
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
-from fsharding.mesh.failures import meet, naming_lost
+from fsharding.mesh.failures import naming_lost
+from fsharding.mesh.meeting import meet
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit

@@ -30,7 +30,7 @@ from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.folder import Folder, open_folder
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
 from fsharding.mesh.device_mesh import own_rank, world_size
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout

@@ -46,7 +46,7 @@ from fsharding.interop.hf.comparison import differences, generation_of
 from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
 from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
 from fsharding.mesh.device_mesh import own_rank, world_size
-from fsharding.mesh.failures import called_by_all
+from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box

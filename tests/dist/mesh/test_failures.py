@@ -15,7 +15,7 @@ import fsharding as fs
 from fsharding.base.errors import CheckpointError, RankError
 from fsharding.checkpoint import loading, saving
 from fsharding.mesh import device_mesh as mesh_module
-from fsharding.mesh import failures
+from fsharding.mesh import lost_ranks
 from fsharding.pipeline import executor
 from fsharding.testing import ranks, run_ranks
 from fsharding.train import reshard as reshard_module
@@ -184,7 +184,7 @@ def served_by_rank(folder, port):
     dist.barrier()
     if rank == 0:
         leave("dies")
-    with patch.object(failures, "default_store", lambda: dist.PrefixStore("a", store)):
+    with patch.object(lost_ranks, "default_store", lambda: dist.PrefixStore("a", store)):
         try:
             step(state, batch)
         except RankError as error:

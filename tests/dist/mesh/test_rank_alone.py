@@ -17,7 +17,7 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import RankError
-from fsharding.mesh import failures
+from fsharding.mesh import failures, lost_ranks, meeting
 from fsharding.mesh.backends import default_store
 from fsharding.testing import RankPool
 from tests.helpers import full
@@ -325,11 +325,11 @@ def reminded(folder):
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("fsharding").addHandler(handler)
-    with patch.object(failures, "_REMIND_S", 0.3):
+    with patch.object(meeting, "_REMIND_S", 0.3):
         if dist.get_rank() == 1:
             time.sleep(1.2)
         run.save()
-    return said, default_store().check([failures._QUESTION])
+    return said, default_store().check([lost_ranks.QUESTION])
 
 
 def test_a_rank_that_waits_long_says_for_whom(tmp_path):
@@ -348,8 +348,8 @@ def nothing_left(folder):
     for call in ("step", "save", "load", "reshard", "step"):
         getattr(run, call)()
     time.sleep(0.5)
-    names = [key.format(rank) for key in (failures._KEY, failures._PLACE_KEY) for rank in range(2)]
-    return [name for name in (*names, failures._QUESTION) if default_store().check([name])]
+    names = [key.format(rank) for key in (lost_ranks.KEY, lost_ranks.PLACE_KEY) for rank in range(2)]
+    return [name for name in (*names, lost_ranks.QUESTION) if default_store().check([name])]
 
 
 def test_where_nothing_fails_nothing_is_written(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsharding.mesh import failures
-from fsharding.mesh.failures import Cause, follow
+from fsharding.mesh import failures, lost_ranks
+from fsharding.mesh.lost_ranks import Cause, follow
 from tests.helpers import until
 
 
@@ -83,14 +83,14 @@ def test_another_thread_is_found_by_its_stack():
 
 def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_ends():
     store = dist.HashStore()
-    listener = failures._Listener(dist.group.WORLD, store)
+    listener = lost_ranks.Listener(dist.group.WORLD, store, failures._places)
     listener.start()
-    answer, note = failures._PLACE_KEY.format(0), failures._KEY.format(0)
+    answer, note = lost_ranks.PLACE_KEY.format(0), lost_ranks.KEY.format(0)
     for question in ("1", "2"):
-        store.set(failures._QUESTION, question)
+        store.set(lost_ranks.QUESTION, question)
         assert until(lambda asked=question: store.check([answer]) and json.loads(store.get(answer))["to"] == asked)
     assert json.loads(store.get(answer))["places"][0]["call"].startswith("in no collective, at ")
-    store.delete_key(failures._QUESTION)
+    store.delete_key(lost_ranks.QUESTION)
     assert until(lambda: not store.check([answer]))
     listener.end()
     assert not listener.is_alive() and json.loads(store.get(note)) == {"raised": "has ended"}
@@ -98,11 +98,11 @@ def test_the_listener_answers_takes_its_answer_back_and_says_when_the_process_en
 
 def test_what_a_rank_has_found_out_outlives_it(monkeypatch):
     store, found = dist.HashStore(), {"peers": [2], "causes": {"2": ["gone", "is gone"]}}
-    monkeypatch.setattr(failures, "default_store", lambda: store)
-    failures._post(found)
+    monkeypatch.setattr(lost_ranks, "default_store", lambda: store)
+    lost_ranks.post(found)
     for note in (found, {}):
-        listener = failures._Listener(dist.group.WORLD, store)
+        listener = lost_ranks.Listener(dist.group.WORLD, store, failures._places)
         listener.start()
         listener.end()
-        assert json.loads(store.get(failures._KEY.format(0))) == {**note, "raised": "has ended"}
-        failures._forget()
+        assert json.loads(store.get(lost_ranks.KEY.format(0))) == {**note, "raised": "has ended"}
+        lost_ranks.forget()

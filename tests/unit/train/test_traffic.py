@@ -11,7 +11,7 @@ import fsharding as fs
 from fsharding import formats
 from fsharding.base.errors import ArgumentError, BatchError, LayoutError, MeshError
 from fsharding.comm.counters import Sent
-from fsharding.mesh import failures, groups
+from fsharding.mesh import failures, groups, meeting
 from fsharding.testing import run_ranks
 from tests import helpers
 from tests.helpers import slow
@@ -184,7 +184,7 @@ def state_of_torch():
     world = {name: id(getattr(c10d, name)) for name in ("_world", "_pg_map", "_pg_names", "_tags_to_pg")}
     return (
         world, c10d._group_count, dist.is_initialized(), sys.excepthook,
-        groups._groups, failures._meeting, failures._latest_mesh, failures._timeout, torch.is_grad_enabled(),
+        groups._groups, meeting._meeting, failures._latest_mesh, meeting._timeout, torch.is_grad_enabled(),
     )  # fmt: skip
 
 
