@@ -7,8 +7,9 @@ Guarantee: reading box by box gives the bits that reading at once gives.
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from fsharding.base.untrusted import open_plain
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["WINDOW_BYTES", "Range", "pieces", "read_range", "span"]
+__all__ = ["WINDOW_BYTES", "Range", "Window", "pieces", "read_range", "span"]
 
 WINDOW_BYTES = 16 << 20
 """How much of a file, and how much of a tensor, is in memory at once while it is copied."""
@@ -48,6 +49,36 @@ class Range(NamedTuple):
         if 0 in self.shape:
             return self.offset
         return self.offset + span(self.shape, self.strides) * self.dtype.itemsize
+
+
+class Window:
+    """Bytes that are fetched on demand, at most so many at once, as a file for `zipfile`."""
+
+    def __init__(self, fetch: Callable[[int, int], bytes], length: int, most: int = 1 << 17) -> None:
+        self.fetch = fetch
+        self.length = length
+        self.most = most
+        self.at = 0
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move to a position."""
+        self.at = (0, self.at, self.length)[whence] + offset
+        if self.at < 0:
+            raise OSError(22, "seek to before the beginning")
+        return self.at
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return the next bytes; refuse a size that is too large."""
+        stop = self.length if size < 0 else min(self.at + size, self.length)
+        if stop - self.at > self.most:  # before there is memory for it
+            raise ValueError(f"its directory has {stop - self.at:,} bytes; at most {self.most:,} are read")
+        data = self.fetch(self.at, stop) if stop > self.at else b""
+        self.at += len(data)
+        return data
 
 
 def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Iterator[Box]:

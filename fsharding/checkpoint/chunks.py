@@ -1,25 +1,39 @@
-"""Where the boxes of leaves are in the files of a checkpoint: one table, whether the manifest or `.metadata` gave it.
+"""Where the boxes of leaves are in the files of a checkpoint: one table, from the manifest or from DCP's `.metadata`.
 
-In: the manifest's `chunks`, or what `.metadata` says. Out: `Stored` by path. The manifest has the place of the values
-themselves, so that neither `.metadata` nor a record, which are pickles, is read; `.metadata` has the place of records.
 Guarantee: chunks have each element of their leaf once, in files that the directory has.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fsharding.base.errors import CheckpointError, message
-from fsharding.checkpoint.manifest import MANIFEST, Manifest, is_plain_name
+from fsharding.base.errors import CheckpointError, listed, message
+from fsharding.base.untrusted import open_plain
+from fsharding.checkpoint.manifest import MANIFEST, METADATA, Manifest, dtype_name, is_plain_name, is_shape
+from fsharding.checkpoint.torch_pickles import Made, Pairs, find_in, named, sizes_of, unpickled
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["Entry", "Place", "Stored", "checked", "described", "file_name", "from_manifest", "unfit"]
+__all__ = [
+    "LARGEST",
+    "Entry",
+    "Place",
+    "Stored",
+    "described",
+    "file_name",
+    "from_manifest",
+    "from_metadata",
+    "value_places",
+]
+
+LARGEST = 1 << 29  # bytes of a `.metadata` that is read: about two million chunks
 
 _MOST_BYTES = 8 << 20
 """Bytes of the table of a manifest, about 250,000 chunks: `latest` parses the manifest of every checkpoint."""
@@ -111,10 +125,10 @@ def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
         except ValueError as error:
             rows.append(f"{path}: {error}")
             continue
-        result[path], wrong = checked(path, shape, dtype, places, sizes, values=True)
+        result[path], wrong = _checked(path, shape, dtype, places, sizes, values=True)
         rows += wrong
     if rows:
-        raise unfit(folder, MANIFEST, "fit its files", rows)
+        raise _unfit(folder, MANIFEST, "fit its files", rows)
     return result
 
 
@@ -132,7 +146,156 @@ def _places(text: str, dims: int, itemsize: int) -> list[tuple[Box, Place]]:
     return result
 
 
-def checked(
+# ------------------------------------------------------------------------------------------------------ DCP's .metadata
+_DCP = "torch.distributed.checkpoint.metadata."
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
+# Megatron Core keeps the plans of its save in it, and plain torch the path that it wrote to. They are ignored.
+_NAMES = {
+    *(_DCP + name for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")),
+    *(_DCP + name for name in ("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in ("SavePlan", "TensorWriteData")),
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in ("WriteItem", "WriteItemType")),
+    *(_MEGATRON + name for name in ("MCoreMetadata", "MCoreSavePlan")),
+    *(_INFO, "torch.serialization._get_layout", "torch.Size", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+}
+
+
+def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest | None) -> dict[str, Stored]:
+    """Read the chunks that `.metadata` describes without running anything, and check them.
+
+    They have to agree with the manifest. Without one, as plain torch writes, leaves that are no tensors are left out.
+    """
+    rows: list[str] = []
+    result: dict[str, Stored] = {}
+    try:
+        fields = _metadata(pickled)
+        located = _located(fields)
+        places = {(path, starts): place for path, starts, place, _ in located if starts is not None}
+        changed = {path: via for path, _, _, via in located if via and manifest is None}
+        sizes = {name: file.bytes for name, file in manifest.files.items()} if manifest else _sizes(folder)
+        for path, entry in named(fields.get("state_dict_metadata")).items():
+            if not isinstance(entry, Made) or entry.kind != _DCP + "TensorStorageMetadata":
+                rows += [f"{path}: is no tensor"] if manifest else []
+                continue
+            try:
+                shape, dtype, found = _leaf(named(entry.state))
+            except ValueError as error:
+                rows.append(f"{path}: {error}")
+                continue
+            if path in changed:
+                result[path] = Stored(shape, dtype, (), changed[path])
+                continue
+            chunks = [(box, places.get((path, tuple(start for start, _ in box)))) for box in found]
+            result[path], wrong = _checked(path, shape, dtype, chunks, sizes, values=False)
+            rows += wrong
+        rows += _contradictions(result, manifest) if manifest else []
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        rows = [str(error)]
+    if rows:
+        raise _unfit(folder, METADATA, "fit its manifest" if manifest else "describe what is there", rows)
+    return result
+
+
+def value_places(folder: Path) -> dict[str, Place]:
+    """Find the records of a plain DCP checkpoint that hold other values than tensors, by path."""
+    with open_plain(folder / METADATA) as stream:
+        located = _located(_metadata(stream.read(LARGEST)))
+    sizes = _sizes(folder)
+    result = dict[str, Place]()
+    for path, starts, (name, first, length), _ in located:
+        if starts is None and is_plain_name(name) and 0 <= first <= first + length <= sizes.get(name, -1):
+            result[path] = name, first, length
+    return result
+
+
+def _metadata(pickled: bytes | bytearray) -> dict[str, Any]:
+    """Return the attributes of DCP's metadata, or of the subclass that Megatron Core 0.15 has of it."""
+
+    def find(module: str, name: str) -> Any:
+        result, known = find_in(_NAMES, module, name)
+        if not known:
+            rule = f"refuses to unpickle {result}, which {METADATA} names: no checkpoint of ours has it."
+            mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
+            raise CheckpointError(message(rule, mend=mend))
+        return result
+
+    return _attributes(unpickled(pickled, find), _DCP + "Metadata", _MEGATRON + "MCoreMetadata")
+
+
+def _attributes(value: object, *kinds: str) -> dict[str, Any]:
+    """Return the attributes of an object of one of some classes."""
+    if not isinstance(value, Made) or value.kind not in kinds:
+        raise ValueError(f"something else is where a {kinds[0].rpartition('.')[2]} belongs")
+    return named(value.state)
+
+
+def _located(metadata: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...] | None, Place, str]]:
+    """Return path, offsets and place of each chunk, and why it is not read; a value has no offsets."""
+    if not isinstance(storage := metadata.get("storage_data"), Pairs):
+        raise ValueError("it does not say where its chunks are")
+    result: list[tuple[str, tuple[int, ...] | None, Place, str]] = []
+    for key, value in storage:
+        index, info = _attributes(key, _DCP + "MetadataIndex"), _attributes(value, _INFO)
+        path, offset = index.get("fqn"), index.get("offset")
+        name, first, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+        if not isinstance(path, str):
+            raise ValueError("a chunk has no path")
+        if not isinstance(name, str) or type(first) is not int or type(length) is not int:
+            raise ValueError("a chunk is at no place")
+        why = ""
+        if (via := info.get("transform_descriptors")) is not None:
+            names = listed(map(str, via)) if isinstance(via, list) else str(via)
+            why = f"it was written through {names}: load it with torch and save it without _extensions"
+        starts = None if offset is None else sizes_of(offset)
+        result.append((path, starts, (name, -1 if why else first, length), why))
+    return result
+
+
+def _leaf(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], str, list[Box]]:
+    """Return shape and dtype of a leaf, and the boxes of its chunks."""
+    properties = entry.get("properties")
+    state = properties.state if isinstance(properties, Made) else None
+    if isinstance(state, Pairs):
+        state = (named(state).get("dtype"),)
+    dtype = state[0] if isinstance(state, tuple) and state else None  # the first of the tuple that it is saved as
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("it has no dtype")
+    if not isinstance(chunks := entry.get("chunks"), list):
+        raise ValueError("it has no list of chunks")
+    found: list[Box] = []
+    for chunk in chunks:
+        fields = _attributes(chunk, _DCP + "ChunkStorageMetadata")
+        offsets, extent = sizes_of(fields.get("offsets")), sizes_of(fields.get("sizes"))
+        if len(offsets) != len(extent):
+            raise ValueError(f"a chunk has {len(offsets)} offsets and {len(extent)} sizes")
+        found.append(tuple((a, a + n) for a, n in zip(offsets, extent, strict=True)))
+    if not is_shape(shape := sizes_of(entry.get("size"))):
+        raise ValueError("it has no size that a tensor could have")
+    return shape, dtype_name(dtype) or "", found
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of the plain files of a directory."""
+    result = {name: os.lstat(folder / name) for name in os.listdir(folder)}
+    return {name: status.st_size for name, status in result.items() if stat.S_ISREG(status.st_mode)}
+
+
+def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str]:
+    rows = [f"{path}: only in one of the two" for path in sorted(set(found) ^ set(manifest.tree))]
+    for path, leaf in manifest.tree.items():
+        stored = found.get(path)
+        if stored is not None and (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
+            rows.append(f"{path}: is {stored.dtype}{list(stored.shape)}, the manifest says {leaf}")
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def _checked(
     path: str,
     shape: tuple[int, ...],
     dtype: str,
@@ -171,7 +334,7 @@ def checked(
     return Stored(shape, dtype, tuple(result)), [f"{path}: {row}" for row in rows]
 
 
-def unfit(folder: Path, name: str, what: str, rows: Sequence[str]) -> CheckpointError:
+def _unfit(folder: Path, name: str, what: str, rows: Sequence[str]) -> CheckpointError:
     """The error of a file that does not describe its checkpoint."""
     mend = "Use another checkpoint, or a copy of this one."
     return CheckpointError(message(f"cannot read {folder}: its {name} does not {what}.", rows, mend))

@@ -22,9 +22,8 @@ from fsharding.base.errors import CheckpointError, printable
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedLeaf
+from fsharding.checkpoint.manifest import MANIFEST, METADATA, Manifest, SavedLeaf
 from fsharding.checkpoint.reader import damage, open_source
-from fsharding.checkpoint.writer import METADATA
 from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Inspection", "inspect"]

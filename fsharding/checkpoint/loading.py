@@ -28,7 +28,7 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.manifest import Manifest, SavedFile, SavedLeaf
+from fsharding.checkpoint.manifest import METADATA, Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
@@ -41,7 +41,6 @@ from fsharding.checkpoint.state_leaves import (
     main_wants,
     saved_shardings,
 )
-from fsharding.checkpoint.writer import METADATA
 from fsharding.comm.disk_room import take_room
 from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size

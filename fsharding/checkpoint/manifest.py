@@ -23,6 +23,7 @@ __all__ = [
     "BLOCK",
     "FORMAT",
     "MANIFEST",
+    "METADATA",
     "VERSION",
     "Manifest",
     "SavedFile",
@@ -40,6 +41,7 @@ FORMAT = "fsharding.checkpoint"
 VERSION = 1
 BLOCK = 4 << 20
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
 
 _MOST_BYTES = 1 << 29
 _MOST_VALUES = 10_000_000

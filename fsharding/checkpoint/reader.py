@@ -9,6 +9,7 @@ Guarantee: what is read is what was written, or nothing.
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
 import stat
@@ -22,12 +23,10 @@ from torch import Tensor
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain
-from fsharding.checkpoint.byte_ranges import pieces, span
-from fsharding.checkpoint.chunks import Entry, Stored, from_manifest
-from fsharding.checkpoint.dcp_metadata import LARGEST, inventory
-from fsharding.checkpoint.manifest import Manifest, SavedFile, dtype_name
-from fsharding.checkpoint.torch_record import OddTensorError, Record, Window, parse_record
-from fsharding.checkpoint.writer import METADATA
+from fsharding.checkpoint.byte_ranges import Window, pieces, span
+from fsharding.checkpoint.chunks import LARGEST, Entry, Stored, from_manifest, from_metadata
+from fsharding.checkpoint.manifest import METADATA, Manifest, SavedFile, dtype_name
+from fsharding.checkpoint.torch_pickles import OddTensorError, Record, parse_record
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
@@ -277,7 +276,7 @@ class Source:
             return bytes(data)
 
         try:
-            record = parse_record(Window(fetch, chunk.length), chunk.length)
+            record = parse_record(Window(fetch, chunk.length))
             result = (dtype_name(record.dtype), record.shape)
             want = (chunk.dtype, boxes.shape_of(chunk.box))
             if result != want:
@@ -330,6 +329,11 @@ def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = Fal
         raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, _OTHER))
     if manifest is not None and manifest.chunks is not None and not as_torch:
         return Source(folder, from_manifest(folder, manifest), files)
-    pickled = bytearray(size)
-    _Blocks(folder, files).fill(METADATA, 0, memoryview(pickled))
-    return Source(folder, inventory(folder, pickled, manifest), None if manifest is None else files)
+    pickled = io.BytesIO()  # which gives its bytes without a copy
+    blocks = _Blocks(folder, files)
+    for start in range(0, size, files[METADATA].block):
+        part = bytearray(min(files[METADATA].block, size - start))
+        blocks.fill(METADATA, start, memoryview(part))
+        pickled.write(part)
+    found = from_metadata(folder, pickled.getvalue(), manifest)
+    return Source(folder, found, None if manifest is None else files)

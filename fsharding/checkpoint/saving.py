@@ -32,13 +32,13 @@ from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group
 from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.collective_call import together, write_together
 from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
-from fsharding.checkpoint.manifest import Manifest, check_readable, text_of
+from fsharding.checkpoint.manifest import METADATA, Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections
-from fsharding.checkpoint.writer import METADATA, Writer, Written, write_metadata
+from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.disk import OnDisk
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import naming_lost

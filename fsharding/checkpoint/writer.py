@@ -36,14 +36,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsharding.base import _compat
 from fsharding.checkpoint.chunks import Entry, file_name
-from fsharding.checkpoint.manifest import BLOCK, SavedFile, dtype_name
+from fsharding.checkpoint.manifest import BLOCK, METADATA, SavedFile, dtype_name
 from fsharding.comm.disk import in_memory
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["METADATA", "ValueEntry", "Writer", "Written", "write_metadata"]
+__all__ = ["ValueEntry", "Writer", "Written", "write_metadata"]
 
-METADATA = ".metadata"
 _PIECE = 1 << 20
 
 

@@ -14,16 +14,17 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain, read_plain
-from fsharding.checkpoint.dcp_metadata import Place, value_places
+from fsharding.checkpoint.byte_ranges import Window
+from fsharding.checkpoint.chunks import Place, value_places
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.torch_record import WHOLE, Window, parse_plain
-from fsharding.checkpoint.writer import METADATA
+from fsharding.checkpoint.manifest import METADATA
+from fsharding.checkpoint.torch_pickles import WHOLE, Global, Made, Pairs, TorchFile
 from fsharding.contrib.megatron_names import EMBEDDING
 from fsharding.foreign.foreign_weights import Weights, weights_at
 from fsharding.sharding.named_sharding import LeafType
@@ -170,8 +171,38 @@ def _facts(file: Path, place: Place | None, entries: tuple[str, ...] | None) -> 
             handle = stream.fileno()
             _, first, size = place or ("", 0, os.fstat(handle).st_size)
             window = Window(lambda start, stop: os.pread(handle, stop - start, first + start), size, WHOLE)
-            return parse_plain(window, entries)
+            return _plain(TorchFile(window), entries)
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(message(f"cannot read {file}: {error}.")) from error
+
+
+def _plain(file: TorchFile, entries: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return plain values of a dict, a list of one, or an `argparse.Namespace`; of anything else, its name."""
+    # Any global may be named, because each stays a name: arguments of a run hold enums and functions.
+    held = file.held[0] if type(file.held) is list and len(file.held) == 1 else file.held
+    pairs = held.state if isinstance(held, Made) else held
+    pairs = Pairs() if pairs is None else pairs  # None itself, or a namespace without attributes
+    if not isinstance(pairs, Pairs):
+        raise ValueError("it holds no dict")
+    left = 10_000 + file.size  # lists may share elements: all together are to be about as many as are written
+
+    def grow(value: Any, levels: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("what it holds is too much for its size")
+        if type(value) in (bool, int, float, str, type(None)):
+            return value
+        if levels and isinstance(value, Made) and isinstance(value.state, Pairs):
+            return grow(value.state, levels)
+        if levels and isinstance(value, Pairs):
+            return {key: grow(each, levels - 1) for key, each in value if isinstance(key, str)}
+        if levels and isinstance(value, list | tuple):
+            grown = [grow(each, levels - 1) for each in cast("list[Any]", value)]
+            return tuple(grown) if isinstance(value, tuple) else grown
+        kind = value.kind if isinstance(value, Made) else value
+        return str(kind) if isinstance(kind, Global | torch.dtype) else type(kind).__name__
+
+    return {key: grow(value, 3) for key, value in pairs if isinstance(key, str) and key in (entries or (key,))}

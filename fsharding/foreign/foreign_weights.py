@@ -21,13 +21,12 @@ from fsharding.base.calls import call_as, named, public_name
 from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
-from fsharding.checkpoint.byte_ranges import Range, read_range
-from fsharding.checkpoint.dcp_metadata import value_places
+from fsharding.checkpoint.byte_ranges import Range, Window, read_range
+from fsharding.checkpoint.chunks import value_places
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.manifest import is_plain_name, is_shape
+from fsharding.checkpoint.manifest import METADATA, is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.torch_record import WHOLE, Record, Unread, Window, parse_file
-from fsharding.checkpoint.writer import METADATA
+from fsharding.checkpoint.torch_pickles import WHOLE, Made, OddTensorError, Pairs, Record, TorchFile
 from fsharding.foreign import coded_weights
 from fsharding.foreign.safetensors_headers import LARGEST, SAFETENSORS, SHARDING, header_of
 from fsharding.sharding import boxes
@@ -39,6 +38,8 @@ __all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "w
 _FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
 _NONE: dict[str, str] = {}
+_ORDERED = "collections.OrderedDict"
+_DEPTH, _FREE_VALUES = 100, 10_000  # of what a file holds: depth, and values beyond one for each byte of its pickle
 
 _INDEX_LIMIT = 64 << 20
 """Bytes of an index that is read."""
@@ -400,11 +401,11 @@ def _dcp(folder: Path) -> Weights:
         with open_plain(folder / name) as stream:
             window = Window(_fetching(stream.fileno(), start), length, WHOLE)
             try:
-                found = [*_flat(parse_file(window, length), path)]
+                found = [*_entries(TorchFile(window), path)]
             except ValueError:
                 found = [(path, None)]
         records = {inner: x for inner, x in found if isinstance(x, Record) and inner not in source.leaves}
-        odd = {inner: x.why for inner, x in found if isinstance(x, Unread)}
+        odd = {inner: str(x) for inner, x in found if isinstance(x, OddTensorError)}
         others += [] if records or odd else [path]
         unread |= odd
         ranges |= {
@@ -425,18 +426,18 @@ def _fetching(handle: int, first: int) -> Callable[[int, int], bytes]:
 
 def _torch(file: Path) -> Weights:
     with open_plain(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        loaded = parse_file(Window(_fetching(stream.fileno(), 0), size, WHOLE), size)
-    if not isinstance(loaded, dict):
-        what = "a tensor" if isinstance(loaded, Record) else "something else"
+        loaded = TorchFile(Window(_fetching(stream.fileno(), 0), os.fstat(stream.fileno()).st_size, WHOLE))
+        entries = [*_entries(loaded)]
+    if not isinstance(loaded.held, Pairs) and getattr(loaded.held, "kind", "") != _ORDERED:
+        what = "a tensor" if entries and isinstance(entries[0][1], Record) and not entries[0][0] else "something else"
         raise ValueError(f"it holds {what}, not a state dict")
     ranges: dict[str, Range] = {}
     others: list[str] = []
     unread: dict[str, str] = {}
-    for name, value in _flat(loaded):
-        if isinstance(value, Unread):
-            unread[name] = value.why
-        elif not isinstance(value, Record):
+    for name, value in entries:
+        if isinstance(value, OddTensorError):
+            unread[name] = str(value)
+        elif value is None:
             others.append(name)
         elif name in ranges:
             raise ValueError(f"two tensors have the name {name}")
@@ -445,17 +446,62 @@ def _torch(file: Path) -> Weights:
     return _of_ranges(file, "torch", ranges, others, unread)
 
 
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of dicts and lists by dotted path, without the prefixes that wrappers put before every key."""
-    if isinstance(node, dict):
-        items = node
-        for wrapper in _WRAPPERS:
-            if items and all(key.startswith(wrapper) for key in items):
-                items = {key.removeprefix(wrapper): value for key, value in items.items()}
-    elif isinstance(node, list):
-        items = {str(i): value for i, value in enumerate(node)}
-    else:
-        yield path, node
-        return
-    for key, value in items.items():
-        yield from _flat(value, f"{path}.{key}" if path else key)
+def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Record | OddTensorError | None]]:
+    """Yield what a file holds by dotted path: tensors, why others are not read, and None for other values."""
+    # A dict may be in two dicts, which are in two dicts, and so on: all together is to be about as much as is written.
+    left = _FREE_VALUES + file.size
+
+    def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, Record | OddTensorError | None]]:
+        nonlocal left
+        left -= 1
+        if depth > _DEPTH or left < 0:
+            raise ValueError("what it holds is too deep, or too much for its size")
+        if isinstance(node, Made):
+            try:
+                found = file.tensor(node)
+            except OddTensorError as odd:
+                found = odd
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}" if path else str(error)) from error
+            if found is not None or node.kind != _ORDERED:
+                yield path, found
+                return
+            node = _ordered(node)
+        if isinstance(node, Pairs):
+            items = _named(node, path)
+        elif isinstance(node, list | tuple):
+            items = {str(i): value for i, value in enumerate(node)}
+        else:
+            yield path, None
+            return
+        for key, value in items.items():
+            yield from walk(value, f"{path}.{key}" if path else key, depth + 1)
+
+    yield from walk(file.held, path, 0)
+    file.check_names()
+
+
+def _named(pairs: Pairs, path: str) -> dict[str, Any]:
+    """Return the items of a dict by the texts of their keys, without the prefix that a wrapper put before every key."""
+    items: dict[str, Any] = {}
+    for key, value in pairs:
+        parts = key if type(key) is tuple else (key,)
+        if not all(type(part) in (str, int, float, bool, type(None)) for part in parts):
+            raise ValueError("a key is neither a text nor a number")
+        if str(key) in items:
+            raise ValueError(f"two entries have the name {path}.{key}" if path else f"two entries have the name {key}")
+        items[str(key)] = value
+    for wrapper in _WRAPPERS:
+        if items and all(key.startswith(wrapper) for key in items):
+            items = {key.removeprefix(wrapper): value for key, value in items.items()}
+    return items
+
+
+def _ordered(made: Made) -> Pairs:
+    """Return the items of an `OrderedDict`: those put into it, or those that it was called with."""
+    if isinstance(made.state, Pairs):
+        return made.state
+    items = made.args[0] if made.args else []
+    if not isinstance(items, list) or not all(isinstance(item, list | tuple) and len(item) == 2 for item in items):
+        raise ValueError("it has no pairs where some belong")
+    return Pairs((key, value) for key, value in items)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.base.errors import RankError
-from fsharding.checkpoint.dcp_metadata import inventory
+from fsharding.checkpoint.chunks import from_metadata
 from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import StateLeaf
@@ -36,7 +36,7 @@ from tests.checkpoints_on_ranks import (
 
 
 def stored(path):
-    return inventory(path, (path / ".metadata").read_bytes(), ck.metadata(path))
+    return from_metadata(path, (path / ".metadata").read_bytes(), ck.metadata(path))
 
 
 def test_every_element_is_written_once(tmp_path):

@@ -32,7 +32,7 @@ from fsharding import checkpoint as ck
 from fsharding.apps.data import open_data
 from fsharding.base.errors import FshardingError
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint.dcp_metadata import inventory
+from fsharding.checkpoint.chunks import from_metadata
 from fsharding.checkpoint.serialized_layout import layout_of
 from fsharding.interop import hf
 from fsharding.interop.hf.folder import open_folder
@@ -150,7 +150,7 @@ def metadata(folder: Path) -> tuple[bytes, Reader]:
     def read(data: bytes) -> None:
         for told in (None, said):
             with contextlib.suppress(FshardingError):
-                inventory(path, data, told)
+                from_metadata(path, data, told)
         file.write_bytes(data)
         blocks = [data[i : i + manifests.BLOCK] for i in range(0, len(data), manifests.BLOCK)]
         own = ck.SavedFile(len(data), tuple(hashlib.sha256(block).hexdigest() for block in blocks))

@@ -402,7 +402,7 @@ def test_code_in_a_tensor_file_does_not_run(saved, tmp_path):
     (saved / info.relative_path).write_bytes(data + evil)
     (saved / ".metadata").write_bytes(pickle.dumps(found))
     reseal(saved)
-    assert f"it names {os.mkdir.__module__}.mkdir, which no tensor needs" in refusal(ck.load, saved, planned())
+    assert f"it names {os.mkdir.__module__}.mkdir, which no state dict needs" in refusal(ck.load, saved, planned())
     assert not (tmp_path / "ran").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 
 import fsharding as fs
 from fsharding import checkpoint as ck
-from fsharding.checkpoint import chunks, dcp_metadata, manifest, reader, torch_record
+from fsharding.checkpoint import chunks, manifest, reader, torch_pickles
 from fsharding.checkpoint.reader import open_source
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import planned, read_metadata, refusal, reseal, state_of
@@ -26,12 +26,12 @@ def read(monkeypatch):
         plain = getattr(module, name)
 
         def call(*args):
-            result.append(module.__name__.rpartition(".")[2])
+            result.append("record" if module is torch_pickles else "metadata")
             return plain(*args)
 
         monkeypatch.setattr(module, name, call)
 
-    for module in (dcp_metadata, torch_record):
+    for module in (chunks, torch_pickles):
         counted(module, "unpickled")
     return result
 
@@ -56,7 +56,7 @@ def test_no_pickle_of_our_own_checkpoint_is_read(saved, tmp_path, read):
     assert_bitwise_equal(everything(tmp_path / "two"), leaves)
     assert read == []
     assert not ck.inspect(saved).damaged
-    assert read == ["dcp_metadata", *["torch_record"] * len(leaves)]
+    assert read == ["metadata", *["record"] * len(leaves)]
 
 
 @pytest.mark.parametrize("opened", [".metadata", "__0_0.distcp"])
@@ -71,7 +71,7 @@ def test_metadata_is_read_once_to_compare_its_checksum(saved, monkeypatch, opene
 def test_a_checkpoint_without_chunks_loads_bit_for_bit(saved, tmp_path, read):
     new = everything(saved)
     assert_bitwise_equal(ck.load(without_chunks(saved), planned(fs.zero(0))), state_of(planned(fs.zero(0))))
-    assert read.count("dcp_metadata") == 1 and read.count("torch_record") == len(new)
+    assert read.count("metadata") == 1 and read.count("record") == len(new)
     assert_bitwise_equal(everything(saved), new)
     ck.reshard_checkpoint(saved, tmp_path / "two", {"dp": 2})
     assert ck.metadata(tmp_path / "two").chunks is not None

@@ -28,9 +28,10 @@ from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.data import open_data
 from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, ConfigError, DataError
-from fsharding.checkpoint import directory, inert_pickle, manifest, reader, torch_record
-from fsharding.checkpoint.inert_pickle import Global, Made, Pairs, named, unpickled
-from fsharding.foreign import safetensors_headers
+from fsharding.checkpoint import directory, manifest, reader, torch_pickles
+from fsharding.checkpoint.byte_ranges import Window
+from fsharding.checkpoint.torch_pickles import Global, Made, Pairs, TorchFile, named, unpickled
+from fsharding.foreign import foreign_weights, safetensors_headers
 from fsharding.interop import hf
 from fsharding.testing import assert_bitwise_equal
 from tests import checkpoints
@@ -95,10 +96,10 @@ MAKERS = {"lists": b"]", "tuples": b")\x85", "marks": b"(", "dicts": b"}"}
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_pickle_makes_as_many_objects_as_its_bytes_allow(name, monkeypatch):
-    monkeypatch.setattr(inert_pickle, "_FREE", 4)
+    monkeypatch.setattr(torch_pickles, "_FREE", 4)
     code = MAKERS[name]
     most = 0
-    while most + 1 <= 4 + (2 + (most + 1) * len(code)) // 5:
+    while most + 1 <= 4 + (4 + (most + 1) * len(code)) // 5:
         most += 1
     unpickled(b"\x80\x04" + code * most + b"N.", Global)
     text = refusal(unpickled, b"\x80\x04" + code * (most + 1) + b"N.", Global, kind=ValueError)
@@ -140,8 +141,8 @@ def test_what_a_file_holds_is_as_much_as_it_writes_and_not_too_deep(tmp_path, mo
     with zipfile.ZipFile(tmp_path / "weights") as archive:
         size = len(archive.read("weights/data.pkl"))
     for most, depth, fits in ((23, 4, True), (22, 4, False), (23, 3, False)):
-        monkeypatch.setattr(torch_record, "_FREE_VALUES", most - size)
-        monkeypatch.setattr(torch_record, "_DEPTH", depth)
+        monkeypatch.setattr(foreign_weights, "_FREE_VALUES", most - size)
+        monkeypatch.setattr(foreign_weights, "_DEPTH", depth)
         if fits:
             assert len(fs.foreign.open_weights(tmp_path / "weights").leaves) == 8
         else:
@@ -276,12 +277,11 @@ def test_of_a_zip_no_more_is_read_than_the_limit(tmp_path):
         largest, total = max(largest, stop - start), total + stop - start
         return data[start:stop]
 
-    assert torch_record.parse_file(torch_record.Window(fetch, len(data)), len(data))["w"].shape == (2,)
+    assert dict(foreign_weights._entries(TorchFile(Window(fetch, len(data)))))["w"].shape == (2,)
     most = largest
-    assert torch_record.parse_file(torch_record.Window(fetch, len(data), most), len(data))["w"].shape == (2,)
+    assert dict(foreign_weights._entries(TorchFile(Window(fetch, len(data), most))))["w"].shape == (2,)
     largest = total = 0
-    window = torch_record.Window(fetch, len(data), most - 1)
-    text = refusal(torch_record.parse_file, window, len(data), kind=ValueError)
+    text = refusal(TorchFile, Window(fetch, len(data), most - 1), kind=ValueError)
     assert f"{most:,} bytes; at most {most - 1:,} are read" in text and largest < most
 
 

@@ -19,7 +19,7 @@ from fsharding import checkpoint as ck
 from fsharding.apps.cli import main as cli
 from fsharding.base.errors import MeshError
 from fsharding.checkpoint import byte_ranges
-from fsharding.checkpoint.dcp_metadata import inventory
+from fsharding.checkpoint.chunks import from_metadata
 from fsharding.checkpoint.writer import Writer
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import local_of
@@ -109,7 +109,7 @@ def test_a_resharded_checkpoint_loads_as_its_source(axes, strategy, precision, w
     assert_bitwise_equal(ck.load(tmp_path / "b", layout), ck.load(tmp_path / "a", layout))
     world = math.prod(axes.values())
     assert 1 <= sum(name.startswith("__") for name in made.files) <= world
-    for path, leaf in inventory(tmp_path / "b", (tmp_path / "b/.metadata").read_bytes(), made).items():
+    for path, leaf in from_metadata(tmp_path / "b", (tmp_path / "b/.metadata").read_bytes(), made).items():
         assert boxes.is_tiling([chunk.box for chunk in leaf.chunks], leaf.shape), path
     assert not ck.inspect(tmp_path / "b").damaged
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
