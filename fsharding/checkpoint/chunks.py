@@ -30,7 +30,7 @@ __all__ = [
     "file_name",
     "from_manifest",
     "from_metadata",
-    "value_places",
+    "record_places",
 ]
 
 LARGEST = 1 << 29  # bytes of a `.metadata` that is read: about two million chunks
@@ -199,15 +199,15 @@ def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest |
     return result
 
 
-def value_places(folder: Path) -> dict[str, Place]:
-    """Find the records of a plain DCP checkpoint that hold other values than tensors, by path."""
+def record_places(folder: Path) -> dict[str, Place]:
+    """Find the first record of each path of a plain DCP checkpoint, if it is inside of a file of the directory."""
     with open_plain(folder / METADATA) as stream:
         located = _located(_metadata(stream.read(LARGEST)))
     sizes = _sizes(folder)
     result = dict[str, Place]()
-    for path, starts, (name, first, length), _ in located:
-        if starts is None and is_plain_name(name) and 0 <= first <= first + length <= sizes.get(name, -1):
-            result[path] = name, first, length
+    for path, _, (name, first, length), _ in located:
+        if is_plain_name(name) and 0 <= first <= first + length <= sizes.get(name, -1):
+            result.setdefault(path, (name, first, length))
     return result
 
 

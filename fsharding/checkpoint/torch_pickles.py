@@ -218,6 +218,7 @@ class TorchFile:
             raise ValueError("it was written on a machine of another byte order")
         pickled = self._content("data.pkl", most)
         self.size = len(pickled)
+        self.has_tensors = "data/0" in self._members
         self.held = unpickled(pickled, self._find, _storage)
 
     def _place(self, name: str) -> tuple[int, int]:

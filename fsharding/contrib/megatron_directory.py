@@ -21,7 +21,7 @@ import torch
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain, read_plain
 from fsharding.checkpoint.byte_ranges import Window
-from fsharding.checkpoint.chunks import Place, value_places
+from fsharding.checkpoint.chunks import Place, record_places
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA
 from fsharding.checkpoint.torch_pickles import WHOLE, Global, Made, Pairs, TorchFile
@@ -99,7 +99,7 @@ def open_directory(path: StrPath) -> Opened:
     if rows:
         mend = "Give the checkpoint of one GPT model."
         raise CheckpointError(message(f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
-    others = value_places(folder)
+    others = record_places(folder)
     result.flat = _flat(result, [*weights.leaves, *others])
     entries = ("iteration", "args", "content_metadata")
     if os.path.lexists(folder / COMMON):

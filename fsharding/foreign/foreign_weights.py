@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsharding.base.calls import call_as, named, public_name
@@ -22,7 +23,7 @@ from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
 from fsharding.checkpoint.byte_ranges import Range, Window, read_range
-from fsharding.checkpoint.chunks import value_places
+from fsharding.checkpoint.chunks import record_places
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA, is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
@@ -33,7 +34,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["SAFETENSORS", "Weights", "open_file", "open_weights", "table_of", "weights_at"]
+__all__ = ["SAFETENSORS", "Weights", "not_cast", "open_file", "open_weights", "table_of", "weights_at"]
 
 _FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -87,8 +88,8 @@ class Weights:
                 of a dtype that torch does not cast.
         """
         try:
-            if name in self.unread:
-                raise ValueError(self.unread[name])
+            if why := self.unread.get(name, "") or not_cast(self.leaves[name], out.dtype):
+                raise ValueError(why)
             self.reader(name, box, out)
         except (EOFError, NotImplementedError, OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
@@ -97,6 +98,14 @@ class Weights:
             caller = public_name()
             caller = _FUNCTION if caller == "fsharding" else caller
             raise call_as(caller, _Refusal(f"{name}: {error}").worded, self.path) from error
+
+
+def not_cast(stored: LeafType, dtype: torch.dtype) -> str:
+    """Why a tensor is not read in a dtype; empty where it is."""
+    if stored.dtype != torch.float4_e2m1fn_x2 or dtype == stored.dtype:
+        return ""
+    what = f"it is {stored}: packed values of 4 bits, two to an element, which torch casts to no other dtype"
+    return f"{what}; read it as {stored.dtype}, or save the numbers that they stand for"
 
 
 @named(_FUNCTION)
@@ -397,26 +406,39 @@ def _dcp(folder: Path) -> Weights:
     ranges: dict[str, Range] = {}
     unread = dict(source.unread)
     others: list[str] = []
-    for path, (name, start, length) in value_places(folder).items():
-        with open_plain(folder / name) as stream:
-            window = Window(_fetching(stream.fileno(), start), length, WHOLE)
-            try:
-                found = [*_entries(TorchFile(window), path)]
-            except ValueError:
-                found = [(path, None)]
-        records = {inner: x for inner, x in found if isinstance(x, Record) and inner not in source.leaves}
-        odd = {inner: str(x) for inner, x in found if isinstance(x, OddTensorError)}
-        others += [] if records or odd else [path]
-        unread |= odd
-        ranges |= {
-            inner: Range(folder / name, start + x.start, x.shape, x.stride, x.dtype) for inner, x in records.items()
-        }
+    for path, (name, start, length) in record_places(folder).items():
+        found = _in_record(folder / name, start, length, path)
+        # `.metadata` describes a tensor of a subclass as a plain one: only its record shows what it is.
+        unread |= {inner: str(x) for inner, x in found.items() if isinstance(x, OddTensorError)}
+        if path in source.leaves:
+            continue
+        others += [] if any(found.values()) else [path]
+        for inner, x in found.items():
+            if isinstance(x, Record) and inner not in source.leaves:
+                ranges[inner] = Range(folder / name, start + x.start, x.shape, x.stride, x.dtype)
 
     def read(leaf: str, box: Box, out: Tensor) -> None:
         read_range(ranges[leaf], box, out) if leaf in ranges else source.read(leaf, box, out)
 
-    leaves = source.leaves | {leaf: LeafType(where.shape, where.dtype) for leaf, where in ranges.items()}
+    leaves = {path: leaf for path, leaf in source.leaves.items() if path not in unread}
+    leaves |= {leaf: LeafType(where.shape, where.dtype) for leaf, where in ranges.items()}
     return Weights(folder, "dcp", leaves, tuple(others), read, unread)
+
+
+def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Record | OddTensorError | None]:
+    """What a record holds, by path; None at its own path if that cannot be told."""
+    with open_plain(file) as stream:
+        try:
+            record = TorchFile(Window(_fetching(stream.fileno(), start), length, WHOLE))
+        except ValueError:
+            return {path: None}
+        try:
+            return dict(_entries(record, path))
+        except ValueError as error:
+            why = (
+                f"it holds tensors in an object of a class ({error}): save a dict, such as x._asdict() of a NamedTuple"
+            )
+            return {path: OddTensorError(why) if record.has_tensors else None}
 
 
 def _fetching(handle: int, first: int) -> Callable[[int, int], bytes]:

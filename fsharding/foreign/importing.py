@@ -21,7 +21,7 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.state_leaves import Want, main_wants
-from fsharding.foreign.foreign_weights import Weights, weights_at
+from fsharding.foreign.foreign_weights import Weights, not_cast, weights_at
 from fsharding.foreign.name_map import (
     SAME_BUFFERS,
     Name,
@@ -153,6 +153,8 @@ def _objection(part: Part, want: Want, stored: LeafType | None, *, cast: bool) -
     wanted = LeafType(part.shape, want.dtype)
     if stored is None:
         return f"is missing; wanted is {wanted}"
+    if why := not_cast(stored, wanted.dtype):
+        return f"is not read: {why}"
     if stored.shape != wanted.shape or (stored.dtype != wanted.dtype and not cast):
         return f"is {stored}, wanted is {wanted}"
     return None

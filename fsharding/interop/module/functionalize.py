@@ -28,7 +28,7 @@ from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffe
 from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.mutation_guard import Original
 from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import check_memory, check_module, check_units
+from fsharding.interop.module.problems import check_memory, check_module, check_units, refuse_all
 from fsharding.interop.module.runtime import Engine, Run
 from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import check_axes
@@ -368,6 +368,7 @@ def made(
     problems += check_roles(module, roles or {})
     plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None:
+        refuse_all(problems)  # before the family's patterns, which the caller has not written, are looked for
         units = units or family.units
         names = names or family.names
         roles = family.roles if roles is None else roles

@@ -32,7 +32,7 @@ from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, 
 from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.mutation_guard import Original, unlike_blocks
 from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import check_memory, check_module, check_units
+from fsharding.interop.module.problems import check_memory, check_module, check_units, refuse_all
 from fsharding.interop.module.runtime import Engine, computing
 from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
 from fsharding.interop.module.tensor_parallel import Bare, check_axes
@@ -162,6 +162,7 @@ def model_from_module(
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
         raise ConfigError(message("has no parts for this config.", rows, mend))
     if family is not None:
+        refuse_all(problems)  # before the family's patterns, which the caller has not written, are looked for
         units = family.units
         names = names or family.names
         roles = family.roles if roles is None else roles

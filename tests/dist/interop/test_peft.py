@@ -106,7 +106,10 @@ def test_adapters_of_single_parameters_are_refused_by_name():
     import peft
 
     module = peft.get_peft_model(prepared()[1](), peft.LoraConfig(r=2, target_parameters=["mlp.up_proj.weight"]))
-    text = refusal(fs.functionalize, module, UNITS)
-    assert text.startswith("fs.functionalize cannot run adapters that replace parameters in the forward.\n")
-    assert f"  {INSIDE}.model.layers.0.mlp.up_proj is PEFT's ParamWrapper of weight\n" in text
-    assert "target_modules=[...] without target_parameters" in text
+    for units in ((UNITS,), ()):
+        assert refusal(fs.functionalize, module, *units) == (
+            "fs.functionalize cannot run adapters that replace parameters in the forward.\n"
+            f"  {INSIDE}.model.layers.0.mlp.up_proj is PEFT's ParamWrapper of weight\n"
+            f"  {INSIDE}.model.layers.1.mlp.up_proj is PEFT's ParamWrapper of weight\n"
+            "Adapt layers instead: target_modules=[...] without target_parameters."
+        )

@@ -4,6 +4,7 @@ import json
 import sys
 import types
 import warnings
+from typing import NamedTuple
 
 import pytest
 import safetensors.torch
@@ -46,7 +47,13 @@ def test_every_dtype_that_torch_and_safetensors_have_is_read(dtype, tmp_path):
     assert torch.equal(found.view(torch.uint8), want.view(torch.uint8)[1:3, 2:5])
     assert torch.equal(loaded(weights, "w"), W)
     if dtype == torch.float4_e2m1fn_x2:
-        assert "not implemented for 'Float4" in refusal(loaded, weights, "x", kind=CheckpointError)
+        why = "it is float4_e2m1fn_x2[4, 6]: packed values of 4 bits, two to an element, which torch casts to no other"
+        assert why in refusal(loaded, weights, "x", kind=CheckpointError)
+        text = refusal(fs.foreign.load_weights, tmp_path, {"x": torch.empty(4, 6)}, extra="ignore", cast=True)
+        assert f"x: x is not read: {why}" in text and "cast=True" not in text
+        like = {"x": torch.empty(4, 6, dtype=dtype)}
+        same = fs.foreign.load_weights(tmp_path, like, extra="ignore")["x"]
+        assert torch.equal(same.view(torch.uint8), want.view(torch.uint8))
     else:
         assert torch.equal(loaded(weights, "x").nan_to_num(), want.float().nan_to_num())
 
@@ -132,6 +139,22 @@ def test_tensors_of_other_classes_leave_the_rest_readable(coded, tmp_path):
     check_odd(tmp_path, coded, "it is a torchao.Coded: save x.dequantize()")
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a user's class, with the values of a plain one."""
+
+
+def test_tensors_of_a_class_of_the_user_leave_the_rest_readable(tmp_path):
+    named = f"{Tagged.__module__}.Tagged"
+    check_odd(tmp_path, W.as_subclass(Tagged), f"it is a {named}: save x.as_subclass(torch.Tensor)")
+    torch.save({"x": W.as_subclass(Tagged), "other": Other()}, tmp_path / "b.pt")
+    text = refusal(fs.foreign.open_weights, tmp_path / "b.pt", kind=CheckpointError)
+    assert f"it names {Other.__module__}.Other, which no state dict needs; nothing of it was run" in text
+
+
+class Other:
+    """No tensor."""
+
+
 # ------------------------------------------------------------------------------------------------------------------- DCP
 class Zstd(StreamTransformExtension):
     """Writes what it is given under the name of torch's own compression, which needs a package."""
@@ -172,8 +195,11 @@ def test_compressed_chunks_are_named(tmp_path):
 def test_records_of_other_classes_are_no_attempt_to_run_code(coded, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_dcp.filesystem, "_write_item", written_whole(coded))
     weights = fs.foreign.open_weights(save({"x": W, "w": W}, tmp_path / "a"))
-    assert torch.equal(loaded(weights, "w"), W)
-    text = refusal(loaded, weights, "x", kind=CheckpointError)
+    assert [*weights.leaves] == ["w"] and torch.equal(loaded(weights, "w"), W)
+    assert weights.unread == {"x": "it is a torchao.Coded: save x.dequantize(), or another plain tensor"}
+    wanted = refusal(fs.foreign.load_weights, tmp_path / "a", {"x": W, "w": W}, kind=CheckpointError)
+    assert f"  x: x is not read: {weights.unread['x']}" in wanted
+    text = refusal(weights.read, "x", ((0, 2), (0, 3)), torch.empty(2, 3), kind=CheckpointError)
     assert "x: it is a torchao.Coded: save x.dequantize()" in text and "run code" not in text
 
 
@@ -196,6 +222,30 @@ def test_tensors_inside_tuples_are_read_and_other_values_listed(tmp_path):
         assert torch.equal(loaded(weights, name), want)
     found = fs.foreign.load_weights(tmp_path / "a", {"a": torch.empty(3, 2)}, {"a": "pair.1.1.a"}, extra="ignore")
     assert torch.equal(found["a"], W.mT)
+
+
+class State(NamedTuple):
+    """What optax calls a state."""
+
+    count: torch.Tensor
+    mu: torch.Tensor
+
+
+def test_named_tuples_of_tensors_are_named_with_a_way_round(tmp_path):
+    state = {"opt": State(torch.tensor(3), W), "w": W, "shape": Sizes(2, 3)}
+    weights = fs.foreign.open_weights(save(state, tmp_path / "a"))
+    assert [*weights.leaves] == ["w"] and weights.others == ("shape",) and [*weights.unread] == ["opt"]
+    assert f"it names {State.__module__}.State, which" in weights.unread["opt"]
+    assert weights.unread["opt"].endswith("save a dict, such as x._asdict() of a NamedTuple")
+    again = fs.foreign.open_weights(save({**state, "opt": state["opt"]._asdict()}, tmp_path / "b"))
+    assert torch.equal(loaded(again, "opt.mu"), W)
+
+
+class Sizes(NamedTuple):
+    """No tensors."""
+
+    rows: int
+    columns: int
 
 
 def test_chunks_in_safetensors_files_are_read(tmp_path):
