@@ -1,9 +1,4 @@
-"""Saves that go on beside the training: one at a time, and no failure of one goes unnoticed.
-
-In: the work, which needs nothing of the state any more. Out: a `PendingSave`; process groups that only saves use.
-A failure is raised by the first of: `wait`, the next save, the end of the process, which then has exit status 1.
-Guarantee: of two saves the second begins when the first has ended.
-"""
+"""Saves in the background: one at a time; a failure is raised by `wait`, the next save, or the end of the process."""
 
 from __future__ import annotations
 
@@ -116,11 +111,7 @@ def start(work: Callable[[], None]) -> PendingSave:
 
 
 def settle() -> None:
-    """Waits for the save in the background, if there is one.
-
-    Raises:
-        CheckpointError: it failed, and this was not reported yet.
-    """
+    """Wait for the save in the background, if there is one."""
     global _latest
     before = _latest
     _latest = None
@@ -141,18 +132,9 @@ def _at_exit() -> None:
 
 
 def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks for saves, made once for each use; None without several ranks. Collective.
-
-    The timeout of the mesh is for collectives of a step, and a write to a disk may take longer. Two threads must not
-    use one group, since their collectives would meet in any order: checkpoints wait for each other, exports have
-    another use.
-
-    Args:
-        timeout: of the group from here on.
-
-    Raises:
-        ArgumentError: the timeout is no timedelta.
-    """
+    """Return a gloo group of all ranks for saves, made once for each use; None without several ranks. Collective."""
+    # A write to a disk may take longer than a collective of a step, so the timeout is another one. Two threads must not
+    # use one group, since their collectives would meet in any order: checkpoints wait for each other, exports do not.
     check_timeout(timeout)
     if not dist.is_initialized() or is_fake_world():
         return None

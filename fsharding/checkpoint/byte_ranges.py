@@ -1,8 +1,6 @@
-"""Tensors as they lie in files: where their bytes begin, and any slice of them without the rest.
+"""Tensors in files: where their bytes begin, and any slice of them, read a window at a time.
 
-In: a file, an offset, shape, strides and dtype. Out: a part of the tensor, copied into memory that is there already.
-A file is read a window at a time. Nothing is mapped: a file that shrinks is an error, not a signal.
-Guarantee: reading box by box gives the bits that reading at once gives.
+Nothing is mapped: a file that shrinks is an error, not a signal.
 """
 
 from __future__ import annotations
@@ -27,21 +25,13 @@ WINDOW_BYTES = 16 << 20
 
 
 class Range(NamedTuple):
-    """A strided tensor in a file.
-
-    Attributes:
-        file: where.
-        offset: byte of its first element.
-        shape: sizes.
-        strides: in elements.
-        dtype: of its elements, little-endian.
-    """
+    """A strided tensor in a file."""
 
     file: Path
-    offset: int
+    offset: int  # byte of its first element
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its elements, little-endian
 
     @property
     def end(self) -> int:
@@ -82,12 +72,7 @@ class Window:
 
 
 def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Iterator[Box]:
-    """Cuts a box into boxes that span at most `WINDOW_BYTES` each, in halves, along the dim that reaches furthest.
-
-    Args:
-        box: what to cut; an empty box has no pieces.
-        strides: of the memory, in elements; by default of the box alone, laid out by itself.
-    """
+    """Cuts a box into boxes that span at most `WINDOW_BYTES` each, in halves, along the dim that reaches furthest."""
     sizes = boxes.shape_of(box)
     steps = boxes.contiguous_strides(sizes) if strides is None else strides
     if 0 in sizes:
@@ -102,16 +87,7 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
 
 
 def read_range(source: Range, box: Box, out: Tensor) -> None:
-    """Copies a box of a tensor in a file into `out`, casting where the dtypes differ.
-
-    Args:
-        out: of the box's shape, strided in any way, on any device.
-
-    Raises:
-        EOFError: the file has become shorter.
-        OSError: as the system says.
-        ValueError: there is another kind of file now.
-    """
+    """Copies a box of a tensor in a file into `out`, casting where the dtypes differ."""
     with open_plain(source.file) as file:
         for piece in pieces(box, source.dtype.itemsize, source.strides):
             out[boxes.relative(piece, box)].copy_(_window(file.fileno(), source, piece))

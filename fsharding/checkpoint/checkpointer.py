@@ -1,8 +1,6 @@
-"""`Checkpointer`: the checkpoints of a run in one directory, each under its step, and no more of them than are wanted.
+"""`Checkpointer`: the checkpoints of a run in one directory, each under its step.
 
-In: states, step by step, and data with a position. Out: `directory/<step>`, written in the background, and the newest
-one again.
-Guarantee: an old checkpoint goes only when a newer one is complete, and nothing but complete checkpoints of ours goes.
+Guarantee: an old checkpoint goes only when a newer one is complete, and nothing but complete ones of ours goes.
 """
 
 from __future__ import annotations

@@ -44,43 +44,25 @@ Place: TypeAlias = tuple[str, int, int]
 
 
 class Entry(NamedTuple):
-    """A chunk: a box of a leaf, in a file.
-
-    Attributes:
-        path: of the leaf.
-        shape: global shape of the leaf.
-        dtype: its name, such as "float32".
-        box: which part of the leaf it is.
-        file: name of the file.
-        offset: where its record begins, in bytes; if there is no need to read the record, where the values begin.
-        length: of the record, or of the values, in bytes.
-        values: byte of the file at which the values begin, in row-major order; None if only the record has it.
-    """
+    """A chunk: a box of a leaf, in a file."""
 
     path: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
-    file: str
-    offset: int
-    length: int
-    values: int | None = None
+    shape: tuple[int, ...]  # global shape of the leaf
+    dtype: str  # its name, such as "float32"
+    box: Box  # which part of the leaf it is
+    file: str  # name of the file
+    offset: int  # where its record begins, in bytes; if there is no need to read the record, where the values begin
+    length: int  # of the record, or of the values, in bytes
+    values: int | None = None  # byte of the file where the values begin; None if only the record has it
 
 
 class Stored(NamedTuple):
-    """A leaf as the files have it.
-
-    Attributes:
-        shape: global shape.
-        dtype: its name, such as "float32".
-        chunks: where its boxes are.
-        why: why it is not read; it has no chunks then.
-    """
+    """A leaf as the files have it."""
 
     shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[Entry, ...]
-    why: str = ""
+    dtype: str  # its name, such as "float32"
+    chunks: tuple[Entry, ...]  # where its boxes are
+    why: str = ""  # why it is not read; it has no chunks then
 
 
 def file_name(number: int) -> str:
@@ -89,14 +71,9 @@ def file_name(number: int) -> str:
 
 
 def described(entries: Iterable[Entry]) -> dict[str, str] | None:
-    """Describe chunks as the manifest does, by path: `FILE BYTE START:STOP ...` for each, with commas in between.
-
-    FILE is the number of the file, BYTE where the values begin, and each dim has its `START:STOP`. A leaf is one
-    string, since a manifest may only have so many values.
-
-    Returns:
-        None if there are too many chunks for a manifest, or one whose values have no known place.
-    """
+    """Describe chunks as the manifest does, by path: `FILE BYTE START:STOP ...` for each, with commas in between."""
+    # A leaf is one string, since a manifest may only have so many values. None if there are too many chunks, or one
+    # whose values have no known place.
     result: dict[str, list[str]] = {}
     for entry in sorted(entries):
         start = entry.values if boxes.volume(entry.box) else 0
@@ -110,11 +87,7 @@ def described(entries: Iterable[Entry]) -> dict[str, str] | None:
 
 
 def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
-    """Read the chunks that a manifest describes, and check them.
-
-    Raises:
-        CheckpointError: chunks that do not fill their leaf, or a place that is not in the files.
-    """
+    """Read the chunks that a manifest describes, and check them."""
     table = manifest.chunks or {}
     sizes = {name: file.bytes for name, file in manifest.files.items()}
     result: dict[str, Stored] = {}
@@ -162,10 +135,7 @@ _NAMES = {
 
 
 def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest | None) -> dict[str, Stored]:
-    """Read the chunks that `.metadata` describes without running anything, and check them.
-
-    They have to agree with the manifest. Without one, as plain torch writes, leaves that are no tensors are left out.
-    """
+    """Read the chunks that `.metadata` describes without running anything, and check them."""
     rows: list[str] = []
     result: dict[str, Stored] = {}
     try:
@@ -304,12 +274,7 @@ def _checked(
     *,
     values: bool,
 ) -> tuple[Stored, list[str]]:
-    """Check the chunks of a leaf, and return it with one row for whatever is wrong.
-
-    Args:
-        places: the box of each chunk, and where it is; None for nowhere.
-        values: places are of values, not of records.
-    """
+    """Check the chunks of a leaf, and return it with one row for whatever is wrong."""
     rows: list[str] = []
     result: list[Entry] = []
     seen: set[tuple[int, ...]] = set()

@@ -1,8 +1,6 @@
-"""Phases that all ranks finish or none does: each rank does its work, then all tell each other how it went.
+"""Phases that all ranks finish or none does: each does its work, then all tell each other how it went.
 
-In: a function that runs on this rank alone. Out: its own value, and its answer on every rank, in rank order.
-Guarantee: if it raised on some rank, every rank raises the same `CheckpointError`, which says what happened on which
-rank. Without a process group there is one rank.
+Guarantee: if it raised on one rank, every rank raises the same `CheckpointError`, which says what happened where.
 """
 
 from __future__ import annotations
@@ -34,18 +32,7 @@ Output = TypeVar("Output", bound=PartialOutput)
 def together(
     work: Callable[[], tuple[Own, Answer]], group: dist.ProcessGroup | None = None
 ) -> tuple[Own, list[Answer]]:
-    """Run `work` on every rank, without collectives in it, and gather what it answers. Collective.
-
-    Args:
-        work: returns a value that stays on this rank, and a small one that is pickled for all ranks.
-        group: of all ranks, for a thread that must not get between the collectives of another; by default the default.
-
-    Returns:
-        The own value of this rank, and the answers of all ranks.
-
-    Raises:
-        CheckpointError: on every rank, if `work` raised on one.
-    """
+    """Run `work` on every rank, without collectives in it, and gather what it answers. Collective."""
     done: tuple[Own, Answer] | None = None
     problem: tuple[bool, str] | None = None
     cause: Exception | None = None
@@ -74,16 +61,7 @@ def on_all(work: Callable[[], Own], group: dist.ProcessGroup | None = None) -> O
 
 
 def agreed(work: Callable[[], tuple[Own, str]], rule: str, row: str, group: dist.ProcessGroup | None = None) -> Own:
-    """Run `work` on every rank, and refuse ranks whose answers differ. Collective.
-
-    Args:
-        work: returns a value that stays on this rank, and a hash of what has to be the same.
-        rule: what is wrong if it isn't, as in `message`.
-        row: what a rank has that differs from rank 0.
-
-    Raises:
-        CheckpointError: on every rank, as `together`, or if answers differ.
-    """
+    """Run `work` on every rank, and refuse ranks whose answers differ. Collective."""
     own, seen = together(work, group)
     if rows := [f"rank {r} {row} than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]:
         raise CheckpointError(message(rule, rows))
@@ -97,19 +75,7 @@ def write_together(
     commit: Callable[[Output, list[Answer]], None],
     group: dist.ProcessGroup | None = None,
 ) -> list[Answer]:
-    """Write an output on all ranks; it is complete, or not there. Collective.
-
-    Args:
-        target: where it is to be, for errors.
-        begin: makes the place beside the target, on rank 0.
-        commit: puts the output in its place when all parts are written, on rank 0.
-
-    Returns:
-        What `write` returned on every rank.
-
-    Raises:
-        CheckpointError: on every rank: a phase failed on one. What was written is removed.
-    """
+    """Write an output on all ranks; it is complete, or not there. Collective."""
     with ExitStack() as stack:
 
         def enter() -> Output | None:
@@ -122,11 +88,7 @@ def write_together(
 
 
 def _failure(problems: Mapping[int, tuple[bool, str]]) -> CheckpointError:
-    """Word what went wrong on some ranks.
-
-    Args:
-        problems: by rank: whether the text is a whole message of ours already, and the text.
-    """
+    """Word what went wrong on some ranks."""
     by_text: dict[tuple[bool, str], list[int]] = {}
     for r, problem in sorted(problems.items()):
         by_text.setdefault(problem, []).append(r)

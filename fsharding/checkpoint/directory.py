@@ -1,8 +1,6 @@
-"""Directories of checkpoints: a save shows up whole or not at all, and is found again whatever broke in between.
+"""Directories of checkpoints: written beside the target, renamed when complete, and found again after any interruption.
 
-In: a target path. Out: a fresh directory beside it to write to, then one rename; the newest complete one of many.
-An older checkpoint at the target is first renamed to `.<name>.replaced`, so that one of the two is there at every
-moment, and who looks for the target finds it there. Guarantee: only plain files that the manifest names are ever read.
+Guarantee: a complete checkpoint is there at any moment; only plain files that the manifest names are read.
 """
 
 from __future__ import annotations
@@ -65,18 +63,7 @@ def _aside(target: Path) -> Path:
 
 
 class PartialOutput:
-    """The file or directory beside a target that is written to, locked against everything else that writes the target.
-
-    On one process: make it, `place` or `discard` it, and `close` it in any case. As a context manager it discards what
-    was written if the block raises, and closes.
-
-    Args:
-        target: where the output is to be; its parents are made. Files of an interrupted writer are cleared away.
-        file: write a file, not a directory.
-
-    Raises:
-        CheckpointError: something else is writing there, or there is something that no save has left.
-    """
+    """The file or directory beside a target that is written to; `place`, `discard` or a `with` block end it."""
 
     def __init__(self, target: Path, *, file: bool = False) -> None:
         self.target, self.path = target, partial_of(target)
@@ -121,26 +108,14 @@ class PartialOutput:
 
 @contextlib.contextmanager
 def writing(target: Path, *, file: bool = False) -> Generator[Path]:
-    """A path to write to, which becomes the target if all goes well, and is removed if not; see `PartialOutput`.
-
-    Raises:
-        CheckpointError: as `PartialOutput`, and in place of an OSError.
-    """
+    """A path to write to, which becomes the target if all goes well, and is removed if not; see `PartialOutput`."""
     with wording_failures(), naming_path(target), PartialOutput(target, file=file) as partial:
         yield partial.path
         partial.place()
 
 
 class Partial(PartialOutput):
-    """The directory that one save of a checkpoint writes to. `commit` takes the place of `place`.
-
-    Args:
-        target: as in `PartialOutput`, but a checkpoint may be there, which is replaced. Files that interrupted
-            saves left beside it are cleared as well, where it is named after a step.
-
-    Raises:
-        CheckpointError: another save holds it, or there is something at the target that is no checkpoint.
-    """
+    """The directory that one save of a checkpoint writes to; it ends with `commit` instead of `place`."""
 
     def __init__(self, target: Path) -> None:
         super().__init__(target)
@@ -163,14 +138,7 @@ class Partial(PartialOutput):
             raise
 
     def commit(self, text: str, files: dict[str, SavedFile]) -> None:
-        """Adds the manifest and puts the directory in its place.
-
-        Args:
-            files: that the manifest names; all have to be there.
-
-        Raises:
-            CheckpointError: files that other ranks wrote are not there, or the manifest is larger than what is read.
-        """
+        """Add the manifest, and put the directory in its place."""
         sizes = {name: os.stat(self.folder / name).st_size for name in os.listdir(self.folder)}
         rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
         if rows:
@@ -200,11 +168,7 @@ class Partial(PartialOutput):
 
 
 def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
-    """The error of ranks that do not see the same directory.
-
-    Args:
-        rows: what is not seen, and where.
-    """
+    """Return the error of ranks that do not see the same directory."""
     rule = f"needs a directory that all ranks share, and {target.parent} is none."
     mend = "Give a path on a file system that every host has mounted, at the same place."
     return CheckpointError(report(f"{_SAVE} {rule}", rows, mend))
@@ -269,11 +233,7 @@ def _lock(fd: int, target: Path) -> bool:
 
 
 def lock_alone(fd: int) -> bool:
-    """Locks an open file or directory for this process alone; False where the file system knows no such locks.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
+    """Lock an open file or directory for this process; return False if the file system knows no such locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -286,11 +246,9 @@ def lock_alone(fd: int) -> bool:
 
 
 def clear_stale(root: Path) -> None:
-    """Removes what saves of steps left in a directory when they were interrupted. On one rank.
-
-    A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that was
-    set aside goes when a complete one is in its place.
-    """
+    """Remove what interrupted saves of steps left in a directory. On one rank."""
+    # A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that
+    # was set aside goes when a complete one is in its place.
     for name in os.listdir(root):
         result = _STALE.fullmatch(name)
         folder = root / name
@@ -327,11 +285,7 @@ def naming_path(path: Path) -> Generator[None]:
 
 
 def append(fd: int, data: bytes) -> None:
-    """Append all bytes to a file, or none: what a full disk took of them is cut off again.
-
-    Raises:
-        OSError: as the system says.
-    """
+    """Append all bytes to a file, or none: cut off again what a full disk took of them."""
     size = os.fstat(fd).st_size
     left = memoryview(data)
     try:
@@ -397,12 +351,7 @@ def sync(folder: Path) -> None:
 
 
 def real_path(path: StrPath) -> Path:
-    """The real path of what a user named, which need not be there.
-
-    Raises:
-        ConfigError: it is a URL.
-        CheckpointError: it is no path of any file: it has a null byte.
-    """
+    """Return the real path of what a user named, which need not exist."""
     check_local(path)
     try:
         return Path(os.path.realpath(path))
@@ -411,11 +360,7 @@ def real_path(path: StrPath) -> Path:
 
 
 def find(path: StrPath) -> Path:
-    """Where a checkpoint is: at its path, or set aside by a save that was interrupted while it replaced it.
-
-    Raises:
-        CheckpointError: the system cannot look there, such as at a name that is too long.
-    """
+    """Return where a checkpoint is: at its path, or set aside by a save that was interrupted as it replaced it."""
     target = real_path(path)
     aside = _aside(target)
     with wording_failures():
@@ -423,11 +368,7 @@ def find(path: StrPath) -> Path:
 
 
 def read_manifest(folder: Path, *, newer: bool = False) -> Manifest:
-    """The manifest in a directory.
-
-    Raises:
-        CheckpointError: no directory, no manifest, or one that cannot be used; see `manifest.parse`.
-    """
+    """Return the manifest in a directory."""
     mend = "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
     if not folder.is_dir():
         what = "it is no directory" if os.path.lexists(folder) else "there is no such directory"
@@ -536,25 +477,15 @@ def latest(directory: StrPath) -> Path | None:
 
 
 class Seen(NamedTuple):
-    """Directories that look like checkpoints.
-
-    Attributes:
-        path: where it is.
-        number: its step, or the number that is its name where its manifest cannot be read.
-        problem: why it is not complete; empty when it is.
-    """
+    """Directories that look like checkpoints."""
 
     path: Path
-    number: int
-    problem: str
+    number: int  # its step, or the number that is its name where its manifest cannot be read
+    problem: str  # why it is not complete; empty when it is
 
 
 def survey(directory: StrPath) -> list[Seen]:
-    """All that looks like a checkpoint in a directory, the newest first; of one step the complete one first.
-
-    Args:
-        directory: which holds checkpoints, under any names; what saves of steps have left unfinished counts as well.
-    """
+    """Return all that looks like a checkpoint in a directory, newest first, and complete ones first of a step."""
     root = real_path(directory)
     steps = _steps(root)
     result = list[Seen]()
@@ -598,14 +529,8 @@ def _steps(root: Path) -> dict[str, int]:
 
 
 def retire(root: Path, keep: int, newest: Path) -> None:
-    """Removes all but the newest checkpoints that are named by a number, such as their step. On one rank.
-
-    Each is renamed to a hidden name first: whatever interrupts this, nothing half is left under the name of a whole.
-
-    Args:
-        keep: how many to keep, at least one.
-        newest: the one that was just saved, which stays whatever its number is.
-    """
+    """Remove all but the newest checkpoints that are named by a number, and keep `newest`. On one rank."""
+    # Each is renamed to a hidden name first, so an interruption leaves nothing half under the name of a whole.
     clear_stale(root)
     numbered = [name for name in _steps(root) if re.fullmatch(r"0|[1-9]\d*", name) and root / name != newest]
     for name in sorted(numbered, key=int, reverse=True)[keep - 1 :]:

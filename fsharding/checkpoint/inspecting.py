@@ -1,10 +1,6 @@
-"""`inspect`: what a checkpoint holds and whether it is whole, as a value that prints as text and as JSON.
+"""`inspect`: what a checkpoint holds, and whether it is complete, as text and as JSON.
 
-In: a directory. Out: every leaf with its type and spec, the layout, every file with its size, and what is damaged.
-Sizes and checksums of all files are compared with the manifest, then all that `load` checks of what they say of
-themselves, and that torch would read the same; no tensor is read but the step.
-Guarantee: if `damaged` is empty, `load` takes the files; if not, `load` refuses them, or torch would read something
-else.
+Guarantee: if `damaged` is empty, `load` takes the files; if not, `load` refuses them, or torch reads something else.
 """
 
 from __future__ import annotations

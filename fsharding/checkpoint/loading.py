@@ -1,8 +1,5 @@
 """`load`: a checkpoint in any layout of the same model, or an error that says what is wrong with it.
 
-In: a directory, and where the state should live. Out: a new `TrainState`; nothing that exists is touched.
-First the manifest, the leaves and the files that are there are compared; then each rank reads the boxes that it needs,
-every byte checked on the way. `load_leaves` does the same for some leaves.
 Guarantee: `load(save(x, A), B) == reshard(x, B)`, bitwise, for every strategy, mesh and precision.
 """
 

@@ -1,8 +1,6 @@
-"""The manifest of a checkpoint: what is in it, how it was laid out, and the size and checksum of every file, as JSON.
+"""The manifest of a checkpoint as JSON: its leaves, its layout, size and checksum of every file, and a seal over all.
 
-In: a `Manifest`. Out: its text, and back. The text ends with the sha256 of the rest, so that a flipped bit in it shows.
-Guarantee: `parse(text_of(m)) == m`; a text that does not say which format and version it has, and all of it, is
-refused.
+Guarantee: `parse(text_of(m)) == m`; a text that is not complete, or of an unknown format or version, is refused.
 """
 
 from __future__ import annotations
@@ -144,26 +142,13 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 
 def limits(others: int) -> tuple[int, int]:
-    """Return how many bytes and values of a manifest are read.
-
-    Parsing takes seconds for a million values, so the limits grow with the checkpoint: one checksum, of 68 bytes, is
-    written for every 4 MiB.
-
-    Args:
-        others: bytes of the other files of the checkpoint, together.
-    """
+    """Return how many bytes and values of a manifest are read, by the bytes of the other files together."""
+    # Parsing takes seconds for a million values. One checksum, of 68 bytes, is written for every 4 MiB.
     return min((64 << 20) + others // 16384, _MOST_BYTES), min(1_000_000 + others // (2 << 20), _MOST_VALUES)
 
 
 def check_readable(text: str, others: int) -> None:
-    """Refuse a manifest that is larger than what is read.
-
-    Args:
-        others: bytes of the other files of the checkpoint, together.
-
-    Raises:
-        CheckpointError: it has more bytes or values than `limits` allows.
-    """
+    """Refuse a manifest that is larger than what is read."""
     data = text.encode()
     sizes = (("bytes", len(data)), ("values", values_of(data) if len(data) <= _MOST_BYTES else 0))
     over = [
@@ -178,11 +163,7 @@ def check_readable(text: str, others: int) -> None:
 
 
 def text_of(manifest: Manifest) -> str:
-    """The text of `manifest.json`.
-
-    Raises:
-        CheckpointError: `extra` cannot be written as JSON.
-    """
+    """Return the text of `manifest.json`."""
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": manifest.version,
@@ -220,17 +201,7 @@ def _seal(data: dict[str, Any]) -> str:
 
 
 def parse(text: bytes, where: str, *, newer: bool = False, values: int = _MOST_VALUES) -> Manifest:
-    """Reads a manifest.
-
-    Args:
-        text: what is in the file.
-        where: the checkpoint, for the error.
-        newer: accept a version that is too new to load, if what we know is in it.
-        values: how many values it may hold; see `limits`.
-
-    Raises:
-        CheckpointError: another format, a newer version, or a damaged text.
-    """
+    """Read a manifest; `newer` accepts a version that is too new to load, if what we know is in it."""
     try:
         data = parse_json(text, values=values)
     except ValueError as error:

@@ -1,7 +1,5 @@
-"""`reshard_checkpoint`: a checkpoint as a run on another mesh would have saved it, on one process and without devices.
+"""`reshard_checkpoint`: a checkpoint as a run on another mesh would save it, on one process, a window at a time.
 
-In: a checkpoint, axis sizes, maybe a strategy. Out: another checkpoint of the same state, one file a rank of that mesh.
-Leaves pass through memory a window at a time, so that a checkpoint larger than the memory can be resharded.
 Guarantee: loading the result equals loading the source, bitwise, in every layout.
 """
 

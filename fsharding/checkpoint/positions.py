@@ -1,9 +1,6 @@
-"""Positions of data in a checkpoint: what `state_dict` gives on each data rank, as JSON, and back.
+"""Positions of data in a checkpoint: `state_dict` of each data rank as JSON, and back; one if all are the same.
 
-In: an object with `state_dict` and `load_state_dict`, such as `fs.data.packed` or a `StatefulDataLoader`. Out: one
-position, where all data ranks have the same, which any mesh takes; else one for each data rank, which only a mesh with
-as many takes. Guarantee: what is read equals what was written, and is made of plain values, tensors and arrays alone:
-no text in a file makes Python run anything.
+Guarantee: what is read equals what was written, of plain values, tensors and arrays alone; no text runs anything.
 """
 
 from __future__ import annotations
@@ -43,11 +40,7 @@ class Stateful(Protocol):
 
 
 def check_stateful(data: Any) -> None:
-    """Refuses data without a position.
-
-    Raises:
-        ArgumentError: a method is missing.
-    """
+    """Refuses data without a position."""
     missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(data, name, None))]
     if missing:
         rule = f"takes data with a position, got {kind_of(data)} without {' and '.join(missing)}."
@@ -57,11 +50,7 @@ def check_stateful(data: Any) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- saving
 def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
-    """This rank's position: (index, count, position) of its data rank; None where another rank speaks for it.
-
-    Raises:
-        CheckpointError: a value that cannot be written.
-    """
+    """This rank's position: (index, count, position) of its data rank; None where another rank speaks for it."""
     mesh = layout.mesh
     if not is_member(mesh):
         return None
@@ -79,11 +68,7 @@ def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
 
 
 def joined(positions: Sequence[tuple[int, int, Any] | None]) -> dict[str, Any]:
-    """What the manifest keeps: the one position that all data ranks have, or one for each.
-
-    Args:
-        positions: of all ranks, as `own_position` gives them.
-    """
+    """What the manifest keeps: the one position that all data ranks have, or one for each."""
     by_index = {index: position for index, _, position in filter(None, positions)}
     every = [by_index[index] for index in sorted(by_index)]
     return {"all": every[0]} if all(position == every[0] for position in every) else {"ranks": every}
@@ -146,11 +131,7 @@ def _read(value: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------- loading
 def select(where: str, manifest: Manifest, layout: Layout) -> Any:
-    """The position that this rank goes on from; None where the mesh does not have this rank.
-
-    Raises:
-        CheckpointError: the checkpoint has no position, positions of another number of data ranks, or damaged ones.
-    """
+    """The position that this rank goes on from; None where the mesh does not have this rank."""
     saved = manifest.data
     if saved is None:
         rule = f"finds no position of data in {where}."

@@ -1,9 +1,6 @@
-"""Reads a checkpoint, ours or plain torch DCP's: any box of any leaf, and every byte is checked before it is used.
+"""Read any box of any leaf of a checkpoint, ours or plain torch DCP's.
 
-In: a directory, what is in it, and the checksums of its files. Out: values, copied into tensors that are there.
-Files are read in blocks; each is hashed in the memory that the values are then taken from, so what is checked is what
-is used. Nothing is mapped: a file that shrinks is an error, not a signal.
-Guarantee: what is read is what was written, or nothing.
+Guarantee: files are hashed block by block in the memory that values are taken from, so what was checked is used.
 """
 
 from __future__ import annotations
@@ -46,12 +43,7 @@ class DamagedError(CheckpointError):
 
 
 def damage(folder: Path, files: Mapping[str, SavedFile], *, hashed: bool = True) -> list[str]:
-    """Checks the files of a checkpoint: one row for each problem.
-
-    Args:
-        files: which files, and what the manifest says of them.
-        hashed: compare checksums too, of every block; not sizes alone.
-    """
+    """Return one row for each problem of a checkpoint's files; without `hashed` only sizes are compared."""
     rows: list[str] = []
     scratch = memoryview(bytearray(_PIECE))
     for name, want in files.items():
@@ -80,14 +72,7 @@ def _difference(name: str, want: SavedFile, block: int, got: str) -> str:
 
 
 def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
-    """Reads a block and hashes it on the way, piece by piece while each is in the cache of the core.
-
-    Args:
-        target: takes it; one that is smaller is used for each piece in turn.
-
-    Returns:
-        The sha256 of what was read, "" if the file ended early; of nothing where there is none to compare it with.
-    """
+    """Read a block, and return its sha256, or "" if the file ends early; a small target takes each piece in turn."""
     digest = hashlib.sha256()
     with open_plain(path) as opened:
         start = block * file.block
@@ -166,16 +151,7 @@ class _Blocks:
 
 
 class Source:
-    """A checkpoint that is read box by box.
-
-    Args:
-        inventory: what is in it; see `open_source`.
-        files: size and checksums of its files; None if unknown, as for a checkpoint of plain torch.
-
-    Attributes:
-        leaves: global shape and dtype of every leaf, by path.
-        unread: why others of a checkpoint of plain torch are not read, by path.
-    """
+    """A checkpoint that is read box by box."""
 
     def __init__(
         self,
@@ -202,16 +178,7 @@ class Source:
         return min(((c.file, c.offset) for c in result), default=("", 0))
 
     def read(self, path: str, box: Box, out: Tensor) -> None:
-        """Copies a box of a leaf.
-
-        Args:
-            out: takes the values; of the shape of the box, any strides, dtype or device. Where this raises, what is in
-                it means nothing.
-
-        Raises:
-            DamagedError: bytes that are not what was written.
-            CheckpointError: a record that holds anything but the tensor that it should, or elements that are nowhere.
-        """
+        """Copy a box of a leaf into a tensor of any strides, dtype or device; an exception leaves it undefined."""
         assert tuple(out.shape) == boxes.shape_of(box), f"{path}: {tuple(out.shape)} is not {box}"
         result = 0
         for chunk in self._inventory[path].chunks:
@@ -224,12 +191,7 @@ class Source:
             raise CheckpointError(message(f"refuses {self._folder}.", [row], _OTHER))
 
     def located(self) -> list[Entry]:
-        """Look at every record without reading its values, and return all chunks with the places of these.
-
-        Raises:
-            DamagedError: bytes that are not what was written.
-            CheckpointError: a record that holds anything but the tensor that it should.
-        """
+        """Look at every record without reading its values, and return all chunks with the places of these."""
         result: list[Entry] = []
         for chunk in sorted(chunk for leaf in self._inventory.values() for chunk in leaf.chunks):
             record = self._record(chunk)
@@ -307,18 +269,8 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = False) -> Source:
-    """Opens a checkpoint: reads where its chunks are, and checks it.
-
-    The manifest has their places, unless it is older than its `chunks`; then, and without a manifest, `.metadata` has.
-
-    Args:
-        manifest: of a checkpoint of ours; None for one that plain torch wrote, which has no checksums.
-        as_torch: read `.metadata` in any case.
-
-    Raises:
-        DamagedError: `.metadata` is not what was written.
-        CheckpointError: what is read does not fit the files or the manifest, or is not to be trusted.
-    """
+    """Open a checkpoint: read where its chunks are, and check it; `as_torch` reads `.metadata` in any case."""
+    # The manifest has the places, unless it is older than its `chunks`. Plain torch writes none, and no checksums.
     files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ())} if manifest is None else manifest.files
     if METADATA not in files:
         raise DamagedError(message(f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))

@@ -1,8 +1,6 @@
-"""Replicas: whether ranks that hold the same part of a leaf hold the same bytes of it.
+"""`check_replicas`: whether ranks that hold the same part of a leaf hold the same bytes of it.
 
-In: a `TrainState`, or its leaves as `StateLeaf`. Out: nothing, or one error on every rank that names leaves and ranks.
-A rank sends one checksum for each set of ranks with which it shares parts; for single parts only where two
-such checksums differ. Guarantee: one flipped bit of a part that several ranks hold is found, and the leaf is named.
+A rank sends one checksum for each set of ranks that it shares parts with; one per part only where these differ.
 """
 
 from __future__ import annotations
@@ -87,11 +85,7 @@ def _everything(state: TrainState) -> dict[str, StateLeaf]:
 
 
 def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[Holders, list[SharedBox]]:
-    """The parts that this rank shares with others, by all ranks that hold them, in the order of paths and boxes.
-
-    Args:
-        ranks: those that hold plain tensors: of the mesh.
-    """
+    """The parts that this rank shares with others, by all ranks that hold them, in the order of paths and boxes."""
     result: dict[Holders, list[SharedBox]] = {}
     # A rank outside the mesh has plain leaves of the time when it left.
     for path, x in sorted(leaves.items()) if own_rank() in ranks else ():
@@ -110,12 +104,7 @@ def checksums(shared: Mapping[Holders, Sequence[SharedBox]]) -> dict[Holders, in
 def differences(
     shared: Mapping[Holders, Sequence[SharedBox]], sums_of_ranks: Sequence[Mapping[Holders, int]]
 ) -> list[str]:
-    """One row for each part that ranks hold differently. Collective where there are any.
-
-    Args:
-        shared: what `shared_boxes` gave on this rank.
-        sums_of_ranks: what `checksums` gave on every one.
-    """
+    """One row for each part that ranks hold differently. Collective where there are any."""
     disputed = {
         holders
         for own in sums_of_ranks

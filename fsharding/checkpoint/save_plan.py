@@ -1,7 +1,6 @@
-"""Which rank writes which box, so that every element is written once and all ranks write about as much.
+"""Which rank writes which box, so that every element is written once and ranks write about the same number of bytes.
 
-In: the leaves of a state. Out: for each leaf, the rank that writes each box. Pure: no collective, since a sharding says
-what all ranks hold. Guarantee: all ranks of one state compute the same, and a box is written by a rank that holds it.
+Guarantee: all ranks compute the same from the shardings, without a collective.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ Corner = tuple[int, ...]
 
 
 def shares(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Corner, int]]:
-    """The rank that writes each box, by path and corner; those with few holders come first, then large ones.
-
-    Args:
-        leaves: as any of the ranks has them.
-        ranks: those that hold plain tensors: of the mesh.
-    """
+    """Return the rank that writes each box by path and corner: boxes with few holders come first, then large ones."""
     every = tuple(ranks)
     open_boxes = [
         (volume * x.local.dtype.itemsize, path, corner, holders)
@@ -43,12 +37,7 @@ def shares(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, d
 
 
 def holders_of(x: StateLeaf, ranks: tuple[int, ...]) -> dict[Corner, tuple[int, tuple[int, ...]]]:
-    """For each box of a leaf by its corner: how many elements it has, and which ranks hold it.
-
-    Args:
-        x: the leaf, as any of the ranks has it.
-        ranks: those that hold it if it is a plain tensor.
-    """
+    """For each box of a leaf by its corner: how many elements it has, and which ranks hold it."""
     return _holders(x.sharding, x.shape) if x.sharding is not None else _whole(x.shape, ranks)
 
 

@@ -1,9 +1,6 @@
-"""Layouts and optimizer states as plain data, in a manifest, and back: enough to plan a model without its code.
+"""Layouts and optimizer states as plain data in a manifest, and back.
 
-In: a `Layout`, or a tree. Out: JSON for people and programs; `layout_of` and `rebuild` make the value of it again.
-Only the NamedTuples of `known_kinds` are rebuilt, so a checkpoint cannot name a class that it would like to have.
-Guarantee: `layout_of(manifest, mesh, strategy)` is what `plan_layout` gave, on that mesh and with that strategy; and
-`rebuild(describe(t), ...)` has the structure of `t`, or says which class it does not know.
+Only the NamedTuples of `known_kinds` are rebuilt, so a checkpoint cannot choose a class.
 """
 
 from __future__ import annotations
@@ -65,11 +62,7 @@ def plain_names(names: Sequence[DimName] | None) -> list[Any] | None:
 
 
 def names_from_plain(plain: Any) -> tuple[DimName, ...] | None:
-    """The dim names of a leaf, from JSON.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Return the dim names of a leaf, from JSON."""
     if plain is None:
         return None
     if not isinstance(plain, list):
@@ -243,13 +236,9 @@ LEAF = "leaf"
 
 
 def describe(node: Tree) -> Any:
-    """A tree as plain data.
-
-    Returns:
-        "leaf", None, or `{"dict": {...}}`, `{"tuple": [...]}`, `{"list": [...]}`,
-        `{"namedtuple": name, "fields": {...}}`, `{"coded": format, "root": ...}` for a moment in low precision;
-        `{"other": name}` for any other node, which only `opt=` can rebuild.
-    """
+    """Return a tree as plain data."""
+    # "leaf", None, {"dict": {...}}, {"tuple": [...]}, {"list": [...]}, {"namedtuple": name, "fields": {...}}, and
+    # {"coded": format, "root": ...} for a moment in low precision; only `opt=` can rebuild {"other": name}.
     if node is None:
         return None
     if type(node) is dict and all(isinstance(key, str) for key in node):
@@ -311,15 +300,7 @@ def rebuild(
     *,
     owner: str = "the optimizer state",
 ) -> Tree:
-    """A tree from plain data.
-
-    Args:
-        leaf: makes the leaf at a path.
-        owner: what the tree is, for the error.
-
-    Raises:
-        CheckpointError: a class that is not in `known_kinds`, or data that describes nothing.
-    """
+    """Return a tree from plain data, with `leaf(path)` as leaves; `owner` names the tree in errors."""
 
     def build(plain: Any, path: str) -> Tree:
         if plain is None:

@@ -1,9 +1,6 @@
 """The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds.
 
-In: a `TrainState`, or a layout and what is to be loaded into it. Out: `StateLeaf` or `Want` by path.
-`params.*` are the main parameters, whatever the precision and strategy: the copy that computes is derived from them.
-Guarantee: two states that differ in layout alone give the same paths, shapes and dtypes, and boxes that tile the same
-leaves.
+`params.*` are the main parameters under every precision and strategy: the copy that computes is derived from them.
 """
 
 from __future__ import annotations
@@ -48,18 +45,11 @@ BUFFERS = "buffers."
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """A leaf of a state, and this rank's part of it.
-
-    Attributes:
-        shape: global shape.
-        sharding: where it is; None for a plain tensor, which every rank holds whole. Explicit owners are known to the
-            layout alone, not to a DTensor.
-        local: the local tensor; what is no tensor cannot be saved.
-    """
+    """A leaf of a state, and this rank's part of it."""
 
     shape: tuple[int, ...]
-    sharding: NamedSharding | None
-    local: Any
+    sharding: NamedSharding | None  # explicit owners are known to the layout alone, not to a DTensor
+    local: Any  # the local tensor; what is no tensor cannot be saved
 
     @functools.cached_property
     def grid(self) -> Grid | None:
@@ -90,19 +80,12 @@ class StateLeaf:
 
 
 class Want(NamedTuple):
-    """A leaf that is to be loaded.
-
-    Attributes:
-        shape: global shape.
-        dtype: its dtype.
-        sharding: where it goes; None for a plain tensor.
-        device: where its memory is.
-    """
+    """A leaf that is to be loaded."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sharding: NamedSharding | None
-    device: torch.device
+    sharding: NamedSharding | None  # where it goes; None for a plain tensor
+    device: torch.device  # where its memory is
 
     def __str__(self) -> str:
         return str(LeafType(self.shape, self.dtype))
@@ -122,12 +105,7 @@ class Want(NamedTuple):
 
 @named("fs.checkpoint.save")
 def content(state: TrainState) -> dict[str, StateLeaf]:
-    """Every leaf of a state by path.
-
-    Raises:
-        DonatedError: the state was donated.
-        CheckpointError: two leaves have one path.
-    """
+    """Return every leaf of a state by path."""
     layout = state.layout
     main = main_of(state)
     flat = tree.flatten_up_to(layout.structure, main)
@@ -186,11 +164,7 @@ def saved_shardings(manifest: Manifest, layout: Layout) -> dict[str, NamedShardi
 
 
 def device_of(layout: Layout) -> torch.device:
-    """Where the leaves of a layout have their memory.
-
-    Raises:
-        LayoutError: nowhere, since its mesh is abstract.
-    """
+    """Return the device of a layout's leaves; refuse an abstract mesh."""
     if isinstance(layout.mesh, AbstractMesh):
         mend = "Plan the layout on a mesh of fs.make_mesh."
         raise LayoutError(message(f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
@@ -198,12 +172,7 @@ def device_of(layout: Layout) -> torch.device:
 
 
 def main_wants(layout: Layout) -> dict[str, Want]:
-    """The main parameters of a layout, and frozen ones, by their path in the layout.
-
-    Raises:
-        ArgumentError: it is no layout.
-        LayoutError: the layout is on an abstract mesh.
-    """
+    """Return the main parameters of a layout, and frozen ones, by their path in the layout."""
     if not isinstance(layout, Layout):
         raise refuse("a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
     device = device_of(layout)

@@ -1,9 +1,6 @@
-"""Writes the files of a checkpoint as torch DCP does, and hashes every block while it is on its way to the disk.
+"""Write the files of a checkpoint as torch DCP does, and hash every block on its way to the disk.
 
-In: tensors, each exactly one box of a leaf. Out: `__<rank>_0.distcp`, one `torch.save` record after the other, and
-`.metadata`, which says where each record is; plain `torch.distributed.checkpoint.load` reads both.
-Guarantee: the same tensors give the same bytes, and what `Written` says of a file is true of what was handed to the
-kernel.
+Guarantee: the same tensors give the same bytes.
 """
 
 from __future__ import annotations
@@ -65,15 +62,12 @@ class Written(NamedTuple):
 
 
 class _HashedStream:
-    """A new file that is written front to back; gathers small pieces, and hashes each block as it passes.
+    """A new file that is written front to back; gathers small pieces, and hashes each block as it passes."""
 
-    The hashing has a thread of its own, so that it goes on while the disk is waited for. The values must stay as
-    it is until `hashed` returns.
-
-    Invariant: `write` never raises. torch's zip writer, which calls it, would write the zip's end from its destructor
-    after an exception, find itself at another place than it knows, and end the process. So the first failure is kept,
-    from then on bytes are counted and dropped, and `check` raises once torch has returned.
-    """
+    # Hashing has a thread of its own, so that it goes on while the disk is waited for: values must stay as they are
+    # until `hashed` returns. `write` never raises: torch's zip writer, which calls it, would write the zip's end from
+    # its destructor after an exception, find itself at another place than it knows, and end the process. So the first
+    # failure is kept, from then on bytes are counted and dropped, and `check` raises once torch has returned.
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -188,14 +182,7 @@ class _HashedStream:
 
 
 class Writer:
-    """Writes one file of a checkpoint: `with Writer(folder, number) as writer`, then `add` for each box, then `close`.
-
-    Args:
-        number: of the file, which is new; ranks give their own.
-
-    Raises:
-        OSError: as the system says.
-    """
+    """Write one file of a checkpoint: `with Writer(folder, number) as writer`, then `add` each box, then `close`."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.name = file_name(number)
@@ -210,12 +197,7 @@ class Writer:
         self._stream.close()
 
     def add(self, path: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
-        """Writes one box of a leaf.
-
-        Args:
-            shape: global shape of the leaf.
-            tensor: that part; any strides, any device. It must stay as it is until `settle` or `close`.
-        """
+        """Write one box of a leaf; its tensor must stay as it is until `settle` or `close`."""
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
         offset = self._stream.size
         values = in_memory(tensor)
@@ -265,11 +247,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
-    """Writes `.metadata` over all files of a checkpoint, with no path of this machine in it.
-
-    Args:
-        written: what was written, on all ranks; leaves are listed by path, chunks by box.
-    """
+    """Write `.metadata` over all files of a checkpoint, with no path of this machine in it."""
     by_path: dict[str, list[Entry]] = {}
     for entry in sorted(entry for part in written for entry in part.entries):
         by_path.setdefault(entry.path, []).append(entry)

@@ -1,8 +1,6 @@
-"""Weights that other programs wrote, or read: `open_weights`, `load_weights` and `export`.
+"""Weights of other programs by torch, safetensors, DCP or FSDP2: `open_weights`, `load_weights` and `export`.
 
-In: a file or a directory of torch, safetensors, DCP or FSDP2, and rules that say which of its tensors is which leaf.
-Out: leaves of a layout, or such a file. Guarantee: every leaf is found exactly once, with its shape, or the call is
-refused.
+Guarantee: every leaf is found exactly once, with its shape, or the call is refused.
 """
 
 from fsharding.foreign.exporting import Exported, export

@@ -1,10 +1,6 @@
-"""Weights that are published as codes: fp8 beside the scales of their blocks, read as the numbers that they stand for.
+"""Weights published as fp8 codes beside the scales of their blocks, read as float32 ("fp8" of transformers).
 
-In: names, shapes and dtypes of safetensors, a reader, and the `quantization_config` of their `config.json`. Out: the
-same with every pair of codes and scales as one tensor of float32, of which any slice is read with the scales it needs.
-A tensor `X.weight` of float8 has its scales in `X.weight_scale_inv`, one for each block of `weight_block_size`: a
-weight is its code times its scale (DeepSeek-V3, 2024; "fp8" of transformers).
-Guarantee: a slice has the bits that it has in the whole.
+`X.weight` has its scales in `X.weight_scale_inv`, one for each block of `weight_block_size`: a weight is code * scale.
 """
 
 from __future__ import annotations
@@ -55,11 +51,7 @@ _FMTS = {"e4m3": E4M3, "e5m2": E5M2}
 
 # --------------------------------------------------------------------------------------------------------- config.json
 def blocks_of(entries: Mapping[str, Any]) -> Blocks | None:
-    """The format of the weights beside a `config.json`; None where its entries name none.
-
-    Raises:
-        ValueError: a format that this module lacks, with the reason.
-    """
+    """The format of the weights beside a `config.json`; None where its entries name none."""
     said = entries.get(CONFIG_KEY)
     if not said:
         return None
@@ -80,11 +72,7 @@ def _is_size(n: Any) -> bool:
 
 
 def blocks_in(folder: Path) -> Blocks | None:
-    """The format of the weights of a directory; None where it has no `config.json`, or one without a format.
-
-    Raises:
-        ValueError: as `blocks_of`, or a file that cannot be read.
-    """
+    """The format of the weights of a directory; None where it has no `config.json`, or one without a format."""
     if not os.path.lexists(folder / "config.json"):
         return None
     try:
@@ -95,12 +83,7 @@ def blocks_in(folder: Path) -> Blocks | None:
 
 
 def config_of_blocks(format: Blocks, plain: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of a directory whose weights have a format.
-
-    Args:
-        format: a rectangle with float32 scales.
-        plain: modules whose weights have no codes although they are matrices.
-    """
+    """The `quantization_config` of a directory whose weights have a format."""
     fmt = next(name for name, dtype in _FMTS.items() if dtype == format.dtype)
     result = {"quant_method": "fp8", "fmt": fmt, "weight_block_size": [*format.block], "activation_scheme": "dynamic"}
     return result | ({"modules_to_not_convert": plain} if plain else {})
@@ -117,19 +100,7 @@ def why_not(format: Any) -> str | None:
 
 # -------------------------------------------------------------------------------------------------------------- reading
 def decoded(leaves: Mapping[str, LeafType], read: Reader, format: Blocks) -> tuple[dict[str, LeafType], Reader]:
-    """Tensors with codes as numbers.
-
-    Args:
-        leaves: all tensors by name, as the files have them.
-        format: whose blocks count; of the elements each tensor says itself which it has.
-
-    Returns:
-        The tensors without those that are scales, and a reader of them.
-
-    Raises:
-        ValueError: codes without scales, scales without codes, or of another shape than the blocks have; the text has a
-            line for each.
-    """
+    """Return the tensors that are no scales, with codes as numbers, and a reader of them."""
     coded = {name: replace(format, dtype=leaf.dtype) for name, leaf in leaves.items() if leaf.dtype in _FMTS.values()}
     rows: list[str] = []
     for name, blocks in coded.items():

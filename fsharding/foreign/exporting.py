@@ -1,7 +1,5 @@
-"""`export`: a checkpoint as another program reads it: a `torch.save` state dict, safetensors, or a DCP directory.
+"""`export`: a checkpoint as a `torch.save` state dict, safetensors, or a DCP directory, on one process.
 
-In: a checkpoint directory. Out: files under names that the other program knows. One process, no process group.
-Tensors pass through memory a window at a time, so that a checkpoint larger than the memory can be exported.
 Guarantee: what was exported loads bitwise; under the final name is everything or nothing.
 """
 

@@ -1,7 +1,5 @@
 """Weights that another program wrote: a `torch.save` file, a DCP directory, safetensors; any slice of any tensor.
 
-In: a path; what it is shows in the bytes, not in the name. Out: names, shapes and dtypes, and slices on demand.
-Nothing is unpickled without a list of what may be; entries that are no tensors are left alone.
 Guarantee: `read` gives the bits of the file, and never holds more than a window of it.
 """
 
@@ -139,12 +137,7 @@ def open_weights(path: StrPath, prefix: str = "") -> Weights:
 
 
 def weights_at(path: StrPath, prefix: str = "", *, mend: str = "") -> Weights:
-    """`open_weights` for another public function.
-
-    Args:
-        prefix: of the names that count; they are without it.
-        mend: what to give instead, where it takes less than `open_weights`.
-    """
+    """`open_weights` for another public function."""
     check_local(path)
     where = Path(path)
     try:
@@ -228,15 +221,7 @@ def _as_numbers(weights: Weights, folder: Path) -> Weights:
 
 
 def open_file(file: Path) -> Weights:
-    """Finds out what is in a file.
-
-    Args:
-        file: its path; see `open_plain`, but for the link of a Hub cache.
-
-    Raises:
-        OSError: as the system says.
-        ValueError: it cannot be read, with the reason.
-    """
+    """Finds out what is in a file."""
     real = beside(file.parent, file.name) if file.is_symlink() else file
     match _kind_of(real):
         case "zip":
@@ -264,12 +249,7 @@ def _kind_of(file: Path) -> str:
 
 
 def table_of(index: Path) -> dict[str, str]:
-    """The file of each tensor, by an index.
-
-    Raises:
-        OSError: as the system says.
-        ValueError: it is none, with the reason.
-    """
+    """The file of each tensor, by an index."""
     entries = read_json(beside(index.parent, index.name), most=_INDEX_LIMIT, finite=False)
     table = entries.get("weight_map") if isinstance(entries, dict) else None
     if not isinstance(table, dict):

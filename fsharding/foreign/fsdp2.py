@@ -1,9 +1,4 @@
-"""What `get_state_dict(model, optimizer)` of torch calls the leaves of a training state: parameters, moments, steps.
-
-In: the leaves of a checkpoint, what the parameters are called there, the settings of the optimizer there. Out: for each
-tensor and each plain value under `model` and `optim` where it comes from; nothing is read.
-Guarantee: the names are all that `torch.distributed.checkpoint.load` asks for, and no others.
-"""
+"""What `get_state_dict(model, optimizer)` of torch calls the leaves of a training state: parameters, moments, steps."""
 
 from __future__ import annotations
 
@@ -43,15 +38,7 @@ class _Slot(NamedTuple):
 def plan_fsdp2(
     leaves: Mapping[str, LeafType], names: Names, settings: Settings | None
 ) -> tuple[list[Taken], dict[str, Any], list[str]]:
-    """Where all of it comes from.
-
-    Args:
-        leaves: of the checkpoint, by path.
-        names: what the parameters are called there.
-
-    Returns:
-        The tensors; values that are no tensors, by name; and one row for each thing that FSDP2 cannot have.
-    """
+    """Return where each tensor comes from, values that are no tensors, and a row for each that FSDP2 cannot have."""
     paths = [path for path in leaves if path == "params" or path.startswith("params.")]
     params = {path.removeprefix("params").removeprefix("."): path for path in paths}
     named = naming(names)

@@ -1,9 +1,4 @@
-"""`load_weights`: tensors of another program become DTensors in a layout, each rank reading its own boxes alone.
-
-In: weights of any format that `open_weights` knows, a layout or tensors to be like, and what things are called there.
-Out: a tree of new DTensors. Names, shapes and dtypes of all leaves are compared before the first one is read.
-Guarantee: exporting a state and loading the result gives its main parameters, bitwise, in any layout.
-"""
+"""`load_weights`: tensors of another program become DTensors in a layout, each rank reading its own boxes alone."""
 
 from __future__ import annotations
 

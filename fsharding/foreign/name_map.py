@@ -1,8 +1,6 @@
-"""Names: what our leaves are called in weights that another program wrote, or is to read.
+"""What our leaves are called in weights of another program; the foreign tensors of a leaf tile it.
 
-In: a table, or a function, from our paths to foreign names. Out: for each leaf the foreign tensors that make it up.
-Our blocks are stacked and theirs are not: `{i}` in a name is the index along dim 0 of our leaf, `{j}` that along dim 1.
-A stack whose blocks have other numbers there says them: `Rows`. Guarantee: the foreign tensors of a leaf tile it.
+Our blocks are stacked: `{i}` in a name is the index along dim 0 of our leaf, `{j}` along dim 1; see `Rows`.
 """
 
 from __future__ import annotations
@@ -86,10 +84,7 @@ Names: TypeAlias = Mapping[str, Name] | Callable[[str], Name] | None
 
 
 class ModuleNames(dict[str, Any]):
-    """Names of a module's leaves in its state dict, and the tensors there that are no leaves: its buffers.
-
-    Who writes a state dict by these names writes the constants, too; who reads one compares them.
-    """
+    """Names of a module's leaves in its state dict, and the tensors there that are no leaves: its buffers."""
 
     def __init__(
         self,
@@ -98,13 +93,7 @@ class ModuleNames(dict[str, Any]):
         aliases: Mapping[str, tuple[str, ...]],
         written: Mapping[str, str],
     ) -> None:
-        """Names of a module.
-
-        Args:
-            constants: persistent buffers, by their name in the module.
-            aliases: every name of a tied parameter, in the order of the module, by each of them.
-            written: the names in `state.buffers` of constants that the forward writes; `constants` has first values.
-        """
+        """Names of a module."""
         super().__init__(names)
         self.constants: Mapping[str, Tensor] = constants
         self.aliases: Mapping[str, tuple[str, ...]] = aliases
@@ -117,12 +106,7 @@ def constants_of(names: object) -> Mapping[str, Tensor]:
 
 
 def written_constants(names: object, buffers: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The constants to write, with the values of a state where the forward writes them; a row for each that is missing.
-
-    Args:
-        names: of a module, or any.
-        buffers: of the state, by name.
-    """
+    """Return the constants to write, by a state where the forward writes them, and a row for each missing one."""
     written = names.written if isinstance(names, ModuleNames) else {}
     result = {name: buffers.get(written.get(name, ""), ours) for name, ours in constants_of(names).items()}
     rows = [f"{name} is written by the forward, and not given" for name, own in written.items() if own not in buffers]
@@ -135,12 +119,7 @@ def aliases_of(names: object, name: str) -> tuple[str, ...]:
 
 
 def other_constants(names: object, weights: Any) -> list[str]:
-    """Constants of a module that files have with other values, one row each: what is loaded would not be the model.
-
-    Args:
-        names: of a module, or any.
-        weights: with `leaves`, by name, and `read(name, box, out)`.
-    """
+    """Constants of a module that files have with other values, one row each: what is loaded would not be the model."""
     rows: list[str] = []
     for name, ours in constants_of(names).items():
         there = weights.leaves.get(name)
@@ -161,19 +140,12 @@ SAME_BUFFERS = "give the module the buffers of the files before fs.functionalize
 
 
 class Part(NamedTuple):
-    """One foreign tensor of a leaf.
+    """One foreign tensor of a leaf."""
 
-    Attributes:
-        name: what it is called there.
-        lead: its indices along the leading dims of our leaf.
-        shape: its shape there.
-        transposed: whether its last two dims are swapped.
-    """
-
-    name: str
-    lead: tuple[int, ...]
+    name: str  # what it is called there
+    lead: tuple[int, ...]  # its indices along the leading dims of our leaf
     shape: tuple[int, ...]
-    transposed: bool
+    transposed: bool  # whether its last two dims are swapped
 
 
 def naming(names: Names) -> Callable[[str], Name]:
@@ -192,12 +164,7 @@ def unknown(names: Names, paths: Collection[str]) -> list[str]:
 
 
 def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:
-    """The foreign tensors of a leaf.
-
-    Raises:
-        ValueError: the name has more indices than the leaf has dims, or skips one, other numbers of rows than the leaf,
-            or the transposed leaf no two dims.
-    """
+    """Return the foreign tensors of a leaf."""
     keys: tuple[int | str, ...] | None = None
     if isinstance(name, Rows):
         name, keys = name

@@ -1,9 +1,6 @@
-"""Headers of safetensors files: where each tensor is, refused wherever the safetensors library refuses them.
+"""Headers of safetensors files, refused wherever the safetensors library refuses them.
 
-In: an open file. Out: the first byte, shape and dtype of each tensor. No tensor is read.
-A file is 8 bytes with the length of its header, the header, a JSON object, and the bytes of the tensors, which follow
-each other without gap or overlap to the end of the file (https://github.com/huggingface/safetensors, "Format").
-Guarantee: of what is accepted here, the library gives the same tensors.
+A file is 8 bytes with the length of the header, the header in JSON, and the tensors, without gap or overlap.
 """
 
 from __future__ import annotations
@@ -56,17 +53,11 @@ SHARDING = "DCP_SHARDING_INFO"
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file.
-
-    Attributes:
-        start: its first byte.
-        shape: sizes.
-        dtype: of its elements; the name that safetensors has for it where torch has none.
-    """
+    """A tensor of a file."""
 
     start: int
     shape: tuple[int, ...]
-    dtype: torch.dtype | str
+    dtype: torch.dtype | str  # of its elements; the name that safetensors has for it where torch has none
 
 
 class Header(NamedTuple):
@@ -77,12 +68,7 @@ class Header(NamedTuple):
 
 
 def header_of(file: BinaryIO) -> Header:
-    """The header of a file.
-
-    Raises:
-        EOFError: it ends before its tensors do.
-        ValueError: it is no such file, with the reason.
-    """
+    """Return the header of a file; raise an `EOFError` if the file ends before its tensors do."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if length > LARGEST:

@@ -1,7 +1,5 @@
 """Safetensors files before they are filled: which tensor is in which file, each header, and where each tensor begins.
 
-In: names, shapes and dtypes, and a limit for the size of a file. Out: headers, offsets and the index, all of it pure.
-A rank that has a part of a tensor can then write it to its place, in any order.
 Guarantee: headers and tensors tile a file, and every tensor begins at a multiple of its element's size.
 """
 
@@ -25,28 +23,16 @@ SINGLE = "model.safetensors"
 
 
 class TensorFile(NamedTuple):
-    """One file.
-
-    Attributes:
-        name: of the file.
-        header: its first bytes.
-        offsets: the byte at which each tensor begins, by name and in their order.
-        size: bytes of the whole file.
-    """
+    """A safetensors file to write."""
 
     name: str
     header: bytes
-    offsets: dict[str, int]
-    size: int
+    offsets: dict[str, int]  # the byte at which each tensor begins, by name and in their order
+    size: int  # bytes of the whole file
 
 
 def tensor_files(tensors: Mapping[str, LeafType], max_file_bytes: int) -> list[TensorFile]:
-    """The files of a directory.
-
-    Args:
-        tensors: shape and dtype by name, in the order in which they fill the files.
-        max_file_bytes: files of more than one tensor are at most this large, but for their header.
-    """
+    """Return the files of a directory; files of several tensors are at most so large, but for their header."""
     groups = list(in_buckets(tensors, lambda name: _bytes(tensors[name]), max_file_bytes)) or [[]]
     count = len(groups)
     files: list[TensorFile] = []
