@@ -1,10 +1,6 @@
 """`save` and `save_async`: the state of all ranks becomes one directory, or nothing does.
 
-In: a `TrainState` in any layout. Out: a directory that holds every leaf once, and a manifest with checksums.
-Every phase ends with all ranks telling each other how it went, so a failure on one raises on all without a hang; the
-last of them, when all data are written, also tells what was written. Who writes what is known to all from the layout.
-Guarantee: `load(save(x, A), B) == reshard(x, B)`, bitwise; the directory exists under its name only when it is
-complete.
+Every phase ends with all ranks telling each other how it went, so a failure on one raises on all without a hang.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -164,19 +160,12 @@ def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
 
 @dataclass(frozen=True)
 class Job:
-    """The work that is left when all ranks have agreed that a state can be saved.
+    """The work that is left when all ranks have agreed that a state can be saved."""
 
-    Attributes:
-        target: where the checkpoint is to be.
-        writes: of this rank: path, global shape, box, and the tensor of that box.
-        manifest: without files and chunks.
-        after: what rank 0 does when the checkpoint is in its place.
-    """
-
-    target: Path
-    writes: tuple[tuple[str, tuple[int, ...], Box, Tensor], ...]
-    manifest: Manifest
-    after: Callable[[], None] | None = None
+    target: Path  # where the checkpoint is to be
+    writes: tuple[tuple[str, tuple[int, ...], Box, Tensor], ...]  # path, global shape, box, and the tensor of that box
+    manifest: Manifest  # without files and chunks
+    after: Callable[[], None] | None = None  # what rank 0 does when the checkpoint is in its place
 
     def copied(self) -> Job:
         """The same with memory of its own, on the CPU; a tensor on disk is never written."""
@@ -185,14 +174,7 @@ class Job:
 
     @named(_FUNCTION)
     def run(self, group: dist.ProcessGroup | None = None) -> None:
-        """Everything that touches the disk. Collective.
-
-        Args:
-            group: for the calls in which ranks tell each other how it went.
-
-        Raises:
-            CheckpointError: on every rank; see `save`.
-        """
+        """Do everything that touches the disk. Collective."""
         write_together(self.target, lambda: Partial(self.target), self._write, self._finish, group)
 
     def _write(self) -> Written | None:
@@ -217,11 +199,7 @@ class Job:
 
 
 def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> Manifest:
-    """Puts a checkpoint in its place when all its data are written.
-
-    Returns:
-        The manifest with both.
-    """
+    """Put a checkpoint in its place when all its data are written."""
     files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
     chunks = described(entry for part in written for entry in part.entries)
     whole = dataclasses.replace(manifest, files=files, chunks=chunks)
@@ -229,10 +207,20 @@ def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> 
     return whole
 
 
-_Planned: TypeAlias = tuple[Job, dict[Holders, list[SharedBox]]]
-"""A save, and what this rank shares with others."""
-_Told: TypeAlias = tuple[dict[str, str], dict[Holders, int], tuple[int, int, Any] | None]
-"""Facts that are the same on all ranks, checksums of what is shared, and the position of the data."""
+class _Planned(NamedTuple):
+    """A save, and what this rank knows before the ranks have agreed."""
+
+    job: Job
+    facts: dict[str, str]  # which must be the same on all ranks
+    shared: dict[Holders, list[SharedBox]]  # parts that other ranks hold too
+
+
+class _Answer(NamedTuple):
+    """What a rank tells all others before a save."""
+
+    facts: dict[str, str]
+    sums: dict[Holders, int]  # checksums of the parts that it shares
+    position: tuple[int, int, Any] | None  # of its data
 
 
 @named(_FUNCTION)
@@ -244,15 +232,7 @@ def plan_save(
     data: Stateful | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Job:
-    """Checks on all ranks that a state can be saved, and says what this one writes. Collective.
-
-    Args:
-        after: what rank 0 does when the checkpoint is in its place.
-
-    Raises:
-        CheckpointError: it cannot; nothing has been touched.
-        DonatedError: the state was donated.
-    """
+    """Check on all ranks that a state can be saved, and return what this one writes. Collective."""
     check_path("a path, then a TrainState", path, "fs.checkpoint.save(path, state)")
     if not isinstance(state, TrainState):
         mend = "Give the whole state: fs.checkpoint.save(path, state)."
@@ -260,30 +240,29 @@ def plan_save(
     leaves = content(state)
     target = real_path(path)
 
-    def check() -> tuple[_Planned, _Told]:
+    def check() -> tuple[_Planned, _Answer]:
         if data is not None:
             check_stateful(data)
-        job, facts, shared = _check(target, leaves, state, extra)
-        facts["data"] = "none" if data is None else "a position"
+        planned = _check(target, leaves, state, extra)
+        facts = {**planned.facts, "data": "none" if data is None else "a position"}
         position = None if data is None else own_position(data, state.layout)
-        return (dataclasses.replace(job, after=after), shared), (facts, checksums(shared), position)
+        return planned, _Answer(facts, checksums(planned.shared), position)
 
-    (job, shared), answers = together(check, group)
-    facts_of_ranks = [facts for facts, _, _ in answers]
-    _same_everywhere(facts_of_ranks)
-    if rows := differences(shared, [sums for _, sums, _ in answers]):
+    planned, answers = together(check, group)
+    _same_everywhere([answer.facts for answer in answers])
+    if rows := differences(planned.shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
-    step = next(facts["step"] for facts in facts_of_ranks if "step" in facts)
-    positions = joined([position for _, _, position in answers]) if data is not None else None
+    step = next(answer.facts["step"] for answer in answers if "step" in answer.facts)
+    positions = joined([answer.position for answer in answers]) if data is not None else None
     if (size := len(json.dumps(positions))) > _LARGEST_EXTRA:
         rule = f"cannot write positions of data of {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         mend = "Give data whose state_dict says where it is, not what it has read."
         raise CheckpointError(message(rule, mend=mend))
-    manifest = dataclasses.replace(job.manifest, step=int(step), data=positions)
+    manifest = dataclasses.replace(planned.job.manifest, step=int(step), data=positions)
     if positions is not None:
         check_readable(text_of(manifest), _bytes_of(leaves))
-    return dataclasses.replace(job, manifest=manifest)
+    return dataclasses.replace(planned.job, manifest=manifest, after=after)
 
 
 def _bytes_of(leaves: Mapping[str, StateLeaf]) -> int:
@@ -291,10 +270,8 @@ def _bytes_of(leaves: Mapping[str, StateLeaf]) -> int:
     return sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values())
 
 
-def _check(
-    target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any
-) -> tuple[Job, dict[str, str], dict[Holders, list[SharedBox]]]:
-    """The work to do, the facts that must be the same on all ranks, and the parts that some of them share."""
+def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any) -> _Planned:
+    """Check that this rank can save a state, and plan what it writes."""
     if rows := objections(leaves):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(rule, rows))
@@ -317,7 +294,7 @@ def _check(
         if writers[path][corner] == own_rank()
     )
     on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
-    return Job(target, own, manifest), facts, shared_boxes(on_mesh, members)
+    return _Planned(Job(target, own, manifest), facts, shared_boxes(on_mesh, members))
 
 
 def _unchanging(x: Tensor) -> Tensor:
