@@ -1,9 +1,6 @@
-"""The command line: `fsharding VERB ...`, one clear message and exit status 2 for what a user can mend, 1 at run time.
+"""The command line: `fsharding VERB ...`. Arguments are checked before torch is imported.
 
-In: arguments. Out: an exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted,
-or the one that was asked for if a run was told to stop.
-Arguments are read before torch is imported, and configurations are checked before ranks start.
-Guarantee: no traceback for what a user can mend.
+Exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted, or `--preempt-status`.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ __all__ = ["main"]
 
 
 def _subcommands(table: Mapping[str, tuple[Any, str]]) -> Any:
-    """One of the options in a table, each under its name."""
+    """Make a union of the options in a table, each under its name."""
     named = [
         Annotated[options, tyro.conf.subcommand(name, description=line)] for name, (options, line) in table.items()
     ]
@@ -53,14 +50,11 @@ _VERBS = {
     "reshard": (ReshardConfig, "Write a checkpoint in another layout."),
     "export": (ExportConfig, "Write a checkpoint for another program."),
 }
-"""Verbs by name, each with its options and a line of help."""
-
-_OPTIONS = ("--help", "--version")
-"""What stands alone; `--tyro-print-completion` and the like are the parser's."""
+_OPTIONS = ("--help", "--version")  # without a verb; `--tyro-print-completion` and the like are the parser's
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     given = list(sys.argv[1:] if args is None else args)
     if given == ["--version"]:
         print(f"fsharding {own_version()}")
@@ -75,12 +69,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         command, options, rest = _command(given)
         if options is not None:
             check_options(command, options, rest)
-        config: Any = tyro.cli(
-            _subcommands(_VERBS),
-            args=given,
-            prog="fsharding",
-            description="Functional sharding for PyTorch. fsharding --version prints the version.",
-        )
+        about = "Functional sharding for PyTorch. fsharding --version prints the version."
+        config: Any = tyro.cli(_subcommands(_VERBS), args=given, prog="fsharding", description=about)
         check_values(command, config)
         if isinstance(config, TrainConfig):
             quit_on_signals(config.preempt_status)
@@ -104,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _command(args: Sequence[str]) -> tuple[str, type[Any] | None, Sequence[str]]:
-    """The words that say what to do, the options of that if there are such words, and the arguments after them."""
+    """Split arguments into the command, its options if it exists, and the arguments after it."""
     name = args[0] if args and args[0] in _VERBS else ""
     return (f"fsharding {name}", _VERBS[name][0], args[1:]) if name else ("fsharding", None, args)
 

@@ -1,9 +1,4 @@
-"""Finds the checkpoint that a run resumes from, and makes sure that the run is alone in its directory.
-
-In: the option `--resume`, a directory of checkpoints. Out: the checkpoint to load, and why newer ones are passed over;
-a lock on the directory for the life of the run. Guarantee: nothing is passed over in silence, and of two runs in one
-directory the second is refused before it changes anything.
-"""
+"""Finds the checkpoint that a run resumes from, and makes sure that the run is alone in its directory."""
 
 from __future__ import annotations
 
@@ -13,46 +8,33 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsharding import checkpoint
+from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.usage import option
 from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import lock_alone, survey
 from fsharding.mesh.device_mesh import own_rank
 
-__all__ = ["Choice", "alone_in", "choose", "is_damaged"]
+__all__ = ["Choice", "alone_in", "batches_seen", "changes", "choose", "is_damaged", "notes"]
 
-_FUNCTION = "fsharding train --resume"
 LOCK = ".lock"
 
 
 class Choice(NamedTuple):
-    """The checkpoint that a run resumes from.
-
-    Attributes:
-        path: the checkpoint; None to start anew.
-        passed: newer ones that are not used, one row each, with the reason.
-    """
+    """The checkpoint that a run resumes from, if any, and a row for each newer one that is passed over."""
 
     path: Path | None
     passed: tuple[str, ...] = ()
 
 
 def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choice:
-    """The checkpoint that an option means.
-
-    Args:
-        resume: "auto", the newest complete one, or none where there is none; "newest", which has to be there; the
-            number of a step, or a path; "" for a new run.
-        skip: complete ones that turned out to be damaged.
-
-    Raises:
-        CheckpointError: there is none; the text says what there is.
-    """
+    """Find the checkpoint that `--resume` means, without those in `skip`, whose data is damaged."""
     if not resume:
         return Choice(None)
     if resume not in ("auto", "newest"):
@@ -61,9 +43,8 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
         if path in skip:
             raise _nothing(checkpoints, [f"{path.name}: its data is damaged"])
         return Choice(path)
-    seen = survey(checkpoints)
     passed: list[str] = []
-    for one in seen:
+    for one in survey(checkpoints):
         problem = "its data is damaged" if one.path in skip else one.problem
         if not problem:
             return Choice(one.path, tuple(passed))
@@ -73,49 +54,79 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
     return Choice(None, tuple(passed))
 
 
-@named(_FUNCTION)
+@named("fsharding train --resume")
 def _nothing(checkpoints: Path, rows: list[str]) -> CheckpointError:
     text = f"finds no complete checkpoint in {checkpoints}."
     return CheckpointError(message(text, rows, "Leave --resume out to start a new run."))
 
 
-@named(_FUNCTION)
+@named("fsharding train --resume")
 def is_damaged(path: Path) -> bool:
-    """Whether a checkpoint's data is not what its manifest says. Collective; rank 0 reads all of it."""
+    """Return whether a checkpoint's data differs from its manifest. Collective; rank 0 reads all of it."""
     _, answers = together(lambda: (None, own_rank() == 0 and bool(checkpoint.inspect(path).damaged)))
     return answers[0]
+
+
+@named("fsharding train --resume")
+def batches_seen(newest: Path) -> int:
+    """Return how many batches a run had seen when it saved a checkpoint."""
+    manifest = checkpoint.metadata(newest)
+    batches = notes(manifest).get("batches", manifest.step)
+    if type(batches) is not int or batches < 0:
+        text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
+        mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."
+        raise CheckpointError(message(text, [f"batches: {batches!r}"], mend))
+    return batches
+
+
+def notes(manifest: checkpoint.Manifest) -> dict[str, Any]:
+    """Return what a run has added to a checkpoint, {} if something else saved it. Its `config` is a dictionary."""
+    extra = manifest.extra if isinstance(manifest.extra, dict) else {}
+    config = extra.get("config")
+    return {**extra, "config": config if isinstance(config, dict) else {}}
+
+
+def changes(config: TrainConfig, before: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Return a row for each option that had another value when a checkpoint was saved."""
+    rows: list[str] = []
+    for name in names:
+        then = str(before.get(name))
+        now = str(getattr(config, name))
+        if name in before and then != now:
+            words = [text if text not in ("", "None") else "left out" for text in (then, now)]
+            rows.append(f"{option(name)}: {words[0]} in the checkpoint, {words[1]} now")
+    return rows
 
 
 @contextlib.contextmanager
 @named("fsharding train")
 def alone_in(out: Path) -> Generator[None]:
-    """Holds a directory for one run, and makes sure that all ranks see the same one. Collective.
-
-    Rank 0 locks `.lock` there. The lock is the kernel's and goes with the process, however that ends; on a file system
-    that several hosts share it holds for all of them, if that knows locks. Its text says who holds it.
-
-    Args:
-        out: the directory of the run; it exists.
-
-    Raises:
-        CheckpointError: on every rank: another run is there, or a rank sees another directory.
-    """
+    """Lock the directory of a run, and refuse ranks that see another directory. Collective."""
     with contextlib.ExitStack() as stack:
-
-        def hold() -> tuple[None, str]:
-            return None, stack.enter_context(_held(out)) if own_rank() == 0 else ""
-
-        _, (token, *_) = together(hold)
+        _, (token, *_) = together(lambda: (None, stack.enter_context(_held(out)) if own_rank() == 0 else ""))
         on_all(lambda: _check_seen(out, token))
         yield
 
 
 @contextlib.contextmanager
 def _held(out: Path) -> Generator[str]:
-    """Lock a directory, and yield what is then written in its lock."""
+    """Lock a directory on rank 0, and yield what is then written in its lock."""
+    # The kernel drops the lock with the process, however that ends; on a shared file system it may hold for all hosts.
     fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        yield _token(fd, out)
+        try:
+            lock_alone(fd)
+        except BlockingIOError as error:
+            holder = os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0]
+            mend = "Wait for its end, or give another --out."
+            text = f"cannot run in {out}: another run is there."
+            raise ConfigError(message(text, [holder] if holder else [], mend)) from error
+        holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        token = f"{holder}\n{uuid.uuid4().hex}\n"
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, token.encode(), 0)
+        os.fsync(fd)
+        yield token
     finally:
         # Explicitly: a process that was forked meanwhile has it open as well.
         with contextlib.suppress(OSError):
@@ -123,24 +134,7 @@ def _held(out: Path) -> Generator[str]:
         os.close(fd)
 
 
-def _token(fd: int, out: Path) -> str:
-    try:
-        lock_alone(fd)
-    except BlockingIOError as error:
-        holder = os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0]
-        mend = "Wait for its end, or give another --out."
-        text = f"cannot run in {out}: another run is there."
-        raise ConfigError(message(text, [holder] if holder else [], mend)) from error
-    holder = f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    token = f"{holder}\n{uuid.uuid4().hex}\n"
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, token.encode(), 0)
-    os.fsync(fd)
-    return token
-
-
 def _check_seen(out: Path, token: str) -> None:
-    """Refuses a directory other than rank 0's."""
     try:
         result = (out / LOCK).read_text(errors="replace")
     except OSError:

@@ -1,9 +1,6 @@
-"""Signals that reach `fsharding train` before there is anything to save, and what it says until the first step.
+"""Signals before `fsharding train` has anything to save, and what it prints until the first step.
 
-In: SIGTERM, SIGUSR1 or SIGINT while the command reads its options, imports torch and checks its configuration. Out: the
-exit status that was asked for, at once. Until the options say which, signals are blocked; once a run or its launcher
-has begun they are blocked again, and `preemption.watch` or the launcher unblocks them.
-Guarantee: nothing is imported here but the standard library, so that signals are blocked within milliseconds.
+Imports the standard library alone, so that signals are blocked within milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _held = False
 
 
 def hold(args: Sequence[str]) -> None:
-    """Block signals if a command has a use for them, for the rest of this process."""
+    """Block signals for the rest of this process if the command is `train`."""
     global _held
     if args and args[0] == "train":
         _held = True
@@ -33,14 +30,8 @@ def hold(args: Sequence[str]) -> None:
 
 
 def quit_on_signals(status: int) -> None:
-    """Have signals end this process at once: nothing has begun.
-
-    Does nothing without `hold`, or under a launcher, whose other ranks may have begun.
-
-    Args:
-        status: for SIGTERM and SIGUSR1; SIGINT ends with 130.
-    """
-    if not _held or "RANK" in os.environ:
+    """End this process at once on a signal, with `status`, or 130 for SIGINT."""
+    if not _held or "RANK" in os.environ:  # other ranks of a launcher may have begun
         return
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -54,12 +45,12 @@ def quit_on_signals(status: int) -> None:
 
 
 def hold_again() -> None:
-    """Block signals again where `hold` did: a run begins, which handles them itself."""
+    """Block signals again where `hold` did: `preemption.watch` or the launcher unblocks them."""
     if _held:
         signal.pthread_sigmask(signal.SIG_BLOCK, _NUMBERS)
 
 
 def tell(config: TrainConfig, text: str) -> None:
-    """Print a line of progress on rank 0, unless the options alone are printed."""
+    """Print a line of progress on rank 0, unless only the options are printed."""
     if os.environ.get("RANK", "0") == "0" and not config.print_config:
         print(text, file=sys.stderr if config.json else sys.stdout, flush=True)

@@ -1,13 +1,12 @@
-"""Refuses arguments of a command that are wrong by themselves: options, names and paths that there are not.
+"""Refuse options, names, paths and numbers that are wrong by themselves, without an import of torch.
 
-In: arguments, or the options that the parser has made of them. Out: one error with all that is wrong.
-The names that options take stand here apart from what they stand for; tests compare the two.
-Guarantee: no torch is imported here, so that a mistyped option, name or path is answered at once.
+The names stand here apart from what they stand for; tests compare the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from fsharding.base.local_paths import URL_MEND, is_url
 from fsharding.mesh.abstract_mesh import AXES, parse_axes, unknown_axis
 from fsharding.sharding.strategy_names import STRATEGY_NAMES, meant_strategy
 
-__all__ = ["DTYPES", "OPTIMIZERS", "POLICIES", "PRESETS", "SCHEDULES", "TRACKERS", "check_options", "check_values"]
+__all__ = ["check_numbers", "check_options", "check_values", "option", "parse_trackers"]
 
 DTYPES = ("float32", "bfloat16", "float16", "fp8", "fp8-block", "mxfp8", "nvfp4")
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
@@ -33,23 +32,31 @@ PRESETS = (
 )  # fmt: skip
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
 TRACKERS = ("tensorboard", "wandb", "json")
-"""Names that `--log` takes."""
 
 _NAMES = {"dtype": DTYPES, "policy": POLICIES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
-_ARGUMENTS = ("path", "source")
-"""Checkpoints, which stand on the command line without a name."""
-_TEXT_PATHS = ("data", "val_data", "resume")
-"""Options that may hold a path, and other words too."""
+# Options with a number, a test of it, and the rule in words.
+_NUMBERS = (
+    (
+        "steps microbatches batch seq stages_per_rank keep val_batches trace tokens top_k",
+        lambda x: x >= 1,
+        "at least 1",
+    ),
+    ("save_every decay_steps check_replicas_every val_every log_every", lambda x: x >= 0, "at least 0"),
+    ("lr clip timeout grace peak_tflops", lambda x: x > 0, "above 0"),
+    ("lr peak_tflops", lambda x: x != math.inf, "finite"),
+    ("timeout", lambda x: not x > 10_000_000, "at most 10,000,000"),
+    ("preempt_status", lambda x: 0 <= x <= 255, "0 to 255"),
+    ("seed", lambda x: 0 <= x < 2**64, "0 to 2**64 - 1"),
+    ("temperature", lambda x: 0 <= x < math.inf, "at least 0"),
+    ("top_p", lambda x: 0 < x <= 1, "above 0, at most 1"),
+)
+_ARGUMENTS = ("path", "source")  # checkpoints, which are given without the name of an option
+_TEXT_PATHS = ("data", "val_data", "resume")  # a path, or another word
 _READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
-"""Files and directories that a command reads; `default` is data that comes with Python."""
 
 
 def check_options(command: str, options: type[Any], args: Sequence[str]) -> None:
-    """Refuses options that a command does not have; each is answered with the one that is most like it.
-
-    Raises:
-        ConfigError: unknown options.
-    """
+    """Refuse options that a command does not have, and suggest the most similar one for each."""
     known = ["--help", *_options(options)]
     unknown = [arg for arg in (one.partition("=")[0] for one in args) if arg[:2] == "--" != arg]
     unknown = [arg for arg in dict.fromkeys(unknown) if arg.replace("_", "-") not in known]
@@ -62,34 +69,40 @@ def check_options(command: str, options: type[Any], args: Sequence[str]) -> None
 
 
 def _options(options: type[Any]) -> list[str]:
-    """The options of a dataclass as they are typed; arguments without a name are none."""
+    """List the options of a dataclass as they are typed, without positional arguments."""
     result: list[str] = []
     for field in dataclasses.fields(options):
-        name = field.name.replace("_", "-")
         if "Positional[" not in str(field.type):
-            result += [f"--{name}", f"--no-{name}"] if field.type == "bool" else [f"--{name}"]
+            name = option(field.name)
+            result += [name, f"--no-{name[2:]}"] if field.type == "bool" else [name]
     return result
 
 
-def check_values(command: str, config: Any) -> None:
-    """Refuses names that options do not take, and axes and paths that there are not.
+def option(name: str) -> str:
+    """Return the option of a field as it is typed."""
+    return f"--{name.replace('_', '-')}"
 
-    Raises:
-        ConfigError: an unknown name, a URL, or nothing at a path.
-        MeshError: an unknown axis.
-    """
+
+def parse_trackers(given: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in the values of `--log`, each once."""
+    names = [name.strip() for text in given for name in text.split(",")]
+    return tuple(dict.fromkeys(filter(None, names)))
+
+
+def check_values(command: str, config: Any) -> None:
+    """Refuse unknown names and axes, URLs, and paths where nothing is."""
     values = vars(config)
-    for option, known in _NAMES.items():
-        if option in values and values[option] not in known:
-            _refuse(command, f"--{option}", values[option], known)
+    for name, known in _NAMES.items():
+        if name in values and values[name] not in known:
+            _refuse(command, f"--{name}", values[name], known)
     if values.get("preset") and _plain(values["preset"]) not in map(_plain, PRESETS):
         known = f"Presets are {', '.join(PRESETS)}.{did_you_mean(values['preset'], PRESETS)}"
         raise ConfigError(report(f"{command} knows no preset {values['preset']!r}.", mend=known))
     if values.get("strategy") is not None and values["strategy"] not in STRATEGY_NAMES:
         known = f"Strategies are {', '.join(STRATEGY_NAMES)}.{meant_strategy(values['strategy'])}"
         raise ConfigError(report(f"{command} knows no strategy {values['strategy']!r}.", mend=known))
-    for name in (name.strip() for text in values.get("log", ()) for name in text.split(",")):
-        if name and name not in TRACKERS:
+    for name in parse_trackers(values.get("log", ())):
+        if name not in TRACKERS:
             _refuse(command, "--log", name, TRACKERS)
     for axis in call_as(command, parse_axes, values.get("mesh", "")):
         if axis not in AXES:
@@ -97,29 +110,40 @@ def check_values(command: str, config: Any) -> None:
     _check_paths(command, values)
 
 
+def check_numbers(command: str, config: Any) -> None:
+    """Refuse numbers that are out of range."""
+    values = vars(config)
+    wrong = [
+        f"{option(name)} {values[name]}: {rule}"
+        for names, holds, rule in _NUMBERS
+        for name in names.split()
+        if values.get(name) is not None and not holds(values[name])
+    ]
+    if wrong:
+        raise ConfigError(report(f"{command} got numbers out of range.", wrong))
+
+
 def _check_paths(command: str, values: Mapping[str, Any]) -> None:
-    """Refuses URLs, and paths to read where nothing is."""
     given = {name: value for name, value in values.items() if name in _TEXT_PATHS or isinstance(value, Path)}
     if urls := [_typed(name, path) for name, path in given.items() if is_url(path)]:
         raise ConfigError(report(f"{command} takes paths of files and directories; got URLs.", urls, URL_MEND))
-    paths = {name: values.get(name) for name in _READ}
-    lost = [(name, path) for name, path in paths.items() if path and path != "default" and not os.path.lexists(path)]
-    if lost:
-        rows = [_typed(name, path) for name, path in lost]
+    # `default` is data that comes with Python.
+    paths = {name: values[name] for name in _READ if values.get(name) not in (None, "", "default")}
+    if rows := [_typed(name, path) for name, path in paths.items() if not os.path.lexists(path)]:
         mend = f"Correct them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."
         raise ConfigError(report(f"{command} finds nothing at {len(rows)} of its paths.", rows, mend))
 
 
 def _typed(name: str, path: Any) -> str:
     """Return a path as it stands on the command line."""
-    return str(path) if name in (*_ARGUMENTS, "target") else f"--{name.replace('_', '-')} {path}"
+    return str(path) if name in (*_ARGUMENTS, "target") else f"{option(name)} {path}"
 
 
-def _refuse(command: str, option: str, value: str, known: Iterable[str]) -> None:
+def _refuse(command: str, name: str, value: str, known: Iterable[str]) -> None:
     mend = f"Use one of {', '.join(known)}.{did_you_mean(value, known)}"
-    raise ConfigError(report(f"{command} knows no {option} {value!r}.", mend=mend))
+    raise ConfigError(report(f"{command} knows no {name} {value!r}.", mend=mend))
 
 
 def _plain(preset: str) -> str:
-    """A preset without its signs: `-` and `.` are as good as `_`."""
+    """Spell a preset with `_`, for which `-` and `.` may be written."""
     return preset.replace("-", "_").replace(".", "_")

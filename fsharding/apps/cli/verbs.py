@@ -1,19 +1,19 @@
-"""The verbs of the command line: each configuration with the function that acts on it.
-
-In: a configuration, as the parser made it. Out: an exit status. Where a verb needs ranks they are started here, unless
-a launcher has started them.
-"""
+"""Each configuration with the function that acts on it; ranks are started here, unless a launcher has started them."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from fsharding import checkpoint
-from fsharding.apps.cli.checkpoints import run_tool
-from fsharding.apps.cli.config import check
+from fsharding.apps.cli.config import PRECISIONS, check, offloaded
 from fsharding.apps.cli.config_file import config_text
 from fsharding.apps.cli.doctor import doctor
 from fsharding.apps.cli.generate import check_generate, generate
@@ -26,24 +26,33 @@ from fsharding.apps.cli.options import (
     ReshardConfig,
     TrainConfig,
 )
-from fsharding.apps.cli.plan import preview
 from fsharding.apps.cli.starting import hold_again, tell
 from fsharding.apps.cli.train import train
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, RankError, message
+from fsharding.apps.cli.usage import check_numbers, check_values
+from fsharding.base.calls import call_as, named
+from fsharding.base.errors import ConfigError, MeshError, RankError, message, printable, report
+from fsharding.base.untrusted import read_json
+from fsharding.checkpoint.directory import Seen, survey
+from fsharding.checkpoint.inspecting import inspect
+from fsharding.checkpoint.manifest import MANIFEST
+from fsharding.checkpoint.offline_reshard import reshard_checkpoint
+from fsharding.foreign.exporting import export
+from fsharding.foreign.name_map import Name, Rows, Transposed
 from fsharding.mesh import preemption
+from fsharding.mesh.abstract_mesh import make_shape, parse_axes
 from fsharding.mesh.launch import launch_ranks
 from fsharding.mesh.rendezvous import under_launcher
+from fsharding.models.presets import recipe
+from fsharding.pipeline.schedule import plan_schedule
+from fsharding.pipeline.stages import layers_by_coordinate, stages_of
+from fsharding.sharding.layout import Layout, plan_layout
+from fsharding.sharding.strategy import Strategy
 
 __all__ = ["run"]
 
 
 def run(config: Any) -> int:
-    """Acts on a configuration.
-
-    Returns:
-        The exit status.
-    """
+    """Act on a configuration, and return the exit status."""
     return _VERBS[type(config)](config) or 0
 
 
@@ -59,7 +68,7 @@ def _train(config: TrainConfig) -> int:
             return train(config)
         if config.deadline:
             # Counted from here, and the same on all ranks.
-            config = replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
+            config = dataclasses.replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
         tell(config, f"starting {ranks} ranks")
         return max(launch_ranks(train, ranks, config, grace=config.grace))
     except KeyboardInterrupt as error:
@@ -69,7 +78,7 @@ def _train(config: TrainConfig) -> int:
 
 
 def _what_is_left(config: TrainConfig) -> str:
-    """What a run that ended without saving has left behind."""
+    """Say what a run that ended without saving has left behind."""
     newest = checkpoint.latest(config.checkpoints)
     if newest is None:
         return f"There is no complete checkpoint in {config.checkpoints}."
@@ -86,7 +95,7 @@ def _generate(config: GenerateConfig) -> int:
 
 @named("fsharding")
 def _ranks(asked: int | None) -> int:
-    """How many ranks will run: those that a launcher started, or those that were asked for."""
+    """Return how many ranks will run: those that a launcher started, or those that were asked for."""
     world = os.environ["WORLD_SIZE"] if under_launcher() else ""
     if world and not world.isdigit():
         text = f"got WORLD_SIZE={world!r} from a launcher."
@@ -101,12 +110,182 @@ def _ranks(asked: int | None) -> int:
     return ranks
 
 
+def _print(text: object, data: dict[str, Any], *, as_json: bool) -> None:
+    print(json.dumps(data) if as_json else text, flush=True)
+
+
+# ----------------------------------------------------------------------------------------- inspect, reshard and export
+def _inspect(config: InspectConfig) -> int:
+    """Return 1 for a checkpoint that is damaged, else 0."""
+    if seen := _checkpoints_of(config.path):
+        rows = [_row(one) for one in seen]
+        _print(_listed(config.path, rows), {"path": str(config.path), "checkpoints": rows}, as_json=config.json)
+        return 0
+    result = inspect(config.path)
+    _print(result, result.to_json(), as_json=config.json)
+    return 1 if result.damaged else 0
+
+
+def _reshard(config: ReshardConfig) -> None:
+    axes = call_as("fsharding reshard", parse_axes, config.mesh)
+    strategy = None if config.strategy is None else Strategy.parse(config.strategy)
+    made = reshard_checkpoint(config.source, config.target, axes, strategy)
+    files = {name: file.bytes for name, file in made.files.items()}
+    text = f"{config.target}: step {made.step}, {len(made.tree)} leaves, {len(files)} files"
+    answer = {"path": str(config.target), "step": made.step, "layout": made.layout, "files": files}
+    _print(text, answer, as_json=config.json)
+
+
+def _export(config: ExportConfig) -> None:
+    options: dict[str, Any] = {"what": config.what, "max_file_bytes": config.max_file_bytes}
+    done = export(config.source, config.target, config.format, _names(config.names), **options)
+    _print(done, {**dataclasses.asdict(done), "path": str(done.path)}, as_json=config.json)
+
+
+def _checkpoints_of(path: Path) -> list[Seen]:
+    """List the checkpoints of a run, newest first; none for a path that is a checkpoint, or no run."""
+    try:
+        return [] if os.path.lexists(path / MANIFEST) else survey(path) or survey(path / "ckpt")
+    except OSError:
+        return []  # inspect says what is wrong with such a path
+
+
+def _row(seen: Seen) -> dict[str, Any]:
+    files = [file.stat(follow_symlinks=False) for file in os.scandir(seen.path) if file.is_file(follow_symlinks=False)]
+    saved = max((status.st_mtime for status in files), default=seen.path.stat().st_mtime)
+    return {
+        "path": str(seen.path),
+        "step": seen.number,
+        "saved": datetime.fromtimestamp(saved).isoformat(" ", "seconds"),
+        "bytes": sum(status.st_size for status in files),
+        "problem": seen.problem,
+    }
+
+
+def _listed(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of a run's checkpoints; files are looked at, their checksums are not."""
+    table = [["step", "saved", "bytes", "state", "path"]]
+    for row in rows:
+        state = printable(row["problem"]) or "complete"
+        table.append([str(row["step"]), row["saved"], f"{row['bytes']:,}", state, printable(row["path"])])
+    head = f"{printable(str(path))}: {len(rows)} checkpoint{'' if len(rows) == 1 else 's'}"
+    return "\n".join([head, *_aligned(table, str.ljust)])
+
+
+def _aligned(table: Sequence[Sequence[str]], adjust: Any) -> list[str]:
+    """Return the lines of a table, whose cells `adjust` pads to the width of their column."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(adjust, row, widths)).rstrip() for row in table]
+
+
+@named("fsharding export")
+def _names(file: Path | None) -> dict[str, Name] | None:
+    """Read a table of names from a JSON file."""
+    if file is None:
+        return None
+    try:
+        table = read_json(os.path.realpath(file), most=1 << 26)  # half a million names
+        return {ours: _name(theirs) for ours, theirs in table.items()}
+    except (OSError, ValueError, AttributeError) as error:
+        mend = 'Write {"our.path": "their.name"}, or {"our.path": {"transposed": "their.name"}},'
+        mend += ' or {"our.path": {"name": "their.{i}.name", "rows": [1, 2]}}.'
+        raise ConfigError(message(f"cannot read --names {file}: {error}.", mend=mend)) from error
+
+
+def _name(value: Any) -> Name:
+    match value:
+        case str():
+            return value
+        case {"transposed": str(name)} if len(value) == 1:
+            return Transposed(name)
+        case {"name": name, "rows": [*keys]} if len(value) == 2 and all(isinstance(key, int | str) for key in keys):
+            inner = _name(name)
+            if isinstance(inner, Rows):
+                raise ValueError(f"{inner!r} has rows already")
+            return Rows(inner, tuple(keys))
+        case _:
+            raise ValueError(f"{value!r} is no name")
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+@named("fsharding plan")
+def preview(config: PlanConfig) -> None:
+    """Print what a preset takes on a mesh that need not exist; bytes equal `layout.memory()`."""
+    check_values("fsharding plan", config)
+    check_numbers("fsharding plan", config)
+    axes = parse_axes(config.mesh)
+    if free := [axis for axis, size in axes.items() if size == -1]:
+        mend = "Say the size of each axis: no number of ranks is given of which one could take the rest."
+        got = ", ".join(f"{axis}=-1" for axis in free)
+        raise MeshError(report(f"fsharding plan --mesh {config.mesh} got {got}.", mend=mend))
+    mesh = call_as(f"fsharding plan --mesh {config.mesh}", make_shape, axes, world=math.prod(axes.values()))
+    model = recipe(config.preset).model()
+    ranks = mesh.axis_size("pp")
+    stages = None
+    if ranks > 1:
+        stages = stages_of(model, plan_schedule(config.schedule, ranks, config.microbatches or 2 * ranks))
+    strategy = offloaded("fsharding plan", config.strategy, config.offload)
+    layout = plan_layout(model, mesh, strategy=strategy, precision=PRECISIONS[config.dtype], stages=stages)
+    result: dict[str, Any] = {
+        "preset": config.preset,
+        "parameters": sum(math.prod(leaf.shape) for leaf in layout.leaves),
+        "leaves": len(layout.leaves),
+        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "ranks": math.prod(mesh.sizes),
+        "strategy": str(strategy) if config.offload else config.strategy,
+        "dtype": config.dtype,
+        "stages": [],
+    }
+    layers = layers_by_coordinate(model, layout, ranks)
+    for pp in range(ranks):
+        memory = layout.memory(coord={"pp": pp})  # of the first rank there, which has the most
+        kept = {**memory._asdict(), "total": memory.total, "device": memory.device}
+        result["stages"].append({"pp": pp, "layers": layers[pp], "bytes": kept, "copied": _copied(layout, {"pp": pp})})
+    _print(_planned(result), result, as_json=config.json)
+
+
+def _copied(layout: Layout, coord: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that a step of one microbatch copies from and to the host, and the disk."""
+    # An update reads parameters that are their own main copies, main parameters, moments and gradients, and writes all
+    # but gradients. Units are gathered for forward and for backward; parameters are made of main ones that are apart.
+    # Gradients are written once, and read once more for their norm.
+    total = Counter[str]()
+    for compute in ("device", "host"):
+        kept = layout.bytes_by_kind(coord=coord, compute=compute)
+        times = {"params": 3 if layout.has_main else 4, "main": 3, "opt_state": 2, "grads": 3}
+        total["disk"] += sum(times[role] * kept[role]["disk"] for role in times)
+        if compute == "host":
+            times |= {"main": 1, "opt_state": 0, "grads": 2}
+            total["host"] += kept["grads"]["device"] + kept["grads"]["disk"]
+        total["host"] += sum(times[role] * kept[role]["host"] for role in times)
+    return {kind: total[kind] for kind in ("host", "disk")}
+
+
+def _planned(result: dict[str, Any]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
+    head = [
+        f"{result['preset']}: {result['parameters']:,} parameters in {result['leaves']} leaves",
+        f"{result['ranks']:,} ranks ({mesh}), {result['strategy']}, {result['dtype']}; GB a rank, at most:",
+    ]
+    columns = ["params", "main", "grads", "opt_state", "total"]
+    kinds = [kind for kind in ("host", "disk") if any(row["bytes"][kind] for row in result["stages"])]
+    columns += ["device", *kinds] if kinds else []
+    table = [["pp", "layers", *columns]]
+    for row in result["stages"]:
+        layers = " + ".join(str(n) for n in row["layers"])
+        table.append([str(row["pp"]), layers, *(f"{row['bytes'][name] / 1e9:.3f}" for name in columns)])
+    most = {kind: max(row["copied"][kind] for row in result["stages"]) for kind in kinds}
+    tail = [f"copied in a step of one microbatch: {', '.join(f'{kind} {n / 1e9:.3f}' for kind, n in most.items())}"]
+    return "\n".join([*head, *_aligned(table, str.rjust), *(tail if kinds else [])])
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
 _VERBS: dict[type[Any], Callable[[Any], int | None]] = {
     TrainConfig: _train,
     GenerateConfig: _generate,
     PlanConfig: preview,
     DoctorConfig: doctor,
-    InspectConfig: run_tool,
-    ReshardConfig: run_tool,
-    ExportConfig: run_tool,
+    InspectConfig: _inspect,
+    ReshardConfig: _reshard,
+    ExportConfig: _export,
 }

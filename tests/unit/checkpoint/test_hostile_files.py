@@ -22,9 +22,10 @@ import torch.distributed.checkpoint as torch_dcp
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.apps.cli import main as cli
-from fsharding.apps.cli.config import batches_seen, check
+from fsharding.apps.cli.config import check
 from fsharding.apps.cli.metrics import plot_loss
 from fsharding.apps.cli.options import TrainConfig
+from fsharding.apps.cli.resume import batches_seen
 from fsharding.apps.data import open_data
 from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, ConfigError, DataError

@@ -11,8 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import fsharding as fs
-from fsharding.apps.cli.codec import Bytes
-from fsharding.apps.cli.generate import _Shown
+from fsharding.apps.cli.generate import Bytes, _Shown
 from fsharding.apps.cli.main import main
 from tests.helpers import slow
 

@@ -14,7 +14,6 @@ from fsharding.apps.cli import main as front
 from fsharding.apps.cli import usage, verbs
 from fsharding.apps.cli.config import OPTIMIZERS, PRECISIONS
 from fsharding.apps.cli.main import main
-from fsharding.apps.cli.trackers import TRACKERS
 from fsharding.models.presets import RECIPES
 from fsharding.pipeline.schedule import SCHEDULES
 from fsharding.sharding.strategy import STRATEGIES
@@ -108,7 +107,6 @@ def test_names_of_options_are_those_of_what_they_stand_for():
     assert tuple(fs.policies.POLICIES) == usage.POLICIES
     assert tuple(RECIPES) == usage.PRESETS
     assert tuple(SCHEDULES) == usage.SCHEDULES
-    assert tuple(TRACKERS) == usage.TRACKERS
     assert tuple(STRATEGIES) == STRATEGY_NAMES
 
 

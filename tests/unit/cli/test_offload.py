@@ -5,10 +5,10 @@ import json
 import pytest
 
 import fsharding as fs
+from fsharding.apps.cli.config import offloaded, policy_of
 from fsharding.apps.cli.doctor import _disk
-from fsharding.apps.cli.offload import offloaded, policy_of
 from fsharding.apps.cli.options import PlanConfig
-from fsharding.apps.cli.plan import preview
+from fsharding.apps.cli.verbs import preview
 from fsharding.base.errors import ConfigError
 from fsharding.comm import disk
 from fsharding.sharding.memory_kinds import parse_memory

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from fsharding.apps.cli import trace, trackers
 from fsharding.apps.cli.config import check
 from fsharding.apps.cli.main import main
 from fsharding.apps.cli.options import TrainConfig
-from fsharding.apps.cli.train import train
+from fsharding.apps.cli.train import traced, train
+from fsharding.apps.cli.usage import parse_trackers
 from fsharding.base.errors import ConfigError
 from tests.commands import read_metrics
 from tests.helpers import slow
@@ -143,7 +143,7 @@ def test_a_trace_is_whole_and_says_its_rank(tracked):
 
 
 def test_a_step_that_fails_leaves_no_trace(tmp_path):
-    with pytest.raises(ValueError, match="of the step"), trace.traced(tmp_path, 3, 0):
+    with pytest.raises(ValueError, match="of the step"), traced(tmp_path, 3, 0):
         raise ValueError("of the step")
     assert not os.listdir(tmp_path)
 
@@ -197,4 +197,4 @@ def test_options_that_no_run_can_have(change, text, config, tmp_path):
 
 
 def test_names_with_commas_and_several_options():
-    assert trackers.parse_trackers(["json, wandb", "json", ""]) == ("json", "wandb")
+    assert parse_trackers(["json, wandb", "json", ""]) == ("json", "wandb")

@@ -83,7 +83,7 @@ def test_the_verb_plan_refuses_what_cannot_be(capsys):
     assert "knows no preset 'llama9'" in planned(capsys, "llama9")[2]
     assert "knows no --dtype 'int8'" in planned(capsys, "tiny", "--dtype", "int8")[2]
     assert "knows no --schedule 'zvb'" in planned(capsys, "tiny", "--schedule", "zvb")[2]
-    assert "got --microbatches 0: at least 1" in planned(capsys, "tiny", "--microbatches", "0")[2]
+    assert "--microbatches 0: at least 1" in planned(capsys, "tiny", "--microbatches", "0")[2]
     status, _, err = planned(capsys, "llama3_8b", "--mesh", "tp=3")
     assert status == 2 and "32 heads: no multiple of 3" in err
 
