@@ -1,8 +1,4 @@
-"""`python -m fsharding`, and the script of that name: the command line, also under torchrun.
-
-In: the arguments of the process. Out: its exit status.
-Signals are blocked before anything else is imported: a run that is told to stop while it starts ends as it was told to.
-"""
+"""`python -m fsharding`, and the script of that name: the command line, also under torchrun."""
 
 import sys
 

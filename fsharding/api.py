@@ -1,6 +1,5 @@
 """The public names of `fsharding`, which the package itself has from here when the first of them is asked for.
 
-In: modules of every room. Out: their public names, in one place.
 Guarantee: names in `__all__` are public, as `docs/reference/stability.md` says; all others may change.
 """
 

@@ -1,6 +1,5 @@
 """Tools to look into a run: bytes and collectives, traffic and memory ahead of time, equal copies and units.
 
-In: functions of several rooms. Out: their public names, as `fs.debug`.
 Guarantee: none of them changes a result.
 """
 

@@ -323,10 +323,10 @@ def _below_temporary(paths: Sequence[Path | str]) -> tuple[Path, ...]:
 
 def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float | None) -> bool:
     """Wait for processes; return whether any is left after `timeout` seconds."""
-    end = None if timeout is None else time.monotonic() + timeout
+    end = None if timeout is None else time.monotonic() + timeout  # no assert: a limit for hanging processes
     for process in processes:
         try:
-            process.wait(None if end is None else max(0.0, end - time.monotonic()))
+            process.wait(None if end is None else max(0.0, end - time.monotonic()))  # no assert: as above
         except subprocess.TimeoutExpired:
             return True
     return False

@@ -1,9 +1,5 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportDeprecated=false
-"""Every private or version-dependent torch API that we touch, in one place; each has a canary test.
-
-In and out: plain tensors, storages, groups. Supports torch 2.11 to 2.15; when torch changes, this file changes and no
-other. Nothing here knows about shardings.
-"""
+"""Every private or version-dependent torch API that we touch, in one place; each has a canary test."""
 
 from __future__ import annotations
 
@@ -75,10 +71,8 @@ def left_to_python(fn: _Function) -> _Function:
 
 
 def outside_of_graphs(fn: _Function) -> _Function:
-    """Has `torch.compile` call a function, and all that it calls, as plain Python between two graphs.
-
-    A function that is compiled by itself, such as a block, still is where this one calls it.
-    """
+    """Has `torch.compile` call a function, and all that it calls, as plain Python between two graphs."""
+    # A function that is compiled by itself, such as a block, still is where this one calls it.
     _frames.set_code_exec_strategy(fn.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
     vars(fn)["_torchdynamo_disable"] = True
     return fn
@@ -161,13 +155,8 @@ def _valued(fn: _Function) -> _Function:
 
 
 def cache_on_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
-    """As `functools.lru_cache`, of a function whose first argument is a mesh: each `DeviceMesh` has a cache.
-
-    No other argument has another `DeviceMesh`, or that would live as long. All are given by position.
-
-    Args:
-        maxsize: of each cache; those of abstract meshes share one.
-    """
+    """As `functools.lru_cache`, of a function whose first argument is a mesh: each `DeviceMesh` has a cache."""
+    # No other argument has another `DeviceMesh`, or that would live as long. All are given by position.
 
     def decorate(fn: _Function) -> _Function:
         valued = _valued(fn)
@@ -215,22 +204,14 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
 # ------------------------------------------------------------------------------------------------------------- tensors
 @named("foreach_add")
 def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
-    """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here.
-
-    Raises:
-        LayoutError: the lists, or two tensors, differ in size: torch would broadcast.
-    """
+    """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here."""
     _refuse_other_sizes(xs, ys)
     return list(torch._foreach_add(list(xs), list(ys))) if xs else []
 
 
 @named("foreach_add_")
 def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Adds the second list to the first in place.
-
-    Raises:
-        LayoutError: the lists, or two tensors, differ in size.
-    """
+    """Adds the second list to the first in place."""
     _refuse_other_sizes(xs, ys)
     if xs:
         torch._foreach_add_(list(xs), list(ys))
@@ -238,11 +219,7 @@ def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
 
 @named("foreach_copy_")
 def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    """Copies the second list into the first, casting as needed.
-
-    Raises:
-        LayoutError: the lists, or two tensors, differ in size: torch would fill all of one with a part.
-    """
+    """Copies the second list into the first, casting as needed."""
     _refuse_other_sizes(xs, ys)
     if xs:
         torch._foreach_copy_(list(xs), list(ys))
@@ -368,11 +345,7 @@ def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...
 
 @named("packed")
 def packed(xs: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype one after the other, flat, in one call.
-
-    Raises:
-        LayoutError: of several dtypes, all of which would become the widest.
-    """
+    """Tensors of one dtype one after the other, flat, in one call."""
     if len({x.dtype for x in xs}) > 1:
         raise LayoutError(_unlike([[xs[0]] * len(xs), xs]))
     return torch._utils._flatten_dense_tensors(tuple(xs))
@@ -380,11 +353,7 @@ def packed(xs: Sequence[Tensor]) -> Tensor:
 
 @named("unpack")
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of it, in the shapes of what it was packed from; it may be longer.
-
-    Raises:
-        LayoutError: it is shorter.
-    """
+    """Views of it, in the shapes of what it was packed from; it may be longer."""
     if flat.numel() < sum(map(Tensor.numel, like)):
         text = f"got {flat.numel()} elements for tensors of {sum(map(Tensor.numel, like))}."
         raise LayoutError(message(text))
@@ -474,10 +443,8 @@ def _nothing() -> None:
 
 
 def weak_storage(x: Tensor) -> WeakStorage:
-    """A weak reference to a tensor's storage, whose `expired()` is true when no view of it is left.
-
-    As long as it lives, no other storage gets the `storage_id` of this one.
-    """
+    """A weak reference to a tensor's storage, whose `expired()` is true when no view of it is left."""
+    # As long as it lives, no other storage gets the `storage_id` of this one.
     return WeakStorage(x.untyped_storage())
 
 
@@ -552,10 +519,8 @@ def save_without_data(state: Any, file: Any) -> None:
 
 
 def start_fake_group(rank: int, size: int) -> None:
-    """Makes the default process group of one rank of many, without the others: its collectives send nothing.
-
-    Their results have the right shapes and no meaning; torch's own fake backend copies what this rank gave.
-    """
+    """Makes the default process group of one rank of many, without the others: its collectives send nothing."""
+    # Their results have the right shapes and no meaning; torch's own fake backend copies what this rank gave.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy: it registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -645,10 +610,8 @@ def new_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | N
 
 
 def holders_of(group: dist.ProcessGroup) -> int:
-    """How many Python objects and names hold a group, those of torch among them, and some more: compare two of them.
-
-    torch has no other way to tell whether it is in use; C++ users hold it through Python.
-    """
+    """How many Python objects and names hold a group, those of torch among them, and some more: compare two of them."""
+    # torch has no other way to tell whether it is in use; C++ users hold it through Python.
     return sys.getrefcount(group)
 
 
@@ -676,10 +639,8 @@ def flight_record() -> str | None:
 
 
 def save_record(x: object, file: Any) -> None:
-    """`torch.save(x, file)` without the CRC32, which costs as much as a sha256 and which torch never looks at.
-
-    torch's own switch for it is one for the whole process, other threads included.
-    """
+    """`torch.save(x, file)` without the CRC32, which costs as much as a sha256 and which torch never looks at."""
+    # torch's own switch for it is one for the whole process, other threads included.
     writer = torch._C.PyTorchFileWriter(file, False, 64)
     torch.serialization._save(x, writer, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
     writer.write_end_of_file()
@@ -791,14 +752,9 @@ def fused_adamw_(
     finite: Tensor | None = None,
     **settings: Any,
 ) -> None:
-    """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads.
-
-    On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end. Rate and scale
-    as 0-d tensors are not read by the host. Where `finite`, bool and 0-d, is false, nothing is updated.
-
-    Raises:
-        LayoutError: tensors of one place differ in size, dtype or device, or have gaps.
-    """
+    """torch's fused AdamW kernel, with its own settings: updates params, mu, nu and, unless scale is 1, grads."""
+    # On the CPU the kernel takes as many elements of each column as the parameter has, wherever these end. Rate and
+    # scale as 0-d tensors are not read by the host. Where `finite`, bool and 0-d, is false, nothing is updated.
     columns = params, grads, mu, nu
     sizes = [*map(Tensor.numel, params)]
     if not all([*map(Tensor.numel, column)] == sizes and all(map(Tensor.is_contiguous, column)) for column in columns):
@@ -826,11 +782,9 @@ def fused_adamw_(
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention to one block of keys: what comes out, and the log-sum-exp of its scores, float[B, H, T].
-
-    H is a multiple of the heads of k and v. A mask is added to the scores, has the dtype of q and is finite: where all
-    of a row is -inf, the CPU's kernel says that the log-sum-exp is 0. An empty q or k ends the process.
-    """
+    """Attention to one block of keys: what comes out, and the log-sum-exp of its scores, float[B, H, T]."""
+    # H is a multiple of the heads of k and v. A mask is added to the scores, has the dtype of q and is finite: where
+    # all of a row is -inf, the CPU's kernel says that the log-sum-exp is 0. An empty q or k ends the process.
     kernel = block_kernel(q.device.type)
     if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -859,10 +813,8 @@ def attend_block_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms that one block of keys adds to the gradients of q, and the gradients of k and v.
-
-    `out` and `lse` are those of attention to all blocks; then exp(score - lse) is the weight of each key among all.
-    """
+    """The terms that one block of keys adds to the gradients of q, and the gradients of k and v."""
+    # `out` and `lse` are those of attention to all blocks; then exp(score - lse) is the weight of each key among all.
     kernel = block_kernel(q.device.type)
     if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -927,11 +879,9 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def call_first_at_exit(fn: Callable[[], bool]) -> None:
-    """Calls a function at the end of the process, before all that `atexit` has; the status is 1 if it returns True.
-
-    An exception of a function at the exit does not change the status. So this one runs the others, and ends the process
-    itself.
-    """
+    """Calls a function at the end of the process, before all that `atexit` has; the status is 1 if it returns True."""
+    # An exception of a function at the exit does not change the status. So this one runs the others, and ends the
+    # process itself.
 
     def end() -> None:
         if fn():

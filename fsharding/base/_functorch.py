@@ -1,9 +1,5 @@
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-"""Queries about tensors and transforms of torch.func: private API, as in `_compat`, each function with a canary test.
-
-In: tensors, in or out of transforms. Out: what is inside them, and whether their transform is one that runs here.
-A level is a transform that runs; a wrapper is what a tensor is in at a level, and may outlive it.
-"""
+"""Queries about tensors and transforms of torch.func: private API like `_compat`, each with a canary test."""
 
 from __future__ import annotations
 
@@ -39,11 +35,7 @@ __all__ = [
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """Apply an autograd Function under any transform; its tensors may be foreign (see `shown`).
-
-    Raises:
-        TransformError: a transform runs here for which torch has no rule for Functions, or a wrong one.
-    """
+    """Apply an autograd Function under any transform; its tensors may be foreign (see `shown`)."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     if any(level.key() == torch._C._functorch.TransformType.Functionalize for level in stack):
         rule = "cannot run over functions with derivatives of their own, such as fs.gather_unit and fs.ops."
@@ -115,10 +107,8 @@ def is_foreign(x: Tensor) -> bool:
 
 
 def recorded(x: Tensor, run: Callable[[Tensor], Tensor], call: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run an operation; if `make_fx` traces here, as in `torch.func.linearize`, its graph makes a call instead.
-
-    Without this the graph has what this rank computes while it is traced, and never communicates again.
-    """
+    """Run an operation; if `make_fx` traces here, as in `torch.func.linearize`, its graph makes a call instead."""
+    # Without this the graph has what this rank computes while it is traced, and never communicates again.
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return run(x)
@@ -137,12 +127,10 @@ def shown(x: Tensor) -> Tensor:
 
 
 def without_own_graph(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in a backward pass that need no graph of that pass at its own level; outer levels keep theirs.
-
-    `torch.func.grad` asks for a graph of its backward so that outer transforms see it, and throws away what this makes
-    at its own level. Only it does: the tensors come back as they are where anybody else runs the backward pass, and
-    where that cannot be seen, since it runs on a thread of its own.
-    """
+    """Tensors in a backward pass that need no graph of that pass at its own level; outer levels keep theirs."""
+    # `torch.func.grad` asks for a graph of its backward so that outer transforms see it, and throws away what this
+    # makes at its own level. Only it does: the tensors come back as they are where anybody else runs the backward pass,
+    # and where that cannot be seen, since it runs on a thread of its own.
     top = torch._C._functorch.peek_interpreter_stack()
     if top is None or not _in_last_step_of_grad():
         return list(xs)

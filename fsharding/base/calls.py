@@ -1,9 +1,6 @@
 """The public name of a call: errors begin with it, and no function passes it down.
 
-In: a function, and the name by which users call it. Out: the name of the innermost such function on a stack.
-The stack is read when an error is worded, not when the error passes a public function: an error may become a row of
-another error or a line of a log first, and every rank has to repeat the same text. Guarantee: a call that succeeds pays
-nothing for its name.
+Guarantee: a call that succeeds pays nothing for its name.
 """
 
 from __future__ import annotations
@@ -30,11 +27,9 @@ _names: dict[CodeType, str] = {}
 
 
 def named(name: str) -> Callable[[_F], _F]:
-    """Mark a function as the one that users call by `name`, which begins the errors that it raises.
-
-    Nothing is wrapped, so calls cost nothing: the name is looked for on the stack when an error is worded. The errors
-    of "fs.adamw(...).update" begin with "fs.adamw", which is all that a user has typed.
-    """
+    """Mark a function as the one that users call by `name`, which begins the errors that it raises."""
+    # Nothing is wrapped, so calls cost nothing: the name is looked for on the stack when an error is worded. The errors
+    # of "fs.adamw(...).update" begin with "fs.adamw", which is all that a user has typed.
 
     def mark(fn: _F) -> _F:
         _names[fn.__code__] = name.partition("(")[0]

@@ -1,7 +1,5 @@
 """Accelerators, whatever their kind: streams, events, synchronization, memory, and the backend of their collectives.
 
-In: a device. Out: what torch's accelerator API (`torch.accelerator`, `torch.Stream`, `torch.Event`) has for it. Nothing
-is done for a CPU, and for a device that stands for one that is not here, as under `FakeTensorMode`.
 Guarantee: no name of a kind of device decides anything; what a device lacks is found by asking for it.
 """
 

@@ -1,6 +1,5 @@
 """The dtypes of numbers that models compute with, and that in which their sums are taken.
 
-In: the dtype of the terms of a sum. Out: the dtype in which the sum is taken.
 Guarantee: a sum has at least the precision of its terms, and at least float32.
 """
 

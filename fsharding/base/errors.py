@@ -1,9 +1,6 @@
 """Every exception the library raises, and the one form of their texts.
 
-In: the rule that was broken, one row for each offending leaf, the edit that mends it.
-Out: an exception whose text has all four. Guarantee: bad input is refused on every rank, before anything has changed.
-No text is without bounds, and none carries what a terminal would act on: names may come from files of strangers.
-`ValueError` is in the family of whatever a user can mend; our own invariants are plain asserts.
+Guarantee: bad input is refused on every rank, before anything has changed.
 """
 
 from __future__ import annotations

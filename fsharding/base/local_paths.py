@@ -1,6 +1,5 @@
 """Paths and URLs: a path with a scheme, such as `s3://bucket/run`, is refused, since it would name a local directory.
 
-In: paths as a user gave them. Out: nothing, or an error that says what to do instead.
 Guarantee: no call of ours reads or writes `./s3:/`.
 """
 
@@ -29,11 +28,7 @@ def is_url(path: object) -> bool:
 
 
 def check_local(*paths: object) -> None:
-    """Refuse paths that are URLs; what is no path is left to the caller.
-
-    Raises:
-        ConfigError: one of them is a URL.
-    """
+    """Refuse paths that are URLs; what is no path is left to the caller."""
     for path in paths:
         if is_url(path):
             text = f"takes paths of files and directories; got the URL {os.fsdecode(path)!r}."  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,5 @@
 """Public functions: how a wrong argument is refused, and an unforeseen failure explained.
 
-In: a function with annotations, or an argument as a user gave it. Out: the same function, or an `ArgumentError` with
-the line to type instead. People who come from torch pass modules and optimizers, others swap two arguments. A failure
-of Python or torch inside a function marked by `public` is looked at once more: an argument that is of none of the
-classes in its annotation, or a leaf of a tree that is no tensor, is named. An error of the user's own function stays
-as it is.
 Guarantee: a call that succeeds pays nothing for it.
 """
 
@@ -68,11 +63,7 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).p
 
 
 def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """Marks a public function.
-
-    Args:
-        name: how users call it, such as "fs.reshard".
-    """
+    """Marks a public function."""
 
     def mark(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         @functools.wraps(fn)
@@ -261,38 +252,19 @@ def yields_batches(x: Any) -> bool:
 
 
 def refuse(what: str, x: Any, mend: str) -> ArgumentError:
-    """The error for an argument of another kind.
-
-    Args:
-        what: it takes, such as "a mesh".
-        mend: the edit that makes it work.
-    """
+    """The error for an argument of another kind."""
     return ArgumentError(message(f"takes {what}, got {kind_of(x)}.", mend=mend))
 
 
 @_compat.left_to_python
 def refuse_compiled(mend: str) -> None:
-    """Refuses to run inside of what `torch.compile` has compiled.
-
-    Args:
-        mend: the edit that compiles what can be.
-
-    Raises:
-        TransformError: a compiled function calls it.
-    """
+    """Refuses to run inside of what `torch.compile` has compiled."""
     if _compat.is_compiled_caller():
         raise TransformError(message("cannot run inside of torch.compile.", mend=mend))
 
 
 def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that is not there; for a private one Python's own, since much asks for those.
-
-    Args:
-        owner: that was asked, such as "fs" or "TrainState".
-        name: that it does not have.
-        known: the names that it has.
-        elsewhere: by names that other libraries have, the sentence that says what does the same here.
-    """
+    """The error for an attribute that is not there; for a private one Python's own, since much asks for those."""
     if name.startswith("_"):
         return AttributeError(f"{owner} has no attribute {name!r}")
     known = [*known]
@@ -331,47 +303,27 @@ class Immutable:
 
 
 def refuse_module(x: Any) -> None:
-    """Refuses a module, whose parameters are no tree.
-
-    Raises:
-        ArgumentError: it is an `nn.Module`.
-    """
+    """Refuses a module, whose parameters are no tree."""
     if isinstance(x, nn.Module) or (isinstance(x, type) and issubclass(x, nn.Module)):
         mend = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
         raise refuse("a pure function or a tree", x, mend)
 
 
 def refuse_state(x: Any) -> None:
-    """Refuses a whole state where a tree of its parameters, or of their gradients, belongs.
-
-    Raises:
-        ArgumentError: it is a `TrainState`.
-    """
+    """Refuses a whole state where a tree of its parameters, or of their gradients, belongs."""
     if hasattr(x, "opt_state"):
         raise refuse("a tree of parameters", x, "Give it the parameters alone: state.params.")
 
 
 def check_path(what: str, path: Any, call: str) -> None:
-    """Refuses what is no path where one comes first, and URLs.
-
-    Args:
-        what: it takes, such as "a path, then a Layout".
-
-    Raises:
-        ArgumentError: it is none.
-        ConfigError: it is a URL.
-    """
+    """Refuses what is no path where one comes first, and URLs."""
     if not isinstance(path, str | os.PathLike):
         raise refuse(what, path, f"Give the directory first: {call}.")
     check_local(path)
 
 
 def check_timeout(timeout: Any) -> None:
-    """Refuse a timeout that isn't a timedelta.
-
-    Raises:
-        ArgumentError: it is something else, such as a number of seconds.
-    """
+    """Refuse a timeout that isn't a timedelta."""
     if not isinstance(timeout, timedelta):
         mend = f"Write timeout=datetime.timedelta(seconds={timeout})."
         raise refuse("timeout= as a timedelta", timeout, mend)
@@ -386,11 +338,7 @@ def is_optimizer(x: Any) -> bool:
 
 
 def check_optimizer(opt: Any) -> None:
-    """Refuses what is no pair of functions `init` and `update`.
-
-    Raises:
-        ArgumentError: it is not; an optimizer of torch is told what does the same.
-    """
+    """Refuses what is no pair of functions `init` and `update`."""
     if is_optimizer(opt):
         return
     pair = not isinstance(opt, type | nn.Module) and all(callable(getattr(opt, n, None)) for n in ("init", "update"))
@@ -413,15 +361,7 @@ def check_optimizer(opt: Any) -> None:
 
 
 def check_function(what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
-    """Refuses what cannot be called with so many arguments.
-
-    Args:
-        what: it takes, such as "a loss function (params, batch)".
-        exactly: it must not ask for more.
-
-    Raises:
-        ArgumentError: it is no function, or one of other arguments.
-    """
+    """Refuses what cannot be called with so many arguments."""
     refuse_module(fn)
     if not callable(fn) or isinstance(fn, type):
         raise refuse(what, fn, f"Give {what}.")

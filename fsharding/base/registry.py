@@ -1,6 +1,5 @@
 """Implementations that are found by name, so that the code that uses them does not import them.
 
-In: a kind, a name, and a place, "module" or "module:attribute". Out: what is there, imported at the first use.
 Guarantee: names of a kind come in the order of their registration, and registering a name again replaces its place.
 """
 
@@ -15,12 +14,7 @@ _places: dict[str, dict[str, str]] = {}
 
 
 def register(kind: str, name: str, place: str) -> None:
-    """Register an implementation without importing it.
-
-    Args:
-        kind: the set of names that it joins, such as "transport".
-        place: its module, such as "package.module", or an attribute of one, such as "package.module:Class".
-    """
+    """Register an implementation without importing it."""
     _places.setdefault(kind, {})[name] = place
 
 
@@ -30,11 +24,7 @@ def names_of(kind: str) -> tuple[str, ...]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Import an implementation.
-
-    Raises:
-        KeyError: the name is not registered.
-    """
+    """Import an implementation."""
     module, _, attribute = _places[kind][name].partition(":")
     found = import_module(module)  # lazy: the importer must not depend on what registers
     return getattr(found, attribute) if attribute else found

@@ -1,6 +1,5 @@
 """Values that functions find without being handed them, for as long as a `with` block lasts.
 
-In: a context variable and a value. Out: a context manager.
 Guarantee: the previous value is restored when the block ends, also after an exception.
 """
 

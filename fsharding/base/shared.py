@@ -1,7 +1,5 @@
 """`Shared`: the mark of a batch entry that holds no rows, such as the borders of packed documents or class weights.
 
-In: a batch, a tree of tensors. Out: the batch with its rows mapped, its rows alone, or without marks.
-Every function that slices rows maps them with `map_rows`, so none of them looks for marks itself.
 Guarantee: a loss function sees the marked value itself, never the mark.
 """
 

@@ -1,8 +1,5 @@
 """Pytrees: optree under our own namespace, with leaves named by dotted paths such as `params.blocks.wq`.
 
-In: nested dicts, tuples, lists, NamedTuples, registered nodes. Out: the same shapes with other leaves.
-`None` is an empty subtree, as in JAX: a tree of gradients has `None` where a parameter is frozen.
-A leaf is whatever is no node: a tensor, a DTensor at rest, and a `Local` in flight, of which a rank has its part only.
 Guarantee: `paths(t)` names every leaf exactly once, in the order of `leaves(t)`.
 """
 

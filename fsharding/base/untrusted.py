@@ -1,8 +1,5 @@
 """Files from untrusted sources: opened and parsed so that no file can hang, crash or fill this process.
 
-In: a path, or bytes. Out: the file, its bytes, or the value of its JSON.
-Only regular files are opened: a FIFO waits for a writer that never comes, and a device may do anything. Sizes, depth
-and the number of values are compared with a limit before anything is built.
 Guarantee: the outcome is a value within its limits, an `OSError` of the system, or a `ValueError` that says what is
 wrong.
 """
@@ -38,15 +35,7 @@ _STEPS = np.array([1 if byte in b"[{" else -1 for byte in range(256)], np.int8)
 
 
 def open_plain(path: StrPath) -> BinaryIO:
-    """Opens a regular file for reading, unbuffered, without ever waiting; links are not followed.
-
-    Args:
-        path: of the file; `os.path.realpath(path)` where a user named it, `beside(...)` where another file did.
-
-    Raises:
-        OSError: as the system says.
-        ValueError: it is a link, a directory, a FIFO, a socket or a device.
-    """
+    """Opens a regular file for reading, unbuffered, without ever waiting; links are not followed."""
     # Looked at first, because opening alone can have effects on some devices; and again once it cannot be replaced.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError("it is no plain file")
@@ -58,15 +47,7 @@ def open_plain(path: StrPath) -> BinaryIO:
 
 
 def read_plain(path: StrPath, most: int) -> bytes:
-    """All bytes of a regular file; see `open_plain`.
-
-    Args:
-        most: how many bytes it may have.
-
-    Raises:
-        OSError: as the system says.
-        ValueError: it is no regular file, or a larger one.
-    """
+    """All bytes of a regular file; see `open_plain`."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -82,11 +63,9 @@ def read_plain(path: StrPath, most: int) -> bytes:
 
 
 def own_tree(folder: Path) -> Path:
-    """The directory that links inside a folder may lead to: the folder, or all of a model in the cache of the Hub.
-
-    That cache keeps files once, as `models--ORG--NAME/blobs/HASH`, and `models--ORG--NAME/snapshots/REVISION/FILE` is
-    a link to one.
-    """
+    """The directory that links inside a folder may lead to: the folder, or all of a model in the cache of the Hub."""
+    # That cache keeps files once, as `models--ORG--NAME/blobs/HASH`, and `models--ORG--NAME/snapshots/REVISION/FILE` is
+    # a link to one.
     for parent in folder.parents:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             return parent.parent
@@ -94,15 +73,7 @@ def own_tree(folder: Path) -> Path:
 
 
 def beside(folder: Path, name: str) -> Path:
-    """The real path of an entry of a directory, which may be a link inside `own_tree(folder)`.
-
-    Args:
-        name: of the entry; a plain name.
-
-    Raises:
-        OSError: there is none, or a link leads nowhere.
-        ValueError: it is a link that leads out.
-    """
+    """The real path of an entry of a directory, which may be a link inside `own_tree(folder)`."""
     real = Path(os.path.realpath(folder / name, strict=True))
     tree = own_tree(folder)
     if not real.is_relative_to(tree):
@@ -119,16 +90,7 @@ def read_json(path: StrPath, *, most: int, values: int = 1_000_000, finite: bool
 
 
 def parse_json(data: bytes, *, values: int = 1_000_000, finite: bool = True, negative: bool = True) -> Any:
-    """The value of a JSON text in UTF-8, in which no object has a name twice.
-
-    Args:
-        values: how many values it may hold, all of them together.
-        finite: refuse NaN, Infinity and numbers that a float64 cannot hold; without it they are floats.
-        negative: take numbers with a minus sign, if only in the exponent.
-
-    Raises:
-        ValueError: it is no such text, or deeper than 200 brackets, or holds more values.
-    """
+    """The value of a JSON text in UTF-8, in which no object has a name twice."""
     text = data.decode("utf-8")
     # A text that is short, with few brackets, needs no closer look, whatever of it is inside strings.
     small = negative and len(data) < values and data.count(b"[") + data.count(b"{") <= _DEPTH

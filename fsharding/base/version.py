@@ -1,6 +1,5 @@
 """The version of this package.
 
-In: the metadata of the installation. Out: a text. The command line prints it, and checkpoints have it.
 Guarantee: no torch is imported here.
 """
 
@@ -12,10 +11,8 @@ __all__ = ["own_version"]
 
 @functools.cache
 def own_version() -> str:
-    """The version that is installed; "unknown" where the package is not, as in a bare copy of its source.
-
-    It is looked up once: metadata remembers an empty list for a folder that could not be read at the moment.
-    """
+    """The version that is installed; "unknown" where the package is not, as in a bare copy of its source."""
+    # It is looked up once: metadata remembers an empty list for a folder that could not be read at the moment.
     try:
         return metadata.version("fsharding")
     except metadata.PackageNotFoundError:

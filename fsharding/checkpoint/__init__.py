@@ -1,7 +1,4 @@
-"""Checkpoints: a directory that loads into any layout, or is refused by name; see `save` and `load`.
-
-`inspect` and `reshard_checkpoint` work on a checkpoint without ranks. Weights of other programs: `fs.foreign`.
-"""
+"""Checkpoints: a directory that loads into any layout, or is refused by name; see `save` and `load`."""
 
 from fsharding.checkpoint.background import PendingSave
 from fsharding.checkpoint.checkpointer import Checkpointer

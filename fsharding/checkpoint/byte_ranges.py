@@ -1,7 +1,4 @@
-"""Tensors in files: where their bytes begin, and any slice of them, read a window at a time.
-
-Nothing is mapped: a file that shrinks is an error, not a signal.
-"""
+"""Tensors in files: where their bytes begin, and any slice of them, read a window at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`check_replicas`: whether ranks that hold the same part of a leaf hold the same bytes of it.
-
-A rank sends one checksum for each set of ranks that it shares parts with; one per part only where these differ.
-"""
+"""`check_replicas`: whether ranks that hold the same part of a leaf hold the same bytes of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Layouts and optimizer states as plain data in a manifest, and back.
-
-Only the NamedTuples of `known_kinds` are rebuilt, so a checkpoint cannot choose a class.
-"""
+"""Layouts and optimizer states as plain data in a manifest, and back."""
 
 from __future__ import annotations
 
@@ -265,11 +262,7 @@ def _name(kind: type) -> str:
 
 
 def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
-    """The outline of a tree from plain data.
-
-    Args:
-        known: paths of all leaves, also of nodes of other classes, whose structure is not described.
-    """
+    """The outline of a tree from plain data."""
 
     def node(kind: str, items: Mapping[str, Any], means: Any = ()) -> Outline:
         children = {key: outline_of(x, f"{path}.{key}", known) for key, x in items.items()}

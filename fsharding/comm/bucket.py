@@ -1,8 +1,7 @@
 """One collective per bucket: leaves of a unit that share dtype and axes are sent as one row per rank.
 
-A plan has no entry per member: a leaf needs one strided copy if it is sharded evenly, else two for one axis, and at
-most twice as many per further axis. Guarantee: copy-in then copy-out is the identity, for even, uneven and empty
-shards; padding is at most one row per leaf and rank.
+Guarantee: copy-in then copy-out is the identity, for even, uneven and empty shards; padding is at most one row per leaf
+and rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Sum gradients that are sent as quantized values and scales: the receiver dequantizes and adds them in one tree.
 
-A term is quantized first and sharded then. If a shard border crosses a block, scales are sent for smaller blocks,
-which no border crosses; the scales of one original block are equal. Guarantee: a sum has the bits of `comm.reduce`
-over terms that were rounded first, for every assignment of shards.
+Guarantee: a sum has the bits of `comm.reduce` over terms that were rounded first, for every assignment of shards.
 """
 
 from __future__ import annotations

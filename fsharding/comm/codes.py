@@ -1,8 +1,6 @@
 """Quantize shards for a gather, and turn gathered bytes into full leaves.
 
-If a block is on one rank, that rank computes its scale and sends it. If a block spans ranks, they all-reduce (max)
-its amax; max is exact in any order, so every rank derives the same scale and none is sent. Guarantee: quantizing
-shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
+Guarantee: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
 """
 
 from __future__ import annotations

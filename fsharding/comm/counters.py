@@ -22,19 +22,13 @@ def _names() -> list[str]:
 
 @dataclass
 class Counts:
-    """The gathers, reductions and peaks of one `value_and_grad` call.
+    """The gathers, reductions and peaks of one `value_and_grad` call."""
 
-    Attributes:
-        gathers: the unit of each all-gather, in order.
-        reductions: the unit of each gradient bucket that was summed over ranks, in order.
-        peak_units: most units whose gathered bytes were alive at once.
-        peak_bytes: most gathered bytes that were alive at once.
-    """
-
-    gathers: list[str] = field(default_factory=_names)
+    gathers: list[str] = field(default_factory=_names)  # the unit of each all-gather, in order
+    # the unit of each gradient bucket that was summed over ranks, in order
     reductions: list[str] = field(default_factory=_names)
-    peak_units: int = 0
-    peak_bytes: int = 0
+    peak_units: int = 0  # most units whose gathered bytes were alive at once
+    peak_bytes: int = 0  # most gathered bytes that were alive at once
 
 
 _recorders: ContextVar[tuple[list[Counts], ...]] = ContextVar("fsharding_recorders", default=())
@@ -64,15 +58,10 @@ def record(counts: Counts) -> None:
 
 
 class Sent(NamedTuple):
-    """The traffic over some axes.
+    """The traffic over some axes."""
 
-    Attributes:
-        calls: collectives, or rounds of messages.
-        bytes: payload bytes to other ranks; what a collective library adds is not seen.
-    """
-
-    calls: int
-    bytes: int
+    calls: int  # collectives, or rounds of messages
+    bytes: int  # payload bytes to other ranks; what a collective library adds is not seen
 
 
 def _nothing() -> dict[tuple[str, ...], Sent]:

@@ -1,6 +1,5 @@
 """Record the order of events on this rank: collectives started and waited for, computes begun and ended.
 
-Tests of overlap use it: communication overlaps with a compute that begins and ends between its start and its wait.
 Guarantee: recording changes nothing, and nothing is recorded outside of a block.
 """
 

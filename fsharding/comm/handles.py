@@ -1,7 +1,6 @@
 """The types of communication: an `Exchange` or a `Reduction` is filled and started; a `Handle` is work in flight.
 
-Guarantees: after `start`, a rank's contribution must not change. After `release`, results in the transport's memory
-must not be read. Every handle is ended by `release`, at the latest after a failure.
+Guarantee: after `start`, a rank's contribution must not change.
 """
 
 from __future__ import annotations

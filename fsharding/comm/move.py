@@ -1,8 +1,6 @@
 """Move leaves together from one sharding to another: the plan, and its execution.
 
-`comm.steps` lists the collectives between shardings. The first step of a move is a gather, a sum, a slice, or none (a
-cast or an encoding where the leaves are); the steps after it follow when the handle is waited for. Guarantee: a
-result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
+Guarantee: a result has the same bits whether its terms are added one by one or all at once, and whatever else is sent.
 """
 
 from __future__ import annotations
@@ -129,17 +127,7 @@ class Move:
         noise: Noise | None = None,
         agreed: Sequence[Any] | None = None,
     ) -> Handle[Moved]:
-        """Start the first collective; those that follow it are done when the handle is waited for.
-
-        Args:
-            leaves: local tensors; they must not change before `wait`.
-            memory: for gathered leaves. Other ranks may read them there, so they must not be written. Without it, and
-                after any other step, leaves are this rank's own.
-            into: contiguous tensors for the results, of their shapes and dtype. A gather as the last step fills them, a
-                sum may; other last steps ignore them. A result that is a different tensor has to be copied.
-            noise: by number of the leaf, for keyed rounding.
-            agreed: result of `agree`; by default ranks agree now.
-        """
+        """Start the first collective; those that follow it are done when the handle is waited for."""
         kind = "gather" if self.is_empty else self.leaves[0].steps[0].kind
         last = self.is_empty or self.rest.is_empty
         if kind == "slice":

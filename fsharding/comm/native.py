@@ -1,7 +1,6 @@
 """The collectives of a process group's own backend: NCCL, or gloo.
 
-Each collective is one call of `torch.distributed`. Guarantee: every transport gives these results and counts these
-bytes, for ordered and for native sums.
+Guarantee: every transport gives these results and counts these bytes, for ordered and for native sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Sums by the backend's own collectives: one call of NCCL or gloo, in an order that the backend chooses.
 
-Unlike `comm.reduce`, no rank sends a message per member. Guarantee: sums equal the ordered ones up to rounding. They
-are repeatable on the same group if the backend is: gloo always, NCCL with one algorithm and protocol. Another layout
-may give other bits.
+Guarantee: sums equal the ordered ones up to rounding.
 """
 
 from __future__ import annotations

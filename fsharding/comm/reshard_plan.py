@@ -1,7 +1,6 @@
 """Routes: which rank sends which part of a leaf to which rank, between any two shardings, in rounds of bounded size.
 
-A rank keeps the parts that it stores already; ranks that store the same part take turns in sending it. Guarantee: the
-pieces that a rank receives, and those that it has, fill its target exactly once.
+Guarantee: the pieces that a rank receives, and those that it has, fill its target exactly once.
 """
 
 from __future__ import annotations

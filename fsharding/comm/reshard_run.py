@@ -1,8 +1,6 @@
 """Run a plan of routes: local copies, and one exchange of messages per round, while the next round is packed.
 
-A contiguous piece is sent from its source, or received in its target, without a copy. A target is allocated when its
-first piece is due, and a donated source is freed after its last piece was sent. Guarantee: what is sent is what the
-plan says, byte for byte; every element of a target is written once.
+Guarantee: what is sent is what the plan says, byte for byte; every element of a target is written once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """One number that a step adds to sums it computes anyway: does a rank want to stop, and do ranks differ?
 
-Of m ranks that must share a hash h, the first adds (m - 1) h and each other one -h, times a power of two above the
-number of ranks. So the sum over the mesh is the number of stop bits, unless ranks differ. All terms are integers that
-float64 represents exactly, so neither the order of axes nor the number of sums changes the result. Guarantees: each
-rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash alone.
+Guarantee: each rank's bit is read once per step, so ranks that stepped together agree; no byte is sent for a hash
+alone.
 """
 
 from __future__ import annotations
@@ -37,11 +35,10 @@ _EXACT = 52
 
 
 class StepAgreement:
-    """The number of a step, which is added to sums that the step takes anyway.
+    """The number of a step, which is added to sums that the step takes anyway."""
 
-    A sum that includes `as_term` passes its result to `summed`. The term is computed once, before the first sum:
-    computed again, ranks that have already summed together could add different terms to a later sum over other axes.
-    """
+    # A sum that includes `as_term` passes its result to `summed`. The term is computed once, before the first sum:
+    # computed again, ranks that have already summed together could add different terms to a later sum over other axes.
 
     __slots__ = ("_bit", "_coding", "_count", "_mesh", "_rows", "_total", "axes", "order")
 

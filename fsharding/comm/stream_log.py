@@ -1,8 +1,6 @@
 """Streams of a device that is not there: what each of them is given, as a log.
 
-Each operation of torch's dispatcher is a row, with the memory that it reads and writes and its cost; collectives and
-messages are on streams of their own, as those of NCCL are; events are recorded and waited for; memory is taken
-and freed. Guarantee: everything is done at once all the same, so recording changes no value.
+Guarantee: everything is done at once all the same, so recording changes no value.
 """
 
 from __future__ import annotations
@@ -237,16 +235,8 @@ class _Operations(TorchDispatchMode):
 
 
 def peak_bytes(rows: Iterable[Row], device_type: str) -> int:
-    """Most bytes of a device that are allocated at once.
-
-    Each storage counts in multiples of 512, as allocators of accelerators give them.
-
-    Example:
-        >>> from fsharding.comm.stream_log import Row, peak_bytes
-        >>> rows = [Row("compute", kind, "cuda", writes=(1,), nbytes=600) for kind in ("take", "free", "take")]
-        >>> peak_bytes(rows, "cuda")
-        1024
-    """
+    """Most bytes of a device that are allocated at once."""
+    # Each storage counts in multiples of 512, as allocators of accelerators give them.
     live = peak = 0
     for row in rows:
         if row.kind in ("take", "free") and row.text == device_type:

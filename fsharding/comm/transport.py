@@ -1,7 +1,6 @@
 """Transports: how tensors are sent inside one group of ranks, and which transport a group uses.
 
-`transport_for` chooses once per group and device. Guarantee: all transports give the same bits and count the same
-bytes. `native=` sums, which differ, are no transport.
+Guarantee: all transports give the same bits and count the same bytes.
 """
 
 from __future__ import annotations

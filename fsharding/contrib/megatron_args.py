@@ -1,9 +1,4 @@
-"""Arguments of a Megatron run that change what its model computes, and the decoder config with which they agree.
-
-In: a `DecoderConfig`, and the arguments in a checkpoint. Out: the arguments that differ, and those that a save writes.
-Names follow `megatron/training/arguments.py` and `TransformerConfig`, which newer releases use for both.
-Arguments of precision, kernels, parallelism and data are not compared: they round or place a result differently.
-"""
+"""Arguments of a Megatron run that change what its model computes, and the decoder config with which they agree."""
 
 from __future__ import annotations
 
@@ -25,12 +20,7 @@ ALIASES = {
 
 
 def contradictions(args: Mapping[str, Any], config: DecoderConfig, *, training: bool) -> list[str]:
-    """Compare arguments with a config; return one row per difference.
-
-    Args:
-        args: what the checkpoint has. Arguments that it lacks, and sizes that are None, are not compared.
-        training: compare also what changes a training step only.
-    """
+    """Compare arguments with a config; return one row per difference."""
     wanted = {**_sizes(config), **_parts(config), **(_DROPOUTS if training else {})}
     wanted |= {new: wanted[old] for new, old in ALIASES.items()}
     wanted |= _FUNCTIONS

@@ -1,10 +1,4 @@
-"""A Megatron checkpoint directory: which tensors are in it, by kind and parameter, and the arguments of its run.
-
-In: a path. Out: `Opened`.
-Main parameters are called `fp32_param` or, in the fully reshardable format of the distributed optimizer, `param`.
-The formats dp_reshardable and dp_zero_gather_scatter keep main parameters and moments in flat buckets, whose order
-depends on the buffers of that run; fully_sharded_model_space flattens each tensor. These are refused by name.
-"""
+"""A Megatron checkpoint directory: which tensors are in it, by kind and parameter, and the arguments of its run."""
 
 from __future__ import annotations
 
@@ -44,21 +38,15 @@ _KINDS = {"param": MAIN, "fp32_param": MAIN}
 
 @dataclass
 class Opened:
-    """A directory: its tensors by kind, then by parameter name without prefixes.
+    """A directory: its tensors by kind, then by parameter name without prefixes."""
 
-    Attributes:
-        weights: all tensors.
-        format: "torch_dist" or "fsdp_dtensor".
-        tensors: kinds are "model", "main", "exp_avg", "exp_avg_sq", "step", and "" for everything else.
-        facts: iteration, arguments and content metadata, as far as the directory has them.
-        flat: a tensor of the optimizer that is in no parameter's shape; "" if there is none.
-    """
-
-    weights: Weights
-    format: str
+    weights: Weights  # all tensors
+    format: str  # "torch_dist" or "fsdp_dtensor"
+    # kinds are "model", "main", "exp_avg", "exp_avg_sq", "step", and "" for everything else
     tensors: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    # iteration, arguments and content metadata, as far as the directory has them
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    flat: str = ""
+    flat: str = ""  # a tensor of the optimizer that is in no parameter's shape; "" if there is none
 
     def info(self, kind: str, name: str) -> LeafType | None:
         """Shape and dtype of a tensor."""
@@ -75,11 +63,7 @@ class Opened:
 
 
 def open_directory(path: StrPath) -> Opened:
-    """Find out which of the two formats is at a path, and which tensors.
-
-    Raises:
-        CheckpointError: no checkpoint of one GPT model, or one that cannot be read.
-    """
+    """Find out which of the two formats is at a path, and which tensors."""
     folder = _latest(Path(path))
     mend = "Give a directory of torch_dist or fsdp_dtensor, such as iter_0000100."
     weights = weights_at(folder, mend=mend)

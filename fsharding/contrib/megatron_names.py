@@ -1,11 +1,5 @@
 """The tensors of a Megatron checkpoint that a leaf of the decoder is made of, in both of its formats.
 
-In: a `DecoderConfig`, and how a directory is written. Out: `Piece`s by the path of our leaf.
-The facts come from NVIDIA/Megatron-LM: `megatron/core/transformer/transformer_block.py` stacks equal layers along a
-first dim or numbers them, `attention.py` has queries, keys and values of one query group side by side, `mlp.py` cuts
-the gated projection into two halves, each of which tensor parallelism shards by itself, so that the whole tensor is
-gate, then up; `moe/experts.py` stacks experts. `fsdp_dtensor_checkpoint.py` keeps the halves apart, as `_w` and `_v`,
-and numbers layers and experts. A norm is named after the projection that follows it, or has a name of its own.
 Guarantee: the pieces of all leaves tile every tensor, but for the rows that pad the vocabulary.
 """
 
@@ -37,27 +31,16 @@ HEAD = "output_layer.weight"
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a checkpoint is written.
+    """How a checkpoint is written."""
 
-    Attributes:
-        format: "torch_dist" or "fsdp_dtensor".
-        stacked: equal layers are one tensor with a first dim of layers, in torch_dist alone.
-        norms: names inside a layer of the norms before attention and before the feed-forward part.
-        rows: of the embedding, with those that pad it.
-    """
-
-    format: str
-    stacked: bool
-    norms: tuple[str, str]
-    rows: int
+    format: str  # "torch_dist" or "fsdp_dtensor"
+    stacked: bool  # equal layers are one tensor with a first dim of layers, in torch_dist alone
+    norms: tuple[str, str]  # names inside a layer of the norms before attention and before the feed-forward part
+    rows: int  # of the embedding, with those that pad it
 
 
 def dialect_of(names: Collection[str], format: str, rows: int) -> Dialect:
-    """The dialect in which tensors are named.
-
-    Args:
-        names: of the parameters, without prefixes.
-    """
+    """The dialect in which tensors are named."""
     stacked = any(name.startswith("decoder.layers.self_attention.") for name in names)
     first, second = (
         next((one for one in known if any(name.endswith(f".{one}") for name in names)), known[0]) for known in _NORMS
@@ -66,11 +49,9 @@ def dialect_of(names: Collection[str], format: str, rows: int) -> Dialect:
 
 
 def written_norms(config: DecoderConfig, format: str, transformer_impl: str) -> tuple[str, str]:
-    """The names of norms that Megatron asks for when it loads.
-
-    The layers of Megatron Core rename their norms in torch_dist. Transformer Engine fuses a norm with the projection
-    that follows it, but not with a router.
-    """
+    """The names of norms that Megatron asks for when it loads."""
+    # The layers of Megatron Core rename their norms in torch_dist. Transformer Engine fuses a norm with the projection
+    # that follows it, but not with a router.
     fused, apart = zip(*_NORMS, strict=True)
     if transformer_impl == "transformer_engine":
         return fused if config.experts is None else (fused[0], apart[1])
@@ -101,11 +82,7 @@ def extra_states(config: DecoderConfig) -> list[str]:
 
 
 def refuse_others(config: DecoderConfig) -> None:
-    """Refuses a decoder that has parts which no table here names.
-
-    Raises:
-        ConfigError: such a decoder.
-    """
+    """Refuses a decoder that has parts which no table here names."""
     experts = config.experts
     rows = ["it has stacks of unlike blocks"] if config.stacks else []
     rows += ["it has another attention than the grouped-query one"] if config.attention is not None else []
@@ -128,11 +105,7 @@ class _Run(NamedTuple):
 def megatron_pieces(
     config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], how: Dialect
 ) -> dict[str, list[Piece]]:
-    """The pieces of every leaf.
-
-    Args:
-        shapes: of its leaves, by path.
-    """
+    """The pieces of every leaf."""
     return {path: list(_leaf(config, path.removeprefix("blocks."), shape, how)) for path, shape in shapes.items()}
 
 

@@ -1,11 +1,7 @@
 """Modules of Transformer Engine as pure functions: their fp8 state is leaves that go in and come out.
 
-In: a module of `transformer_engine.pytorch`, and a recipe. Out: a `TeModule`, which is called as `fs.functionalize`'s
-are, inside the package's autocast. Delayed scaling keeps histories of amaxes and scales; here they are leaves of the
-parameter tree, under "fp8_state", so they are planned, saved and resharded as all leaves are. A call writes them
-into the module, and `value_and_grad` reads what forward and backward have made of them.
 Guarantee: parameters, state and inputs in; outputs, gradients and the next state out; what stays in the module never
-counts. The package needs CUDA and is imported when the first function here is called.
+counts.
 """
 
 from __future__ import annotations
@@ -65,11 +61,7 @@ class _Layer(NamedTuple):
 
 # -------------------------------------------------------------------------------------------------------- the package
 def _package() -> ModuleType:
-    """`transformer_engine.pytorch`.
-
-    Raises:
-        ConfigError: it is not there, or cannot be loaded.
-    """
+    """`transformer_engine.pytorch`."""
     try:
         return importlib.import_module("transformer_engine.pytorch")  # lazy: an extra that needs CUDA
     except (ImportError, OSError, RuntimeError) as error:
@@ -375,11 +367,7 @@ def functionalize(
 
 
 def _refuse_recipe(recipe: Any) -> None:
-    """Refuses a recipe that keeps something between calls for which there is no leaf.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuses a recipe that keeps something between calls for which there is no leaf."""
     kind = type(recipe).__name__
     if _is(recipe, "nvfp4"):
         row = f"{kind} rounds with random numbers of each rank's own"

@@ -1,7 +1,4 @@
-"""Weights published as fp8 codes beside the scales of their blocks, read as float32 ("fp8" of transformers).
-
-`X.weight` has its scales in `X.weight_scale_inv`, one for each block of `weight_block_size`: a weight is code * scale.
-"""
+"""Weights published as fp8 codes beside the scales of their blocks, read as float32 ("fp8" of transformers)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What our leaves are called in weights of another program; the foreign tensors of a leaf tile it.
-
-Our blocks are stacked: `{i}` in a name is the index along dim 0 of our leaf, `{j}` along dim 1; see `Rows`.
-"""
+"""What our leaves are called in weights of another program; the foreign tensors of a leaf tile it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Headers of safetensors files, refused wherever the safetensors library refuses them.
-
-A file is 8 bytes with the length of the header, the header in JSON, and the tensors, without gap or overlap.
-"""
+"""Headers of safetensors files, refused wherever the safetensors library refuses them."""
 
 from __future__ import annotations
 

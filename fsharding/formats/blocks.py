@@ -1,7 +1,5 @@
 """Formats of low precision as values: the type of an element, which elements share a scale, how both are rounded.
 
-In: nothing but numbers. Out: a `Blocks`, which is hashable and printable, and from it the shape and the bytes of codes
-and scales of any tensor.
 Guarantee: which block an element is in depends on its place in the whole tensor alone, never on who holds it.
 """
 

@@ -1,10 +1,6 @@
 """Codes and scales of tensors in low precision: plain functions on plain tensors.
 
-In: a `Blocks`, a tensor or a piece of one, and for keyed rounding its numbers in [0, 1). Out: largest magnitudes of
-blocks, scales made of them, codes as uint8; and from codes and scales the numbers again.
-Scales are made by arithmetic on exponents: a cast to a type of powers of two rounds, and a logarithm is not exact.
-Guarantee: a piece has the codes that the whole tensor has there, if it is given the scales of the whole. What is not
-finite makes all of its block NaN: no cast hides it.
+Guarantee: a piece has the codes that the whole tensor has there, if it is given the scales of the whole.
 """
 
 from __future__ import annotations
@@ -31,14 +27,10 @@ _LEAST_E4M3 = 2.0**-9
 
 
 class Scales(NamedTuple):
-    """The scales of a tensor.
+    """The scales of a tensor."""
 
-    Attributes:
-        blocks: one for each block: float32, or a byte as the format says.
-        outer: of whole matrices: float32 in the shape of the dims before the last two; None for most formats.
-    """
-
-    blocks: Tensor
+    blocks: Tensor  # one for each block: float32, or a byte as the format says
+    # of whole matrices: float32 in the shape of the dims before the last two; None for most formats
     outer: Tensor | None = None
 
 
@@ -55,16 +47,7 @@ def _bounds(shape: Sequence[int], block: tuple[int, int], start: tuple[int, int]
 
 
 def amaxes(x: Tensor, block: tuple[int, int], start: tuple[int, int] = (0, 0)) -> Tensor:
-    """The largest magnitude in each block that a piece touches, of its own elements.
-
-    Args:
-        x: [..., rows, columns], or [columns].
-        block: rows and columns of a block.
-        start: where the piece begins in the last two dims of the whole tensor.
-
-    Returns:
-        float32, one number for each block touched, in the dims of x. NaN where there is one.
-    """
+    """The largest magnitude in each block that a piece touches, of its own elements."""
     matrix = x.unsqueeze(0) if x.ndim == 1 else x
     r0, r1, c0, c1 = _bounds(matrix.shape, block, start)
     above = start[0] - r0 * block[0]
@@ -88,12 +71,7 @@ def of_matrices(amax: Tensor) -> Tensor:
 
 
 def scales_of(amax: Tensor, format: Blocks, outer_amax: Tensor | None = None) -> Scales:
-    """The scales of blocks, from the largest magnitudes in them.
-
-    Args:
-        amax: float32, one for each block.
-        outer_amax: of whole matrices, for a format that has an outer scale.
-    """
+    """The scales of blocks, from the largest magnitudes in them."""
     finite = amax.isfinite()
     element = format.element
     if format.scale == "e8m0":
@@ -145,15 +123,7 @@ def _apply(x: Tensor, factor: Tensor, block: tuple[int, int], start: tuple[int, 
 
 
 def round_keyed(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """Round to bfloat16 or float16, up or down with the probability that makes the mean exact.
-
-    Args:
-        x: float32.
-        noise: for each element a number in [0, 1), in steps of 2^-16 or finer.
-
-    Returns:
-        In `dtype`: values that it can represent, infinities and NaN stay as they are.
-    """
+    """Round to bfloat16 or float16, up or down with the probability that makes the mean exact."""
     dropped = 1 << (16 if dtype == torch.bfloat16 else 13)  # of the 23 bits of a mantissa, 7 or 10 stay
     # A carry goes from the mantissa into the exponent, as it should.
     bits = x.view(torch.int32) + (noise * dropped).to(torch.int32)
@@ -176,18 +146,7 @@ def encode(
     start: tuple[int, int] = (0, 0),
     noise: Tensor | None = None,
 ) -> Tensor:
-    """The codes of a tensor, or of a piece of one, one a byte.
-
-    Args:
-        x: floating point; computed in float32.
-        scales: of the blocks that it touches.
-        block: rows and columns of a block; by default derived from this shape.
-        start: where the piece begins in the last two dims of the whole tensor.
-        noise: for keyed rounding, see `Element.round`.
-
-    Returns:
-        uint8 in the shape of x.
-    """
+    """The codes of a tensor, or of a piece of one, one a byte."""
     assert (noise is not None) == format.keyed, format
     block = block or format.sizes(tuple(x.shape))
     over = _apply(x.to(torch.float32), factors(scales, format), block, start, divide=True)
@@ -213,11 +172,7 @@ def decode(
     block: tuple[int, int] | None = None,
     start: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """The numbers that codes stand for, times their scales: computed in float32 and rounded once.
-
-    Args:
-        scales: of the blocks that they touch.
-    """
+    """The numbers that codes stand for, times their scales: computed in float32 and rounded once."""
     block = block or format.sizes(tuple(codes.shape))
     return _apply(format.element.decode(codes), factors(scales, format), block, start, divide=False).to(dtype)
 

@@ -1,7 +1,5 @@
 """Elements of low precision: the numbers that one code can stand for, and how others are rounded to them.
 
-In: numbers over the scales of their blocks, and for keyed rounding a number in [0, 1) for each. Out: codes as uint8,
-one a byte, and the numbers that codes stand for.
 Guarantee: the code of a number depends on the number and its noise alone.
 """
 
@@ -77,23 +75,14 @@ class Element(Protocol):
 
 @dataclass(frozen=True)
 class Float8:
-    """A sign, an exponent and a mantissa, as torch has them; subnormal below the least exponent.
-
-    Attributes:
-        dtype: of torch.
-        mantissa: bits of it.
-        least: the exponent of the smallest normal number.
-        exponent: see `Element`.
-        largest: see `Element`.
-        bits: see `Element`.
-    """
+    """A sign, an exponent and a mantissa, as torch has them; subnormal below the least exponent."""
 
     dtype: torch.dtype
-    mantissa: int
-    least: int
-    exponent: int
-    largest: float
-    bits: int = 8
+    mantissa: int  # bits of it
+    least: int  # the exponent of the smallest normal number
+    exponent: int  # see `Element`
+    largest: float  # see `Element`
+    bits: int = 8  # see `Element`
 
     def round(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
         """See `Element`; NaN stays."""

@@ -1,9 +1,5 @@
 """Random bits for keyed rounding: a function of key, stream and place, computed where the tensor is.
 
-In: a key of two 32-bit words on any device, a number that names the tensor, the box that is wanted. Out: numbers in
-[0, 1) for its elements, by Philox-4x32-10 (Salmon et al. 2011), or by the mixing function of SplitMix64 (Steele et al.
-2014) where 16 bits do and each element gets many draws: a tenth of the operations. Both are integer operations of
-torch, so that nothing is read by the host and a graph of a device can hold it.
 Guarantee: an element gets the same number on every rank and in every box.
 """
 
@@ -25,14 +21,7 @@ _CHUNK = 1 << 16
 
 
 def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor | int]) -> tuple[Tensor, ...]:
-    """Philox-4x32 with 10 rounds.
-
-    Args:
-        counter: four words below 2^32 as int64, of shapes that fit each other; at least one is a tensor.
-
-    Returns:
-        Four words below 2^32 as int64.
-    """
+    """Philox-4x32 with 10 rounds."""
     words = list(counter)
     first, second = key
     for _ in range(10):
@@ -144,14 +133,7 @@ def _product(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 
 
 def uniform_as_numpy(key: Sequence[Tensor], first: int, blocks: int, count: int) -> Tensor:
-    """What NumPy's `Generator(Philox(key=key, counter=[0, 0, i, 0])).random(count, float32)` gives for several i.
-
-    Args:
-        key: two 0-d int64 tensors on the device.
-
-    Returns:
-        float32[blocks, count] in [0, 1), on the device.
-    """
+    """What NumPy's `Generator(Philox(key=key, counter=[0, 0, i, 0])).random(count, float32)` gives for several i."""
     of_block = -(-count // 8)  # eight numbers of 32 bits in four words of 64
     at = torch.arange(blocks * of_block, device=key[0].device)
     zero = torch.zeros_like(at)

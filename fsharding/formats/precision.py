@@ -1,8 +1,7 @@
 """Precision as a value: the dtypes of parameters, compute, wire, gradients and moments, and dynamic loss scaling.
 
-In: a `Precision`. Out: the dtype or the format of each role for a leaf, and the loss scale's next state.
-None means the leaf's own dtype. Guarantees: ordered sums over ranks are taken in float32 at least, whatever travels;
-codes of low precision are always made of main parameters, never of what was rounded before.
+Guarantee: ordered sums over ranks are taken in float32 at least, whatever travels; codes of low precision are always
+made of main parameters, never of what was rounded before.
 """
 
 from __future__ import annotations
@@ -203,11 +202,7 @@ class Precision:
         return f"Precision({', '.join(given)})"
 
     def _check_compute(self) -> None:
-        """A format of compute is also the format of gathers, and goes with a dtype of activations.
-
-        Raises:
-            ConfigError: it is not, or options that go with it are there without one.
-        """
+        """A format of compute is also the format of gathers, and goes with a dtype of activations."""
         if isinstance(self.compute, Blocks):
             if self.gather not in (None, self.compute):
                 rule = f"computes in {self.compute} and gathers in {self.gather}: weights are rounded once."
@@ -391,17 +386,11 @@ class Precision:
 
 
 class PatternLeaf(NamedTuple):
-    """A leaf as patterns see it.
-
-    Attributes:
-        path: dotted.
-        shape: of the full leaf.
-        stacked: whether dim 0 is the layers of a stack.
-    """
+    """A leaf as patterns see it."""
 
     path: str
-    shape: tuple[int, ...]
-    stacked: bool
+    shape: tuple[int, ...]  # of the full leaf
+    stacked: bool  # whether dim 0 is the layers of a stack
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
@@ -458,21 +447,13 @@ def _idle_patterns(precision: Precision, leaves: tuple[PatternLeaf, ...]) -> tup
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse a value that isn't a `Precision`, such as the name of a dtype.
-
-    Raises:
-        ArgumentError: it isn't one.
-    """
+    """Refuse a value that isn't a `Precision`, such as the name of a dtype."""
     if not isinstance(precision, Precision):
         raise refuse("a Precision", precision, "Give fs.FP32, fs.BF16, fs.FP16 or fs.Precision(...).")
 
 
 def scaled_loss(loss: Tensor, scale: Tensor | float | None) -> Tensor:
-    """A loss times its scale, in the dtype of the loss; the product is rounded once.
-
-    Args:
-        scale: float32, 0-d, which is not read by the host; or a number. None leaves the loss as it is.
-    """
+    """A loss times its scale, in the dtype of the loss; the product is rounded once."""
     if scale is None or not loss.is_floating_point():
         return loss
     return (loss.to(wide(loss.dtype)) * scale).to(loss.dtype)

@@ -1,8 +1,5 @@
 """`Quantized`: a tensor that is held as codes and scales, and how it is made and read, with gradients.
 
-In: a tensor and a `Blocks`. Out: a node of plain tensors, no tensor itself; and the numbers again.
-Codes are whole numbers, through which no gradient goes. So where something is differentiated, a node has one child
-more: a tensor without memory, in the shape and dtype of the numbers, which takes their place in autograd's graph.
 Guarantee: gradients are straight-through: the tensor gets the gradient of the numbers, which is rounded nowhere.
 """
 

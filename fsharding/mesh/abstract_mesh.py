@@ -1,7 +1,5 @@
 """Axes: the six axes `pp replica dp ep cp tp`, and meshes of them as pure values, without devices.
 
-In: a size for each axis, -1 for the one that takes what is left. Out: an `AbstractMesh`.
-An axis of size 1 is not in the mesh; everything treats an absent axis as one of size 1.
 Guarantee: a mesh has each of its ranks at exactly one coordinate.
 """
 
@@ -136,11 +134,7 @@ def unknown_axis(name: str) -> str:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Sizes by axis from what a user writes: `replica=2,dp=-1`.
-
-    Raises:
-        ConfigError: something that is no axis with its size, or one axis twice.
-    """
+    """Sizes by axis from what a user writes: `replica=2,dp=-1`."""
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, equals, size = part.partition("=")
@@ -152,18 +146,7 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def make_shape(axes: dict[str, int], *, world: int, order: Sequence[str] = AXES) -> AbstractMesh:
-    """Checks axis sizes against a number of ranks and fills in the -1.
-
-    Args:
-        axes: size by axis; one of them may be -1 and takes what is left.
-        order: all six axes, major first: which ranks are neighbors.
-
-    Returns:
-        The mesh; axes of size 1 are left out, but `dp` stays when nothing else is there.
-
-    Raises:
-        MeshError: unknown axis, size below 1, two -1, or a product that differs from `world`.
-    """
+    """Checks axis sizes against a number of ranks and fills in the -1."""
     for name in [*axes, *order]:
         if name not in AXES:
             raise MeshError(message(unknown_axis(name)))

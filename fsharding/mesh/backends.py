@@ -2,7 +2,6 @@
 # torch documents the stores of torch.distributed, and its stubs do not export them.
 """Queries about process groups: the backend of each device type, and the store in which all ranks read and write.
 
-In: a process group, or the environment of a launcher. Out: names of backends, stores.
 Guarantee: every rank of a group gets the same answer.
 """
 
@@ -53,11 +52,7 @@ def own_connection(store: Any) -> Any:
 
 
 def open_store(url: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Open the store at one of torch's URLs without waiting for other ranks, but for the one that serves it.
-
-    Raises:
-        DistError: nothing answers at its address before the timeout.
-    """
+    """Open the store at one of torch's URLs without waiting for other ranks, but for the one that serves it."""
     if url != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(iter(dist.rendezvous(url, rank, size, timeout=timeout)))
     else:

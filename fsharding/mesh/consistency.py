@@ -1,7 +1,5 @@
 """Agreement: whether all ranks were given the same configuration; asked once, before anything else is sent.
 
-In: facts, text by name, such as {"schedule": "zbv"}. Out: nothing, or one error on every rank that says who has what.
-Each rank sends 8 bytes, a hash; only where hashes differ do the texts travel.
 Guarantee: ranks that disagree all raise the same text, and none of them has started what would hang or mix up bytes.
 """
 
@@ -44,17 +42,7 @@ def agree(
     device: str,
     ask: Callable[[int], list[int]] | None = None,
 ) -> None:
-    """Compares facts over the ranks of a group. Collective.
-
-    Args:
-        facts: text by name; what may differ between ranks is not among them.
-        ranks: global ranks of the group, in its own order.
-        group: None where there is one rank.
-        device: the type of device on which the group sends.
-
-    Raises:
-        ConfigError: on every rank: some of the facts differ; each is listed with the ranks that have it.
-    """
+    """Compares facts over the ranks of a group. Collective."""
     refuse_differences(compare(facts, ranks=ranks, group=group, device=device, ask=ask))
 
 
@@ -66,14 +54,7 @@ def compare(
     device: str,
     ask: Callable[[int], list[int]] | None = None,
 ) -> dict[int, dict[str, str]]:
-    """The facts of all ranks by rank, where they differ; nothing where all have the same. Collective.
-
-    Args:
-        ranks: global ranks of the group, in its own order.
-        group: None where there is one rank.
-        device: the type of device on which the group sends.
-        ask: gives the numbers of all ranks for this one's, such as `lost.meet`; by default the group does.
-    """
+    """The facts of all ranks by rank, where they differ; nothing where all have the same. Collective."""
     if group is None:
         return {}
     own = digest(facts)
@@ -90,15 +71,8 @@ def compare(
 
 
 def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -> list[int]:
-    """The numbers of all ranks of a group, in its order. Collective.
-
-    They go by the host where the group has a backend for it: numbers on a device would wait for what it computes.
-
-    Args:
-        own: of this rank, within 64 bits.
-        group: with or without a backend for the CPU.
-        device: the type of device on which it sends tensors.
-    """
+    """The numbers of all ranks of a group, in its order. Collective."""
+    # They go by the host where the group has a backend for it: numbers on a device would wait for what it computes.
     where = "cpu" if backend_of(group, "cpu") else device
     term = torch.full((1,), own, dtype=torch.int64, device=where)
     result = term.expand(size).contiguous()  # of its own, where the other ranks are not there
@@ -109,14 +83,7 @@ def gather_numbers(own: int, size: int, group: dist.ProcessGroup, device: str) -
 
 
 def refuse_differences(facts: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuses ranks whose facts differ.
-
-    Args:
-        facts: by rank, as `compare` gives them.
-
-    Raises:
-        ConfigError: some of the facts differ; each is listed with the ranks that have it.
-    """
+    """Refuses ranks whose facts differ."""
     if rows := differences(facts):
         rule = "is set up differently on different ranks."
         raise ConfigError(message(rule, rows, "Start every rank with the same program and arguments."))
@@ -137,11 +104,7 @@ def checksum(*rows: torch.Tensor) -> int:
 
 
 def differences(facts: Mapping[int, Mapping[str, str]], *, each: bool = False) -> list[str]:
-    """One row for each fact that differs, the rarest value first.
-
-    Args:
-        each: also facts that end in the same name and text; else they count as one fact that comes by several ways.
-    """
+    """One row for each fact that differs, the rarest value first."""
     result: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(name for own in facts.values() for name in own):
         having: dict[str, list[int]] = {}
@@ -160,14 +123,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 # ------------------------------------------------------------------------------------------------------ values in words
 def facts_of(name: str, value: Any) -> dict[str, str]:
-    """Describes the parts of a value as facts: `{"optimizer.b1": "0.9", ...}`.
-
-    Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
-    length; a function by its name and by what it closes over, which is where an optimizer or a model has its settings;
-    anything else by its type alone, since a device, a file or a generator may well differ between ranks. Of a
-    dataclass, mapping or sequence that a function closes over, has as a default, or gets from a partial, only the
-    entries that its code reads are told, if it reads nothing else of it.
-    """
+    """Describes the parts of a value as facts: `{"optimizer.b1": "0.9", ...}`."""
+    # Numbers, text and dtypes are told as they are; containers and dataclasses entry by entry, very long ones by their
+    # length; a function by its name and by what it closes over, which is where an optimizer or a model has its
+    # settings; anything else by its type alone, since a device, a file or a generator may well differ between ranks. Of
+    # a dataclass, mapping or sequence that a function closes over, has as a default, or gets from a partial, only the
+    # entries that its code reads are told, if it reads nothing else of it.
     result: dict[str, str] = {}
     _tell(result, name, value, ())
     return result

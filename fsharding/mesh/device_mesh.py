@@ -1,7 +1,5 @@
 """Meshes with devices: torch `DeviceMesh`es over the six axes, the groups of their ranks, and which mesh is current.
 
-In: a size for each axis, -1 for the one that takes what is left. Out: a mesh, coordinates on it, process groups.
-Functions that need no devices take an `AbstractMesh` as well.
 Guarantee: the ranks of `axis_group(mesh, axes)` stand in the order of `axes`, major first, on every rank.
 """
 
@@ -86,11 +84,7 @@ class AxisSizes(TypedDict, total=False):
 
 @named("fs.abstract")
 def abstract(mesh: Mesh) -> AbstractMesh:
-    """The shape of a mesh as a pure value; an `AbstractMesh` is its own.
-
-    Raises:
-        MeshError: a `DeviceMesh` without axis names, or with a name that is none of the six.
-    """
+    """The shape of a mesh as a pure value; an `AbstractMesh` is its own."""
     return mesh if isinstance(mesh, AbstractMesh) else _abstract(mesh)
 
 
@@ -219,14 +213,9 @@ def _full_tensor_of(x: DTensor) -> Generator[None]:
 
 
 def communicators_for(backend: str) -> int:
-    """Default number of communicators of a set of ranks.
-
-    A communicator of a device, such as one of NCCL, runs its collectives one after the other, whatever stream they come
-    from. gloo has threads for several at once, and on a CPU another group is more connections and no more speed.
-
-    Args:
-        backend: of the tensors' device, such as nccl or gloo.
-    """
+    """Default number of communicators of a set of ranks."""
+    # A communicator of a device, such as one of NCCL, runs its collectives one after the other, whatever stream they
+    # come from. gloo has threads for several at once, and on a CPU another group is more connections and no more speed.
     return 1 if backend in ("gloo", "fake", "") else 2
 
 
@@ -237,11 +226,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _device_type(device: Any) -> str:
-    """The type of device of a mesh, by default the accelerator that is here.
-
-    Raises:
-        ArgumentError: torch knows no such type of device.
-    """
+    """The type of device of a mesh, by default the accelerator that is here."""
     if device is None:
         return devices.accelerator()
     try:
@@ -256,14 +241,9 @@ def _device_type(device: Any) -> str:
 
 
 def _own_index(device: str, ranks: int) -> int:
-    """The index of this process's accelerator among those that it sees.
-
-    Slurm and Kubernetes may show each process one alone, whose index is 0 whatever number the process has; torchrun
-    shows all of them to all. Without a number of a launcher the one that the program has chosen stays.
-
-    Raises:
-        MeshError: none of this type is here, it lacks something that a mesh needs, or there are fewer than processes.
-    """
+    """The index of this process's accelerator among those that it sees."""
+    # Slurm and Kubernetes may show each process one alone, whose index is 0 whatever number the process has; torchrun
+    # shows all of them to all. Without a number of a launcher the one that the program has chosen stays.
     if not devices.is_here(device):
         here = devices.accelerator()
         rule = f'finds no accelerator for device="{device}"; here is {"none" if here == "cpu" else here}.'
@@ -288,11 +268,9 @@ def _own_index(device: str, ranks: int) -> int:
 
 
 def _start(device: str, timeout: timedelta) -> None:
-    """The default process group, from a launcher's environment.
-
-    Beside the backend of an accelerator there is gloo for tensors of the host, such as digests and flags: they wait for
-    no kernel.
-    """
+    """The default process group, from a launcher's environment."""
+    # Beside the backend of an accelerator there is gloo for tensors of the host, such as digests and flags: they wait
+    # for no kernel.
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{devices.backend_for(device)}"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if (
@@ -437,11 +415,7 @@ def print0(*values: Any, **options: Any) -> None:
 
 @named("fs.coordinate")
 def coordinate(mesh: Mesh) -> dict[str, int]:
-    """This process's coordinate along each axis; all zeros on an `AbstractMesh`.
-
-    Raises:
-        MeshError: this process is not one of the mesh's ranks.
-    """
+    """This process's coordinate along each axis; all zeros on an `AbstractMesh`."""
     shape = abstract(mesh)
     coord = [0] * len(shape.names) if isinstance(mesh, AbstractMesh) else mesh.get_coordinate()
     if coord is None:
@@ -484,25 +458,17 @@ def data_rank_and_size(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share everything but their coordinates along some axes.
+    """The ranks that share everything but their coordinates along some axes."""
 
-    Attributes:
-        ranks: global ranks in the order of the axes, major first.
-        index: this process's place among them.
-        process_group: None when the group has one rank.
-        terms: the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over
-            `(dp, replica)` and one over `dp` and then `replica` then add the same terms in the same pairs. A range
-            where that is the order of `ranks`.
-        axes: along which they lie, as in `AXES`; empty where they are not of one mesh.
-        transport: of their tensors, as `make_mesh` was asked for it.
-    """
-
-    ranks: tuple[int, ...]
-    index: int
-    process_group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]  # global ranks in the order of the axes, major first
+    index: int  # this process's place among them
+    process_group: dist.ProcessGroup | None  # None when the group has one rank
+    # the members in the order in which sums are taken: by coordinate, with the axes as in `AXES`. A sum over `(dp,
+    # replica)` and one over `dp` and then `replica` then add the same terms in the same pairs. A range where that is
+    # the order of `ranks`
     terms: Sequence[int] = range(1)
-    axes: tuple[str, ...] = ()
-    transport: str = "auto"
+    axes: tuple[str, ...] = ()  # along which they lie, as in `AXES`; empty where they are not of one mesh
+    transport: str = "auto"  # of their tensors, as `make_mesh` was asked for it
 
     @functools.cached_property
     def transports(self) -> dict[str, Any]:
@@ -544,11 +510,7 @@ def _index_of(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
 @cache_on_mesh(256)
 @named("fs.axis_group")
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
-    """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls.
-
-    Raises:
-        MeshError: the mesh has no devices and the group more than one rank.
-    """
+    """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls."""
     shape = abstract(mesh)
     own = coordinate(mesh)
     axes = tuple(axis for axis in axes if shape.axis_size(axis) > 1)
@@ -570,11 +532,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 
 @cache_on_mesh(256)
 def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
-    """The same as `axis_group`, for sums of gradients: with another communicator, where the mesh has two.
-
-    Raises:
-        MeshError: the mesh has no devices and the group more than one rank.
-    """
+    """The same as `axis_group`, for sums of gradients: with another communicator, where the mesh has two."""
     group = axis_group(mesh, axes)
     if group.process_group is None or _communicators(mesh) == 1:
         return group
@@ -683,11 +641,7 @@ def mesh_here() -> Mesh | None:
 
 @_compat.outside_of_graphs
 def current_mesh() -> Mesh:
-    """The mesh of the innermost `set_mesh`.
-
-    Raises:
-        MeshError: there is none.
-    """
+    """The mesh of the innermost `set_mesh`."""
     mesh = _current.get()
     if mesh is None:
         text = message("was called without a mesh.", mend="Pass mesh=, or call it inside fs.set_mesh(mesh).")

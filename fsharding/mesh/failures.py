@@ -106,10 +106,9 @@ _waiting: dict[int, among] = {}  # by thread: the communication that it waits fo
 
 
 class among:
-    """Mark an exception raised in this block as a communication failure with `ranks`; an existing mark is kept.
+    """Mark an exception raised in this block as a communication failure with `ranks`; an existing mark is kept."""
 
-    Without a `naming_lost` around it, the failure becomes a `RankError` here.
-    """
+    # Without a `naming_lost` around it, the failure becomes a `RankError` here.
 
     __slots__ = ("_before", "_begin", "_thread", "doing", "ranks")
 
@@ -142,11 +141,10 @@ def _mark(error: BaseException) -> tuple[tuple[int, ...] | None, str]:
 
 
 class naming_lost:
-    """Turn a communication failure in this block into a `RankError` that names the ranks that caused it.
+    """Turn a communication failure in this block into a `RankError` that names the ranks that caused it."""
 
-    Other exceptions pass, and are recorded for the ranks that will miss this one. Of nested calls the outermost counts.
-    A mesh that is None or has no process groups changes nothing.
-    """
+    # Other exceptions pass, and are recorded for the ranks that will miss this one. Of nested calls the outermost
+    # counts. A mesh that is None or has no process groups changes nothing.
 
     __slots__ = ("_begin", "_frame", "_outermost", "_thread", "function", "mesh", "order", "step")
 

@@ -1,9 +1,5 @@
 """Process groups of meshes: one for each set of ranks, timeout and use, however many meshes there are and were.
 
-In: sets of ranks, of which none has a rank of another; what they are used for. Out: the process group of the set that
-this process is in.
-A group has threads and connections. So a later mesh is given the groups of an earlier one, and those that no process
-holds any more are closed when all ranks make a mesh: a garbage collector would close them here and not there.
 Guarantee: all ranks make, use and close the same groups in the same order; none is closed while it is in use.
 """
 
@@ -35,16 +31,11 @@ _BITS = 62
 
 @dataclass
 class _Kept:
-    """A group that every rank knows.
+    """A group that every rank knows."""
 
-    Attributes:
-        group: None on a rank outside.
-        idle: number of references to an unused group: torch's and this one.
-        last: number of the last mesh that asked for it when it was made, or that found it held; as all ranks count.
-    """
-
-    group: dist.ProcessGroup | None
-    idle: int = 0
+    group: dist.ProcessGroup | None  # None on a rank outside
+    idle: int = 0  # number of references to an unused group: torch's and this one
+    # number of the last mesh that asked for it when it was made, or that found it held; as all ranks count
     last: int = 0
 
     def holders(self) -> int:
@@ -137,12 +128,7 @@ def groups_of_another_world() -> Generator[None]:
 
 
 def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str = "") -> dist.ProcessGroup | None:
-    """The group of this process among some; None if it is in none of them. All ranks there are ask for the same.
-
-    Args:
-        families: global ranks of each group; no rank is in two.
-        use: that they are kept apart for, if they are.
-    """
+    """The group of this process among some; None if it is in none of them. All ranks there are ask for the same."""
     known = _known()
     here = own_rank()
     own = None
@@ -158,13 +144,8 @@ _met: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:
-    """Wait for all ranks of a group of gloo before its first collective here. Collective over the group.
-
-    gloo connects ranks when they first send something, and waits for them as long as it likes, whatever the timeout.
-
-    Raises:
-        RuntimeError: a rank is not there in time.
-    """
+    """Wait for all ranks of a group of gloo before its first collective here. Collective over the group."""
+    # gloo connects ranks when they first send something, and waits for them as long as it likes, whatever the timeout.
     store = default_store()
     if store is None or group in _met or backend_of(group, device_type) != "gloo":
         return
@@ -184,9 +165,5 @@ def find_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | 
 
 
 def close_unused(families: Iterable[Sequence[int]], timeout: timedelta, uses: Sequence[str] = ("",)) -> None:
-    """Closes the groups that no rank holds and that were not used for a while. Called by all ranks, for each mesh.
-
-    Args:
-        families: ranks of the groups that the mesh will ask for.
-    """
+    """Closes the groups that no rank holds and that were not used for a while. Called by all ranks, for each mesh."""
     _known().close({(tuple(sorted(family)), timeout, use) for family in families for use in uses})

@@ -1,9 +1,6 @@
 """Local ranks: start a function on n processes, and end all of them together.
 
-In: an importable function, its arguments, a number of ranks. Out: what each rank returned.
-A rank that dies ends all others, and its error is raised here. Ranks meet in a file of a directory that only their
-user can enter, and listen on loopback alone. Guarantees: no rank outlives the launcher; neither does the directory,
-unless the launcher is killed. A rank that has answered is done: how it exits afterwards changes nothing.
+Guarantee: no rank outlives the launcher; neither does the directory, unless the launcher is killed.
 """
 
 from __future__ import annotations
@@ -46,21 +43,7 @@ _EXIT_S = 10.0
 
 
 def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | None = None) -> list[Any]:
-    """Run `fn(*args)` on local ranks and wait for them.
-
-    Args:
-        fn: a module-level function; sent by name.
-        grace: forward SIGTERM, SIGUSR1 and SIGINT to the ranks, which start with these signals blocked until
-            `preemption.watch` unblocks them, and wait so many seconds for the ranks to end. A second SIGINT ends the
-            ranks at once. By default any of these signals does.
-
-    Returns:
-        What each rank returned, in order.
-
-    Raises:
-        RankError: a rank raised or died; the text has its number and its error. Or ranks had not ended after `grace`.
-        KeyboardInterrupt: the launcher was interrupted; all ranks are gone.
-    """
+    """Run `fn(*args)` on local ranks and wait for them."""
     call = pickle.dumps((fn, args))
     with ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="fsharding-", ignore_cleanup_errors=True))
@@ -110,13 +93,9 @@ def _environment(variables: Mapping[str, str]) -> Generator[None]:
 
 # -------------------------------------------------------------------------------------------------------------- signals
 class _Signals:
-    """The signals that this process gets inside the block; outside the main thread, none.
+    """The signals that this process gets inside the block; outside the main thread, none."""
 
-    Python writes the number of each signal that has a handler into a pipe, so that the wait for ranks ends.
-
-    Args:
-        forwarded: to ranks; the others of `_ENDING` end them.
-    """
+    # Python writes the number of each signal that has a handler into a pipe, so that the wait for ranks ends.
 
     def __init__(self, forwarded: Sequence[signal.Signals]) -> None:
         self.forwarded = forwarded

@@ -1,9 +1,4 @@
-"""Which ranks a failure is due to: reports of ranks in the store of all, a listener that answers, and blame followed.
-
-A failing rank records which ranks it was waiting for and its position; a rank that raises records the exception; a live
-rank answers with its position, from a thread of its own; a dead one does not answer. Where nothing fails, nothing is
-written, and all of it takes a bounded time.
-"""
+"""Find the ranks that a failure is due to: reports in a store, a listener that answers, and blame followed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Preemption: a signal on one rank, or a deadline, as one bit that every rank has after the same step.
 
-In: SIGTERM, SIGUSR1, a time. Out: `requested()`, which all ranks answer alike between two steps.
-The bit of each rank travels in sums that a train step takes anyway, see `StepAgreement`; handlers set a flag.
 Guarantee: ranks that step together are told after the same step, and no number of the step depends on the bit.
 """
 

@@ -1,7 +1,5 @@
 """A process that is one local rank, from its first instruction to its answer.
 
-In: a function as bytes, its place among the ranks, a pipe. Out: what the function returned, or why it failed.
-torch is imported with the function, after the process has tied itself to its launcher.
 Guarantee: a rank ends with its launcher, however that ends; a rank answers once, or its end is the answer.
 """
 
@@ -25,26 +23,15 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Answer(NamedTuple):
-    """The answer of a rank.
+    """The answer of a rank."""
 
-    Attributes:
-        value: what its function returned.
-        error: why it failed; "" if it did not.
-        blames_others: whether it failed because another rank did.
-    """
-
-    value: Any = None
-    error: str = ""
-    blames_others: bool = False
+    value: Any = None  # what its function returned
+    error: str = ""  # why it failed; "" if it did not
+    blames_others: bool = False  # whether it failed because another rank did
 
 
 def run_rank(launcher: int, variables: Mapping[str, str], call: bytes, pipe: Connection) -> None:
-    """Run a function on this rank and send its answer.
-
-    Args:
-        launcher: process id of the launcher.
-        call: the pickled function and its arguments.
-    """
+    """Run a function on this rank and send its answer."""
     _end_with(launcher)
     os.environ.update(variables)
     answer = _answer(call)

@@ -1,9 +1,6 @@
 """Where ranks of one machine meet, and on which addresses they listen: nowhere that another machine can reach.
 
-In: the environment. Out: variables for ranks that are about to start, and arguments of torch's `init_process_group`,
-once all ranks are there.
-torch's TCP store listens on every address without authentication, so local ranks meet in a file that only their
-user can read. Guarantee: a variable that the user has set is left as it is.
+Guarantee: a variable that the user has set is left as it is.
 """
 
 from __future__ import annotations
@@ -97,14 +94,8 @@ def init_arguments() -> dict[str, str]:
 
 
 def meet_all(timeout: timedelta) -> dict[str, Any]:
-    """Wait until every rank is there, and return the arguments of `init_process_group` with which they meet.
-
-    After 10 s ranks 0 and 1 log which ranks they wait for, and where.
-
-    Raises:
-        ConfigError: a variable that a launcher sets is missing; see also `init_arguments`.
-        RankError: some ranks are not there before the timeout.
-    """
+    """Wait until every rank is there, and return the arguments of `init_process_group` with which they meet."""
+    # After 10 s ranks 0 and 1 log which ranks they wait for, and where.
     where = init_arguments()
     url = where.get("init_method", "env://")
     needed = ("WORLD_SIZE", *(("MASTER_ADDR", "MASTER_PORT") if url == "env://" else ()))

@@ -1,8 +1,6 @@
 """The end of a process that has talked to others: it waits for those who still hold something of Python's.
 
-In: nothing. Out: a moment in which every other thread sleeps.
-A thread of gloo frees the tensors of a message after its waiter has continued. It needs the interpreter for
-that, and if that is gone by then, the process ends by SIGABRT, its work done. Guarantee: it waits for a second at most.
+Guarantee: it waits for a second at most.
 """
 
 from __future__ import annotations
@@ -27,13 +25,8 @@ def rest_at_exit() -> None:
 
 
 def let_others_finish(busy: Callable[[], bool] | None = None) -> None:
-    """Waits until all other threads of this process are found asleep twice in a row, or the time is over.
-
-    Twice, because one that waits for the interpreter sleeps as well: it gets it between two looks.
-
-    Args:
-        busy: whether some are not asleep; by default what Linux says. Elsewhere they have the time of the two looks.
-    """
+    """Waits until all other threads of this process are found asleep twice in a row, or the time is over."""
+    # Twice, because one that waits for the interpreter sleeps as well: it gets it between two looks.
     look = busy or _others_run
     until = time.monotonic() + _LIMIT_S
     quiet = 0

@@ -1,9 +1,6 @@
 """What a rank does in one collective call: the units that it gathers and reduces, in order, as a hash and as text.
 
-In: a note before each gather and each reduction, with the identity of the unit. Out: a rolling hash, the same on ranks
-that do the same; `differences`, the text about ranks that do not. On request each note compares the hash with the other
-ranks before any bytes of the unit are sent.
-Guarantees: equal sequences have equal hashes on every machine; a note keeps no tensor alive.
+Guarantee: equal sequences have equal hashes on every machine; a note keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -53,11 +50,9 @@ Site = tuple[str, int]
 
 
 class UnlikeRanks(RuntimeError):
-    """Ranks that have to do the same do not; `naming_lost` makes a `RankError` of it.
+    """Ranks that have to do the same do not; `naming_lost` makes a `RankError` of it."""
 
-    Attributes:
-        ranks: global ranks that compared, all of which raise it.
-    """
+    # `ranks`: global ranks that compared, all of which raise it.
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__("ranks that have to do the same differ")
@@ -65,15 +60,10 @@ class UnlikeRanks(RuntimeError):
 
 
 class Comparison(NamedTuple):
-    """How ranks compare a number.
-
-    Attributes:
-        ranks: global.
-        ask: given this rank's int64, the numbers of all of them. Collective.
-    """
+    """How ranks compare a number."""
 
     ranks: Sequence[int]
-    ask: Callable[[int], Sequence[int]]
+    ask: Callable[[int], Sequence[int]]  # given this rank's int64, the numbers of all of them. Collective
 
 
 class Difference(NamedTuple):
@@ -95,13 +85,11 @@ class _Note(NamedTuple):
 
 
 class UnitOrder:
-    """The units of one call, in order.
+    """The units of one call, in order."""
 
-    Attributes:
-        digest: a hash of kinds and units since `restart`, `DIGEST_BITS` wide.
-        facts: what ranks of one data position have to share, by name, as callables: they are asked for an error only.
-        names: of leaves by their storage, for gathers of leaves that no tree of parameters names.
-    """
+    # `digest`: a hash of kinds and units since `restart`, `DIGEST_BITS` wide.
+    # `facts`: what ranks of one data position have to share, by name, as callables: they are asked for an error only.
+    # `names`: of leaves by their storage, for gathers of leaves that no tree of parameters names.
 
     def __init__(self) -> None:
         self.digest = 0
@@ -138,16 +126,7 @@ class UnitOrder:
         self._comparison = self._always = comparison
 
     def note(self, kind: str, unit: Hashable, name: Callable[[], str], site: Site | None) -> None:
-        """Note that the collectives of a unit start now.
-
-        Args:
-            kind: what is done with the unit.
-            unit: its identity, equal on ranks that do the same; its `repr` is hashed.
-            name: gives the name of the unit for an error, and refers to no tensor.
-
-        Raises:
-            UnlikeRanks: another rank is at another unit, where notes are compared.
-        """
+        """Note that the collectives of a unit start now."""
         code = _code(kind, unit)
         self.digest = (self.digest * _MULTIPLIER + code) & _MASK
         self._notes.append(_Note(code, kind, name, site))
@@ -158,14 +137,7 @@ class UnitOrder:
                 raise UnlikeRanks(self._comparison.ranks)
 
     def end(self, what: str) -> None:
-        """Note that a part of the call ends, so a rank with fewer units is told from one with more.
-
-        Args:
-            what: of it, such as "forward".
-
-        Raises:
-            UnlikeRanks: another rank is still at a unit, where notes are compared.
-        """
+        """Note that a part of the call ends, so a rank with fewer units is told from one with more."""
         self.note(_END, what, lambda: f"its {what}", None)
 
     def report(self, *, facts: bool = True) -> dict[str, Any]:
@@ -207,16 +179,8 @@ _ROWS = (
 def differences(
     reports: Mapping[int, Mapping[str, Any]], coordinates: Mapping[int, Mapping[str, int]], who: Who
 ) -> Difference | None:
-    """The text about ranks whose sequences or facts differ; None if those that are known do not.
-
-    A sequence that ends where another one goes on is no difference: its rank may only be slower.
-
-    Args:
-        coordinates: of each rank, by axis.
-
-    Returns:
-        What differs.
-    """
+    """The text about ranks whose sequences or facts differ; None if those that are known do not."""
+    # A sequence that ends where another one goes on is no difference: its rank may only be slower.
     for ranks in _sharing(reports, coordinates, apart=("pp",)):
         if rows := _at_first_difference({rank: reports[rank] for rank in ranks}):
             odd = rows[0][0]

@@ -1,7 +1,4 @@
-"""Cache of keys and values, or of the narrow vectors that they are made of; a slot is the position of its token.
-
-Shapes: B rows, T new tokens, S slots, H query heads.
-"""
+"""Cache of keys and values, or of the narrow vectors that they are made of; a slot is the position of its token."""
 
 from __future__ import annotations
 

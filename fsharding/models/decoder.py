@@ -1,7 +1,4 @@
-"""A decoder-only language model of pre-norm blocks as in Llama (Touvron et al. 2023), in one stack or several.
-
-Shapes: B batch, T positions, D model, V vocabulary.
-"""
+"""A decoder-only language model of pre-norm blocks as in Llama (Touvron et al. 2023), in one stack or several."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`generate`: new tokens after prompts, one at a time, from parameters under any strategy.
-
-Shapes: B prompts, T tokens of the longest, N new ones, V vocabulary.
-"""
+"""`generate`: new tokens after prompts, one at a time, from parameters under any strategy."""
 
 from __future__ import annotations
 

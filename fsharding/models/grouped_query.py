@@ -1,7 +1,4 @@
-"""Grouped-query attention: several query heads share a key head (Ainslie et al. 2023, arXiv:2305.13245).
-
-Heads may be normalized (Henry et al. 2020, arXiv:2010.04245). Shapes: H query heads, K key heads, E head dim.
-"""
+"""Grouped-query attention: several query heads share a key head (Ainslie et al. 2023, arXiv:2305.13245)."""
 
 from __future__ import annotations
 

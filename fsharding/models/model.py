@@ -14,25 +14,20 @@ __all__ = ["Decode", "Model"]
 
 
 class Decode(NamedTuple):
-    """The parts of a model that computes logits of new tokens and keeps, in a cache, what those after them need.
+    """The parts of a model that computes logits of new tokens and keeps, in a cache, what those after them need."""
 
-    Parameters are whole over the data axes, and no part communicates along them.
+    # Parameters are whole over the data axes, and no part communicates along them.
 
-    Attributes:
-        embed: `embed(params, batch) -> x` of `tokens` and `positions` (both int64[B, T]).
-        block: `block(params, x, cache) -> x`, which also writes to its cache; of several stacks one for each, by name.
-        prepare: `prepare(params of a block) -> params`, which gathers once what each call else would; named as blocks.
-        cache: `cache(params of a block, rows, length) -> cache`, a tree of tensors [B, length, ...]; by name as blocks.
-        logits: `logits(params, x, last) -> [B, V]`, of the token of each row that `last` counts (int64[B]).
-        vocab: V.
-    """
-
-    embed: Callable[[Tree, Tree], Any]
+    embed: Callable[[Tree, Tree], Any]  # `embed(params, batch) -> x` of `tokens` and `positions` (both int64[B, T])
+    # `block(params, x, cache) -> x`, which also writes to its cache; of several stacks one for each, by name
     block: Callable[[Tree, Any, Tree], Any] | Mapping[str, Callable[[Tree, Any, Tree], Any]]
+    # `prepare(params of a block) -> params`, which gathers once what each call else would; named as blocks
     prepare: Callable[[Tree], Tree] | Mapping[str, Callable[[Tree], Tree]]
+    # `cache(params of a block, rows, length) -> cache`, a tree of tensors [B, length, ...]; by name as blocks
     cache: Callable[[Tree, int, int], Tree] | Mapping[str, Callable[[Tree, int, int], Tree]]
+    # `logits(params, x, last) -> [B, V]`, of the token of each row that `last` counts (int64[B])
     logits: Callable[[Tree, Any, Tensor], Tensor]
-    vocab: int
+    vocab: int  # V
 
 
 class Model(NamedTuple):

@@ -1,7 +1,4 @@
-"""A mixture of experts instead of the MLP of a block: router, routed and shared experts, and their balance.
-
-Shapes: B batch, T positions, D model, X experts of all ranks, E of them here, F hidden, N = B * T tokens.
-"""
+"""A mixture of experts instead of the MLP of a block: router, routed and shared experts, and their balance."""
 
 from __future__ import annotations
 

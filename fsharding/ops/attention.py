@@ -1,7 +1,4 @@
-"""Attention over a sequence that is sharded along a mesh axis, in the zig-zag order of `ops.context_parallel`.
-
-Three ways have the same result: "ring" sends keys and values around, "gather" gathers them, "ulysses" shards heads.
-"""
+"""Attention over a sequence that is sharded along a mesh axis, in the zig-zag order of `ops.context_parallel`."""
 
 from __future__ import annotations
 

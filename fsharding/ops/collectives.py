@@ -1,8 +1,4 @@
-"""Collectives as linear maps with their transposes, valid under autograd and every transform of torch.func.
-
-Each is a frozen value that knows how to run, its dual, and itself one batch dim later.
-`<op x, y> == <x, dual(op) y>`, summed over ranks.
-"""
+"""Collectives as linear maps with their transposes, valid under autograd and every transform of torch.func."""
 
 from __future__ import annotations
 

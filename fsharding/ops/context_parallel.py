@@ -1,7 +1,4 @@
-"""How context parallelism shards a sequence: of 2n chunks, rank i of n has chunks i and 2n-1-i.
-
-Late tokens of causal attention cost more than early ones, so a rank has one early and one late chunk.
-"""
+"""How context parallelism shards a sequence: of 2n chunks, rank i of n has chunks i and 2n-1-i."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Linear maps over a model axis: columns or rows of a weight on each rank, and the regions between them.
-
-A region begins with f and ends with g of Shoeybi et al. 2019; with a sequence dim as in Korthikanti et al. 2022.
-"""
+"""Linear maps over a model axis: columns or rows of a weight on each rank, and the regions between them."""
 
 from __future__ import annotations
 

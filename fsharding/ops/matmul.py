@@ -1,7 +1,4 @@
-"""Products with weights, whose gradients are written where they are needed.
-
-A quantized weight is multiplied by a scaled kernel if the device has one, else dequantized.
-"""
+"""Products with weights, whose gradients are written where they are needed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Experts along an axis: send tokens to the ranks that own their experts, and combine the results.
-
-Shapes: N tokens here, D model, k experts a token, X experts of all ranks, E of them here, M rows here, F hidden,
-C rows of a rank for an expert.
-"""
+"""Experts along an axis: send tokens to the ranks that own their experts, and combine the results."""
 
 from __future__ import annotations
 
@@ -98,17 +94,12 @@ class Plan:
 
 
 class Dispatched(NamedTuple):
-    """The tokens that this rank's experts receive.
+    """The tokens that this rank's experts receive."""
 
-    Attributes:
-        rows: tokens, sorted by expert (`[M, D]`); with a capacity zeros after the tokens of each rank for an expert.
-        counts: rows of each expert of this rank (int64[E]).
-        plan: for `combine`.
-    """
-
+    # tokens, sorted by expert (`[M, D]`); with a capacity zeros after the tokens of each rank for an expert
     rows: Tensor
-    counts: Tensor
-    plan: Plan
+    counts: Tensor  # rows of each expert of this rank (int64[E])
+    plan: Plan  # for `combine`
 
 
 @functools.lru_cache(maxsize=256)

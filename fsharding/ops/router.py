@@ -1,7 +1,4 @@
-"""Top-k routing of tokens to experts, the losses that balance it, and balance without a loss.
-
-Shapes: N tokens of this rank, X experts of all ranks, k experts a token.
-"""
+"""Top-k routing of tokens to experts, the losses that balance it, and balance without a loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019): torch's fused kernel as a rule.
-
-The kernel rounds elements past a multiple of its vector width differently, so these go through a padded copy.
-"""
+"""AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019): torch's fused kernel as a rule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Update moments in low precision: decode a chunk at a time, update it in float32, and round it once, by key.
-
-If a shard ends inside a block, its ranks first all-reduce (max) the amax of the block after a trial of the update.
-"""
+"""Update moments in low precision: decode a chunk at a time, update it in float32, and round it once, by key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The global norm of a sharded tree, and clipping by it (Pascanu et al. 2013).
-
-Squares are summed in float64, where the square of a float32 is exact and the order does not reach the result.
-"""
+"""The global norm of a sharded tree, and clipping by it (Pascanu et al. 2013)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Muon: momentum, made orthogonal matrix by matrix with a Newton-Schulz iteration (Jordan et al. 2024).
-
-Momentum stays sharded; the direction is resharded to full matrices and back, once per update.
-"""
+"""Muon: momentum, made orthogonal matrix by matrix with a Newton-Schulz iteration (Jordan et al. 2024)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Learning rates as pure functions of the number of updates: `schedule(count) -> float`.
-
-These also take the count as a 0-d tensor, so that no update reads it on the host: see `tensor_schedule`.
-"""
+"""Learning rates as pure functions of the number of updates: `schedule(count) -> float`."""
 
 from __future__ import annotations
 

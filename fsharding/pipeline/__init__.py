@@ -1,8 +1,4 @@
-"""Pipeline schedules as values, and the executor that runs them.
-
-`plan_schedule` makes a schedule for a mesh, `check_schedule` proves it, `draw_schedule` shows it; `make_train_step`
-runs it for a decoder, and `pipeline_grads` for any model that comes in stages.
-"""
+"""Pipeline schedules as values, and the executor that runs them."""
 
 from fsharding.pipeline.actions import Action
 from fsharding.pipeline.executor import pipeline_grads

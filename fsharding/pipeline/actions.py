@@ -1,8 +1,4 @@
-"""Actions: the vocabulary of a pipeline schedule, and what each action needs before it.
-
-Sends, receives, gathers and scatters are started and run beside the computes that follow; a compute action (F, B, I, W)
-waits for what it needs.
-"""
+"""Actions: the vocabulary of a pipeline schedule, and what each action needs before it."""
 
 from __future__ import annotations
 

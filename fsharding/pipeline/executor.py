@@ -1,8 +1,4 @@
-"""Walk this rank's row of a schedule: one graph for each stage and microbatch, messages between stages.
-
-The row decides whether parameters are gathered per stage or per unit and microbatch, and when gradients are reduced;
-both overlap with compute. Losses and gradients match a run without a pipeline, for every schedule.
-"""
+"""Walk this rank's row of a schedule: one graph for each stage and microbatch, messages between stages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Lower compute actions to a table with messages, gathers and scatters.
-
-A send follows its compute. A receive or gather stands as late as possible, or `ahead` computes earlier. Two ranks post
-the messages between them in one order, in both directions, so nothing deadlocks even if a backend runs the messages of
-two ranks one at a time.
-"""
+"""Lower compute actions to a table with messages, gathers and scatters."""
 
 from __future__ import annotations
 

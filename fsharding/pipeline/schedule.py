@@ -1,7 +1,4 @@
-"""Pipeline schedules as values: for each rank of the axis `pp` a table of what it does, in order.
-
-Every schedule that can be planned passes `check_schedule`; equal arguments give equal schedules on every rank.
-"""
+"""Pipeline schedules as values: for each rank of the axis `pp` a table of what it does, in order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Timelines: when each action of a table begins and ends, given compute durations and message latency only.
-
-A rank does one compute action at a time, no action begins before what it needs has ended, and the busy time of a rank
-is the sum of its durations.
-"""
+"""Timelines: when each action of a table begins and ends, given compute durations and message latency only."""
 
 from __future__ import annotations
 
@@ -17,18 +13,12 @@ __all__ = ["Durations", "Span", "Timeline", "in_flight", "simulate"]
 
 
 class Durations(NamedTuple):
-    """Times of actions, in any one unit.
+    """Times of actions, in any one unit."""
 
-    Attributes:
-        forward: of F, for one stage and one microbatch.
-        backward_input: of I. B takes this and the next.
-        backward_weight: of W.
-        send: from the end of a compute action until its message is at the other rank. Messages do not slow each other.
-    """
-
-    forward: float = 1.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
+    forward: float = 1.0  # of F, for one stage and one microbatch
+    backward_input: float = 1.0  # of I. B takes this and the next
+    backward_weight: float = 1.0  # of W
+    # from the end of a compute action until its message is at the other rank. Messages do not slow each other
     send: float = 0.0
 
     def of(self, action: Action) -> float:
@@ -56,21 +46,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A table in time.
+    """A table in time."""
 
-    Attributes:
-        spans: for each rank its actions, in order.
-        durations: what they were made from.
-        total: time from the first begin to the last end of a compute action.
-        busy: for each rank the sum of its compute times.
-        in_flight: for each rank, see `in_flight`.
-    """
-
-    spans: tuple[tuple[Span, ...], ...]
-    durations: Durations
-    total: float
-    busy: tuple[float, ...]
-    in_flight: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]  # for each rank its actions, in order
+    durations: Durations  # what they were made from
+    total: float  # time from the first begin to the last end of a compute action
+    busy: tuple[float, ...]  # for each rank the sum of its compute times
+    in_flight: tuple[int, ...]  # for each rank, see `in_flight`
 
     @property
     def bubble_share(self) -> float:

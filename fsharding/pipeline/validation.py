@@ -1,8 +1,4 @@
-"""Check a table: everything that is wrong with it, as sentences.
-
-Deadlocks are checked for the strictest backend: it runs the messages of two ranks one at a time, in the order of
-posting. A table that completes there completes on every backend.
-"""
+"""Check a table: everything that is wrong with it, as sentences."""
 
 from __future__ import annotations
 

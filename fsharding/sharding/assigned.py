@@ -1,6 +1,5 @@
 """`Assigned`: explicit ownership along one mesh axis: layers of a pipeline stage, or parts of a fused dim.
 
-In: indices, owners, or sizes of parts, by coordinate. Out: index ranges by coordinate.
 Guarantee: the ranges of all coordinates tile the dim.
 """
 

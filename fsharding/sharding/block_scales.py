@@ -1,9 +1,5 @@
 """Where the scales of a leaf's blocks are at rest: beside its codes, as a leaf of their own.
 
-In: the sharding and the shape of a leaf, a `Blocks`. Out: the sharding of its scales, and the axes whose ranks have
-parts of one block.
-Scales are cut as the leaf is along each dim whose cuts are on borders of blocks; along another dim they are whole, so
-that each rank knows the scale of every block that it has a part of.
 Guarantee: the boxes of the scales tile the grid of blocks, and a rank's boxes cover all blocks that it touches.
 """
 
@@ -36,17 +32,11 @@ CODES = "codes"
 
 
 class BlockScales(NamedTuple):
-    """Scales of a leaf.
+    """Scales of a leaf."""
 
-    Attributes:
-        sharding: of them, on the mesh of the leaf.
-        shape: of all of them.
-        shared: axes over which ranks have parts of one block, in the order of `AXES`.
-    """
-
-    sharding: NamedSharding
+    sharding: NamedSharding  # of them, on the mesh of the leaf
     shape: tuple[int, ...]
-    shared: tuple[str, ...]
+    shared: tuple[str, ...]  # axes over which ranks have parts of one block, in the order of `AXES`
 
 
 def has_codes(shape: Sequence[int]) -> bool:
@@ -102,12 +92,7 @@ def is_coded(x: Any) -> bool:
 
 
 def plan_scales(sharding: NamedSharding, shape: Sequence[int], format: Blocks) -> BlockScales:
-    """Plans where the scales of a leaf of at least two dims are.
-
-    Args:
-        sharding: of the leaf, with its assignments.
-        format: of its codes; only the blocks count.
-    """
+    """Plans where the scales of a leaf of at least two dims are."""
     return _plan(sharding.mesh, sharding, tuple(shape), format)
 
 
@@ -144,10 +129,8 @@ def _plan(mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], format: B
 
 
 def _of_blocks(runs: Runs, factor: int) -> Runs | None:
-    """The blocks of index ranges, in their order; None where one of them begins or ends inside a block.
-
-    The last one may: it ends with the dim, or else the scales do not tile the grid, and the cuts are not the same.
-    """
+    """The blocks of index ranges, in their order; None where one of them begins or ends inside a block."""
+    # The last one may: it ends with the dim, or else the scales do not tile the grid, and the cuts are not the same.
     if any(start % factor for start, _ in runs) or any(stop % factor for _, stop in runs[:-1]):
         return None
     return tuple((start // factor, -(-stop // factor)) for start, stop in runs)

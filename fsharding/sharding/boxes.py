@@ -1,8 +1,5 @@
 """Index boxes and grids: which part of a global tensor a rank holds, in pure Python.
 
-In: shapes, numbers of pieces, coordinates. Out: half-open boxes `((start, stop), ...)`, one pair a dim, and grids: for
-each dim the ranges that a rank holds, in the order in which its local tensor has them.
-The rule is DTensor's: a dim of n cut in k pieces gives pieces of ceil(n / k), the last ones shorter or empty.
 Guarantee: the boxes of all pieces tile the tensor, and nested cuts give nested boxes.
 """
 
@@ -99,12 +96,7 @@ def ends_on(size: int, pieces: Sequence[int], multiple: int) -> bool:
 
 
 def same_cuts(size: int, parts: int, pieces: Sequence[int], factor: int) -> bool:
-    """Whether nested ceil-chunks cut `range(parts)` where they cut `range(size)`, with `factor` indices in a part.
-
-    Args:
-        parts: as many as that takes; the last one may stand for fewer indices.
-        pieces: of each cut in turn.
-    """
+    """Whether nested ceil-chunks cut `range(parts)` where they cut `range(size)`, with `factor` indices in a part."""
     if -(-size // factor) != parts:
         return False
     if not pieces or size == 0:
@@ -160,12 +152,7 @@ def runs(indices: Sequence[int]) -> Runs:
 
 
 def parts(size: int, sizes: Sequence[int], pieces: int, index: int) -> Runs:
-    """The ranges of the `index`-th of `pieces` in a dim that is made of parts, each cut by itself: q, k and v, say.
-
-    Args:
-        size: of the dim, the sum of `sizes`.
-        pieces: in how many ceil-chunks each part is cut.
-    """
+    """The ranges of the `index`-th of `pieces` in a dim that is made of parts, each cut by itself: q, k and v, say."""
     assert sum(sizes) == size, (size, sizes)
     runs: list[tuple[int, int]] = []
     start = 0
@@ -327,11 +314,10 @@ _PAIRS = 1000
 
 
 def are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no element is in two of some boxes that are not empty.
-
-    Boxes that cuts through all of a tensor make, one cut after the other, are told apart by these cuts; of others each
-    is compared with each. More than a thousand such others count as not disjoint, so that nothing takes for ever.
-    """
+    """Whether no element is in two of some boxes that are not empty."""
+    # Boxes that cuts through all of a tensor make, one cut after the other, are told apart by these cuts; of others
+    # each is compared with each. More than a thousand such others count as not disjoint, so that nothing takes for
+    # ever.
     groups = [[*boxes]]
     left = _TURNS * (len(boxes) + 1)
     while groups:

@@ -1,8 +1,4 @@
-"""What is in a state: one table of parameters, main parameters and moments, which all that walks a state reads.
-
-A tree of an optimizer state that has the structure of the parameters has one leaf for each of them. No path is guessed:
-parameters may have the names of an optimizer's own fields.
-"""
+"""What is in a state: one table of parameters, main parameters and moments, which all that walks a state reads."""
 
 from __future__ import annotations
 
@@ -46,23 +42,15 @@ Role: TypeAlias = Literal["params", "main", "moment", "other"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-        path: in the state, such as `opt_state.mu.blocks.wq`.
-        shape: global shape.
-        dtype: as it is kept.
-        sharding: where it is, with its kind of memory; None for a tensor that every rank has, such as a count.
-        role: what it is.
-        of: the parameter that it belongs to; None for other leaves.
-    """
-
-    path: str
+    path: str  # in the state, such as `opt_state.mu.blocks.wq`
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # as it is kept
+    # where it is, with its kind of memory; None for a tensor that every rank has, such as a count
     sharding: NamedSharding | None
     role: Role
-    of: LeafLayout | None
+    of: LeafLayout | None  # the parameter that it belongs to; None for other leaves
 
     @property
     def planned(self) -> tuple[NamedSharding, tuple[int, ...], torch.dtype] | None:
@@ -81,16 +69,11 @@ class Entry:
 
 
 class Place(NamedTuple):
-    """The parameter at whose place a leaf of an optimizer state is, and which part of its moment the leaf is.
+    """The parameter at whose place a leaf of an optimizer state is, and which part of its moment the leaf is."""
 
-    Attributes:
-        param: the parameter's path.
-        blocks: of a moment in low precision, whose scales the leaf has.
-        mean_over: the dim of the parameter, from the end, over which the leaf is a mean; it stays, with size 1.
-    """
-
-    param: str
-    blocks: Blocks | None = None
+    param: str  # the parameter's path
+    blocks: Blocks | None = None  # of a moment in low precision, whose scales the leaf has
+    # the dim of the parameter, from the end, over which the leaf is a mean; it stays, with size 1
     mean_over: int | None = None
 
 
@@ -117,12 +100,7 @@ def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_stat
 def entry_at(
     path: str, place: Place, leaf: LeafLayout, shape: Sequence[int], dtype: torch.dtype, *, local: bool = False
 ) -> Entry | None:
-    """Describe a tensor at a parameter's place; None if its shape is no moment's.
-
-    Args:
-        shape: global, or as a DTensor at rest has it.
-        local: the shape may be this rank's, as a plain tensor has it.
-    """
+    """Describe a tensor at a parameter's place; None if its shape is no moment's."""
     for full, sharding in _forms(place, leaf):
         others = [sharding.local_shape(full)] if local else [sharding.shape_at_rest(full)]
         if tuple(shape) in (full, *others):
@@ -152,30 +130,19 @@ UNKNOWN = "<unknown>"
 
 @dataclass(frozen=True)
 class Outline:
-    """The structure of a tree, also of one that is only described, such as in a manifest.
+    """The structure of a tree, also of one that is only described, such as in a manifest."""
 
-    Attributes:
-        kind: `LEAF`, `NONE`, `CODED`, the name of the node's class, or `UNKNOWN`.
-        path: dotted.
-        children: by key.
-        blocks: of a moment in low precision.
-        means: fields of an optimizer state whose leaves are means over a dim of the parameters, as its class declares
-            in `MEANS_OVER`.
-    """
-
-    kind: str
+    kind: str  # `LEAF`, `NONE`, `CODED`, the name of the node's class, or `UNKNOWN`
     path: str
-    children: Mapping[str, Outline]
-    blocks: Blocks | None = None
+    children: Mapping[str, Outline]  # by key
+    blocks: Blocks | None = None  # of a moment in low precision
+    # fields of an optimizer state whose leaves are means over a dim of the parameters, as its class declares in
+    # `MEANS_OVER`
     means: Mapping[str, int] = field(default_factory=dict)
 
 
 def places(opt_state: Tree, params: Tree) -> dict[str, Place]:
-    """Map paths of leaves of an optimizer state to the parameters at whose places they are.
-
-    Args:
-        params: any tree with the structure of the parameters; the state may lack some of them.
-    """
+    """Map paths of leaves of an optimizer state to the parameters at whose places they are."""
     return _places(*(tree.flatten(x)[1] for x in (opt_state, params)))
 
 

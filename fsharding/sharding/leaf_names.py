@@ -1,6 +1,5 @@
 """The rule for names of leaves: a path has to work as a name in layouts, checkpoints, exported files and errors.
 
-In: the dotted paths of a tree. Out: one row for each path that cannot be such a name.
 Guarantee: exporting leaves under their own paths, and reading them again, gives the same leaves.
 """
 
@@ -21,11 +20,7 @@ MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts
 
 
 def objections_to_names(paths: Sequence[str]) -> list[str]:
-    """Why paths cannot be names of leaves; one row for each path that cannot.
-
-    Args:
-        paths: of all leaves of a tree; the path of a tree that is one leaf is "".
-    """
+    """Why paths cannot be names of leaves; one row for each path that cannot."""
     rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(paths).items() if n > 1]
     for path in dict.fromkeys(paths):
         if path == RESERVED:

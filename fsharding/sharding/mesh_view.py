@@ -1,7 +1,5 @@
 """The `DeviceMesh` that a leaf is on at rest: a view of its mesh that lets DTensor say exactly what the leaf has.
 
-In: a mesh, the axes by dim, the assignments, the axes that are owned. Out: the same ranks and groups, with the dims in
-the order in which the leaf is cut, without assigned axes, and with owned axes under a name of their own.
 Guarantee: `base(view(...))` is the mesh, and every torch operation on a DTensor keeps what its view says.
 """
 
@@ -28,21 +26,13 @@ _OWNED = "_owned"
 
 
 class Base(NamedTuple):
-    """The mesh that a view was made of, and its axes.
+    """The mesh that a view was made of, and its axes."""
 
-    Attributes:
-        mesh: the mesh, or its slice without assigned axes.
-        axes: the axes in the order of the view.
-        owned: those that the leaf owns.
-        whole: the mesh that `mesh` is a slice of; None where it is no slice.
-        assigned: the assignments of the leaf along the axes that the slice lacks.
-    """
-
-    mesh: DeviceMesh
-    axes: tuple[str, ...]
-    owned: tuple[str, ...] = ()
-    whole: DeviceMesh | None = None
-    assigned: tuple[Assigned, ...] = ()
+    mesh: DeviceMesh  # the mesh, or its slice without assigned axes
+    axes: tuple[str, ...]  # the axes in the order of the view
+    owned: tuple[str, ...] = ()  # those that the leaf owns
+    whole: DeviceMesh | None = None  # the mesh that `mesh` is a slice of; None where it is no slice
+    assigned: tuple[Assigned, ...] = ()  # the assignments of the leaf along the axes that the slice lacks
 
 
 def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]) -> tuple[str, ...]:
@@ -59,12 +49,7 @@ def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]
 def view(
     mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...] = (), owned: tuple[str, ...] = ()
 ) -> DeviceMesh:
-    """The mesh at rest of a leaf; the mesh itself where that says enough.
-
-    Args:
-        assigned: explicit ownership along some axes; the view is of this rank's slice along the others.
-        owned: axes of the spec under whose own name the leaf would be taken for one that is gathered over them.
-    """
+    """The mesh at rest of a leaf; the mesh itself where that says enough."""
     return _found(mesh, spec, assigned, owned)
 
 
@@ -104,11 +89,7 @@ def _refuse_full_tensor(x: DTensor) -> NoReturn:
 
 @cache_on_mesh()
 def slice_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The slice of a mesh with this rank in it; without any axis left, this rank alone.
-
-    Args:
-        names: of the axes that it keeps, in the order of the mesh.
-    """
+    """The slice of a mesh with this rank in it; without any axis left, this rank alone."""
     rank = own_rank()
     if not names:
         return _compat.meshless_device_mesh(mesh.device_type, ("dp",), torch.tensor([rank]), rank)

@@ -1,7 +1,6 @@
 """Which mesh axes cut which tensor dims, in pure Python: `P` for one leaf, `AxisRules` for a model's named dims.
 
-In: axis names, dim names. Out: a `PartitionSpec` with one entry a dim: None, an axis, or a tuple of axes, major first.
-Same meaning as in JAX. Guarantee: no axis stands twice in a spec.
+Guarantee: no axis stands twice in a spec.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Random numbers as pure functions of a key; any slice of a global draw is computed where it is needed.
 
-In: a key (int64 tensor of two 32-bit words) and a shape. Out: a `LazyTensor`, which a rank evaluates on its box.
-Keys are derived by Threefry-2x32 (Salmon et al. 2011), values drawn by Philox in fixed blocks of the global array.
 Guarantee: every layout gives bitwise the same values, and no rank holds more than its slice and one block.
 """
 

@@ -1,8 +1,6 @@
 """Stages: which `pp` coordinates own which layers, or a whole subtree, where ceil-chunks do not say enough.
 
-In: `{"blocks": ((0, 2), (1, 3)), "embed": (0,), "head": (1,)}`, by path or the beginning of one. A stack has the layers
-of each coordinate, in the order in which it holds them; anything else has the coordinates that hold it whole.
-Out: an `Assigned` for each leaf. Guarantee: every layer of a stack is owned by exactly one coordinate.
+Guarantee: every layer of a stack is owned by exactly one coordinate.
 """
 
 from __future__ import annotations
@@ -44,11 +42,7 @@ def stage_of(stages: Stages, path: str) -> Owners | None:
 
 
 def objection(owners: Owners, size: int, layers: int | None) -> str | None:
-    """Why owners do not fit a leaf.
-
-    Args:
-        layers: length of the leaf's stacked dim, or None if it has none.
-    """
+    """Why owners do not fit a leaf."""
     whole = [owner for owner in owners if isinstance(owner, int)]
     if len(whole) == len(owners):
         if not whole or not all(0 <= owner < size for owner in whole):

@@ -1,6 +1,5 @@
 """The names of strategies, ours and other libraries', apart from the values that they stand for.
 
-In: a name. Out: the name of ours that is meant. The command line reads names before torch is imported.
 Guarantee: no torch is imported here.
 """
 

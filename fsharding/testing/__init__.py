@@ -1,8 +1,4 @@
-"""For tests of sharded code: ranks on this machine, cases to send to them, and checks that name what differs.
-
-`ranks` runs a function on real gloo processes; `cases` are examples as data, which `strategies` draws (it needs
-hypothesis, so it is imported by its own name); `compare` and `laws` check.
-"""
+"""For tests of sharded code: ranks on this machine, cases to send to them, and checks that name what differs."""
 
 from fsharding.testing.capturable import assert_capturable
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase, device_mesh, local_part, whole_tensors

@@ -1,6 +1,5 @@
 """Whether a step can be captured as one graph, asked on any device.
 
-In: a step, a state, a batch. Out: nothing, or the error that `fs.capture` would raise on a device of CUDA.
 Guarantee: what passes on a CPU issues the same operations in every call, and its host reads nothing.
 """
 

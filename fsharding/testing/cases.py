@@ -337,11 +337,7 @@ def _model_axes(nodes: list[Any]) -> tuple[Mesh, tuple[str, ...]] | None:
 
 
 def _once(node: Local, w: Tensor) -> tuple[Tensor, float, tuple[str, ...]]:
-    """Of ranks that hold the same part and see the same rows only the first counts; all of them get its gradient.
-
-    Returns:
-        The part; 1 where it counts, else 0; the axes along which ranks own parts of the leaf and see different rows.
-    """
+    """Of ranks that hold the same part and see the same rows only the first counts; all of them get its gradient."""
     result = _model_axes([node])
     assert result is not None
     mesh, axes = result

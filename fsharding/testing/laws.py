@@ -1,7 +1,5 @@
 """Checks that run on the ranks: two maps are each other's transpose; a sharded function is its reference.
 
-In: functions, and what they take. Out: nothing, or on every rank an `AssertionError` with the numbers.
-`assert_adjoint` speaks to the other ranks, so all of them have to call it; `assert_matches_reference` does not.
 Guarantee: a map and its transpose agree on every inner product, `<op x, y> == <x, dual y>`, summed over ranks.
 """
 

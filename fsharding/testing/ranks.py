@@ -1,7 +1,4 @@
-"""Run a function on several gloo processes of this machine, which a pool keeps between calls.
-
-In a test no call hangs or spoils the next one: a rank that raises, dies or is late ends its pool.
-"""
+"""Run a function on several gloo processes of this machine, which a pool keeps between calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies for meshes, specs, shardings, trees, layouts and whole cases: data, made without any process.
 
-In: limits. Out: strategies whose examples are pure values, to be sent to ranks with `run_ranks` or `RankPool`.
-Needs hypothesis, which is in the `test` extra; nothing else of the package does.
 Guarantee: everything shrinks to one rank and one replicated leaf.
 """
 
@@ -66,14 +64,7 @@ _flag = st.booleans()
 def meshes(
     draw: LazyTensor, max_ranks: int = 8, axes: Sequence[str] = AXES, orders: bool = True, subset_of: int | None = None
 ) -> AbstractMesh:
-    """Meshes of up to `max_ranks` ranks; shrinks to one rank.
-
-    Args:
-        max_ranks: most ranks of a mesh.
-        axes: which axes it may have.
-        orders: whether the axes may stand in any order, and not just the order of `AXES`.
-        subset_of: a number of ranks, any of which the mesh may have; by default it has the first ones.
-    """
+    """Meshes of up to `max_ranks` ranks; shrinks to one rank."""
     most = max_ranks if subset_of is None else min(max_ranks, subset_of)
     # A draw for each axis, whatever the others are: so each shrinks by itself, and no mesh is simpler than one rank.
     order = draw(_shuffled(tuple(axes)))
@@ -101,11 +92,7 @@ _AXIS_SIZES = (1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
 
 @st.composite
 def specs(draw: LazyTensor, shape: Sequence[int] | int, mesh: AbstractMesh) -> PartitionSpec:
-    """Specs in which every axis of a mesh cuts one dim or none, in any order; shrinks to `P()`.
-
-    Args:
-        shape: of the tensor, or how many dims it has; any size may be cut by any axes.
-    """
+    """Specs in which every axis of a mesh cuts one dim or none, in any order; shrinks to `P()`."""
     ndim = shape if isinstance(shape, int) else len(shape)
     cuts: list[list[str]] = [[] for _ in range(ndim + 1)]
     for axis in draw(_shuffled(mesh.names)):
@@ -115,11 +102,7 @@ def specs(draw: LazyTensor, shape: Sequence[int] | int, mesh: AbstractMesh) -> P
 
 @st.composite
 def shardings(draw: LazyTensor, shape: Sequence[int], mesh: AbstractMesh, *, assigned: bool = True) -> NamedSharding:
-    """Shardings of a tensor on a mesh; shrinks to a replicated one.
-
-    Args:
-        assigned: whether the coordinates of one axis may own the leaf, or indices of a dim in any order, explicitly.
-    """
+    """Shardings of a tensor on a mesh; shrinks to a replicated one."""
     explicit = draw(_flag)
     spec = draw(specs(shape, mesh))
     free = tuple(axis for axis in mesh.names if axis not in spec.all_axes)
@@ -161,13 +144,7 @@ def leaves(
     layers: int | None = None,
     fused: bool = True,
 ) -> Leaf:
-    """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype.
-
-    Args:
-        dtypes: element types; whole numbers and bools are leaves without gradients.
-        layers: size of a first dim that is named "layers"; None for a leaf that is no stack.
-        fused: whether a dim may be made of parts that are cut by themselves.
-    """
+    """Leaves with or without dim names, which fit the rules of `rules()`; shrinks to a 0-d leaf of the first dtype."""
     shape = [draw(_pick(_SIZES)) for _ in range(draw(_upto(max_dims)))]
     dtype = draw(_pick(tuple(dtypes)))
     names: list[DimName] = []
@@ -196,13 +173,8 @@ def _in_parts(draw: LazyTensor, name: DimName, size: int) -> DimName:
 
 @st.composite
 def trees(draw: LazyTensor, dtypes: Sequence[torch.dtype] = _KINDS, *, fused: bool = True) -> Tree:
-    """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves.
-
-    Shrinks to `{"a": Leaf()}`.
-
-    Args:
-        fused: whether a dim may be made of parts that are cut by themselves.
-    """
+    """Dicts of leaves, lists, dicts and NamedTuples, some with a subtree `blocks` of stacked leaves."""
+    # Shrinks to `{"a": Leaf()}`.
     plain = _leaves(tuple(dtypes), fused=fused)
 
     def node(depth: int) -> Tree:
@@ -254,12 +226,7 @@ def homes(
     *,
     stages: bool = True,
 ) -> Home:
-    """Homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0).
-
-    Args:
-        mesh: by default any of up to 8 ranks.
-        stages: whether layers, or whole subtrees, may have explicit owners along `pp`.
-    """
+    """Homes of a tree: mesh, strategy, rules, precision, stages; shrinks to one rank and zero(0)."""
     return _home(draw, tree, draw(_meshes()) if mesh is None else mesh, tuple(precisions), stages)
 
 
@@ -286,25 +253,15 @@ def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
 
 @st.composite
 def layouts(draw: LazyTensor, tree: Tree, mesh: AbstractMesh | None = None) -> Layout:
-    """Layouts of a tree of leaves on an abstract mesh; shrinks to nothing cut on one rank.
-
-    On a rank, `layout.with_mesh(device_mesh(layout.mesh))` is the same with devices.
-
-    Args:
-        mesh: by default any of up to 8 ranks.
-    """
+    """Layouts of a tree of leaves on an abstract mesh; shrinks to nothing cut on one rank."""
+    # On a rank, `layout.with_mesh(device_mesh(layout.mesh))` is the same with devices.
     where = draw(_meshes()) if mesh is None else mesh
     return _home(draw, tree, where, (FP32, BF16)).layout(tree)
 
 
 @st.composite
 def reshard_cases(draw: LazyTensor, max_ranks: int = 8, *, subsets: bool = True, exact: bool = False) -> ReshardCase:
-    """A tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank.
-
-    Args:
-        subsets: whether the meshes may have some of the ranks only, each others.
-        exact: only what `TrainCase` can train: float32, and no explicit owners.
-    """
+    """A tree and two homes on any two meshes; shrinks to one replicated leaf that stays on one rank."""
     tree = draw(_trees((torch.float32,) if exact else _KINDS, fused=not exact))
     precision = FP32 if exact else draw(_pick((FP32, BF16)))
     world = draw(_upto(max_ranks - 1)) + 1 if subsets else None

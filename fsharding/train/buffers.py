@@ -1,7 +1,5 @@
 """Buffers of a state after a step: the values of one rank on all of them.
 
-In: what the forward of each rank has written. Out: the buffers of the first rank of the mesh, on every rank.
-They are sent as sums of integers with zeros from all other ranks, so every transport gives the same bits.
 Guarantee: buffers of any dtype are copied bit for bit, into memory of their own.
 """
 

@@ -1,9 +1,6 @@
 """`evaluate`: the loss of parameters on a batch, forward only, under any strategy and on any mesh.
 
-In: a loss function or a `Model`; parameters in their layout, and this rank's part of a batch. Out: the sum of the
-losses of all data ranks, and how many there are. Units are gathered, used and released one after the other, nothing is
-kept for backward, and no gradient is reduced. Guarantee: a train step on the same parameters and
-batch has the same loss.
+Guarantee: a train step on the same parameters and batch has the same loss.
 """
 
 from __future__ import annotations
@@ -161,10 +158,9 @@ def _refuse_full(loss: Loss) -> Loss:
 
 
 class _Pipeline:
-    """The evaluation of a `Model` on meshes with `pp`.
+    """The evaluation of a `Model` on meshes with `pp`."""
 
-    It keeps what receivers have learnt of activations, for the layout of the latest call.
-    """
+    # It keeps what receivers have learnt of activations, for the layout of the latest call.
 
     def __init__(self, model: Any, schedule: str | Schedule, microbatches: int) -> None:
         self._model = model

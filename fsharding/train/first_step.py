@@ -1,8 +1,5 @@
 """What ranks compare in the first step of a layout, before the state changes: settings, rows, units, loss and norm.
 
-In: a state, a batch, the settings of a step. Out: nothing, or one error on every rank that says who has what.
-`agree_on_setup` comes before anything is planned, `FirstStep` once the step begins; later steps compare hashes alone,
-in sums that they take anyway, see `comm.step_agreement`.
 Guarantee: ranks that differ raise before an update, and none of them is left waiting.
 """
 
@@ -39,21 +36,9 @@ _CLOSE_NORM = 1e-4
 
 
 def agree_on_setup(state: TrainState, settings: dict[str, str], batch: Tree, microbatches: int) -> None:
-    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective.
-
-    Values are compared only where a state was made by `replace`.
-
-    Layouts are compared by the inputs of `plan_layout`, which determine everything else.
-
-    Args:
-        state: with a step and a key that can be read.
-        settings: of the step, text by name.
-        microbatches: how many it is cut into.
-
-    Raises:
-        ConfigError: settings, states, or replaced leaves that several ranks hold, differ.
-        BatchError: a rank cannot cut its batch.
-    """
+    """Refuses ranks whose steps or states differ, or one of which cannot cut its batch. Collective."""
+    # Values are compared only where a state was made by `replace`.
+    # Layouts are compared by the inputs of `plan_layout`, which determine everything else.
     layout = state.layout
     leaves = {
         f"params.{leaf.path}": f"{leaf.init} {leaf.shape} {leaf.names}" + ("" if leaf.trainable else " frozen")
@@ -84,15 +69,7 @@ def _kind_of(x: Any) -> str:
 
 
 class FirstStep:
-    """Compare rows, and each unit before its collective; later steps compare hashes only. Collective.
-
-    Args:
-        agreement: of the step, whose units are compared from here on, each before it is gathered or reduced.
-
-    Raises:
-        UnlikeRanks: ranks along `pp` or `tp` have other rows.
-        BatchError: ranks along `cp` have the same rows, where each has to have a part of the sequence.
-    """
+    """Compare rows, and each unit before its collective; later steps compare hashes only. Collective."""
 
     def __init__(self, agreement: StepAgreement, mesh: Mesh, batch: Tree) -> None:
         self._mesh = mesh
@@ -146,15 +123,7 @@ class FirstStep:
         return {name: result[name] for name in shape.names}
 
     def refuse_ignored_axes(self, loss: Tensor, norm: Tensor) -> None:
-        """Compare the loss and the gradient norm over all ranks; a loss function that ignores an axis has several.
-
-        Args:
-            loss: mean over the batch, float32, 0-d.
-            norm: of the gradient, float32, 0-d.
-
-        Raises:
-            RankError: they differ between ranks.
-        """
+        """Compare the loss and the gradient norm over all ranks; a loss function that ignores an axis has several."""
         axes = [axis for axis in SAME_ROWS if abstract(self._mesh).axis_size(axis) > 1]
         if not self._compares or not axes or _compat.is_fake(loss):
             return

@@ -1,8 +1,5 @@
 """First values that every rank holds in full: equal on all ranks of a mesh, or those of its first rank.
 
-In: tensors and lazy leaves by name, before they are sharded. Out: a function from a value to what is sharded; or one
-error on every rank that names the leaves that differ, with their checksums.
-Ranks compare one hash of all values; they send texts only if hashes differ, and values only with `sync="rank0"`.
 Guarantee: what is sharded afterwards is one tensor, whichever rank a shard comes from.
 """
 
@@ -52,21 +49,7 @@ def same_values(
     facts: Mapping[str, str] | None = None,
     mend: str = _OR_SYNC,
 ) -> Callable[[Any], Any]:
-    """Refuse ranks with different values, keys of lazy leaves, or facts. Collective.
-
-    Args:
-        named: tensors and lazy leaves by path; those without values are compared by type.
-        sync: "rank0" compares the types of values that ranks hold, and lets the first rank send its own.
-        facts: text by name, compared as well.
-        mend: a further edit for values that ranks hold.
-
-    Returns:
-        What to do with each value before it is sharded, in one order on all ranks: nothing, or receive it (collective).
-
-    Raises:
-        ArgumentError: another `sync`.
-        ConfigError: on every rank: some differ; all are listed.
-    """
+    """Refuse ranks with different values, keys of lazy leaves, or facts. Collective."""
     if sync not in (None, "rank0"):
         known = 'Give sync="rank0", which sends the values of the first rank of the mesh to all; None compares them.'
         raise ArgumentError(message(f"got sync={sync!r}.", mend=known))
@@ -83,15 +66,7 @@ def same_values(
 
 
 def same_replicas(leaves: Mapping[str, Tensor], mesh: Mesh, *, asked: bool = True) -> None:
-    """Refuse ranks that hold the same part of a leaf with different values. Collective.
-
-    Args:
-        leaves: DTensors, and plain tensors that every rank has, by path.
-        asked: whether this rank wants to compare; all do if one does.
-
-    Raises:
-        ConfigError: on every rank: some differ; all are listed.
-    """
+    """Refuse ranks that hold the same part of a leaf with different values. Collective."""
     if _is_alone(mesh) or not any(numbers_of_all(mesh, int(asked)).values()):
         return
     facts: dict[tuple[str, ...], dict[str, str]] = {}
@@ -127,10 +102,8 @@ def _is_alone(mesh: Mesh) -> bool:
 
 
 def _told(x: Any, *, held: bool) -> str:
-    """Return a text that ranks with the same value share; only the type of a value that is held, if so asked.
-
-    A lazy draw is described by its key and distribution.
-    """
+    """Return a text that ranks with the same value share; only the type of a value that is held, if so asked."""
+    # A lazy draw is described by its key and distribution.
     if isinstance(x, LazyTensor):
         return repr(x)
     if held or (isinstance(x, Tensor) and (x.is_meta or _compat.is_fake(x))):
@@ -154,10 +127,8 @@ def _kept(x: Any) -> Any:
 
 @torch.no_grad()
 def _received(x: Any, *, mesh: DeviceMesh) -> Any:
-    """Return the first rank's value of a leaf on the CPU, or where the leaf is. Collective.
-
-    Lazy draws follow from their keys, which are the same on all ranks.
-    """
+    """Return the first rank's value of a leaf on the CPU, or where the leaf is. Collective."""
+    # Lazy draws follow from their keys, which are the same on all ranks.
     if isinstance(x, LazyTensor):
         return x
     home = x.device if isinstance(x, Tensor) and not x.is_meta else torch.device("cpu")

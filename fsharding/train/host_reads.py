@@ -1,7 +1,5 @@
 """Counts where the host reads a device: each such read waits until the device has computed the value.
 
-In: any code, such as a train step. Out: what was read, and by which line.
-On a CPU nothing waits, but the same calls are made, so a step is shown to be free of reads without a GPU.
 Guarantee: code that reads nothing under the count issues the same operations whatever the values of its tensors are.
 """
 

@@ -1,8 +1,6 @@
 """A loss function as a step calls it: with a random key and buffers where it takes them, and a loss that is scaled.
 
-In: the function of a user. Out: functions of parameters and batch alone, which return `(loss, (aux, buffers))`.
-Guarantees: where there is no key, as in evaluation, a function gets None for one. Buffers that come out have the names,
-shapes and dtypes of those that went in, and memory of their own.
+Guarantee: where there is no key, as in evaluation, a function gets None for one.
 """
 
 from __future__ import annotations
@@ -32,35 +30,21 @@ __all__ = ["Beside", "LossFunction", "scaled"]
 
 
 class Beside(NamedTuple):
-    """The results of a loss function beside its loss.
+    """The results of a loss function beside its loss."""
 
-    Attributes:
-        aux: with `has_aux`, else None.
-        buffers: the new ones; {} for a function that takes none.
-    """
-
-    aux: Any
-    buffers: Buffers
+    aux: Any  # with `has_aux`, else None
+    buffers: Buffers  # the new ones; {} for a function that takes none
 
 
 class LossFunction(NamedTuple):
-    """A loss function, and how a step calls it.
+    """A loss function, and how a step calls it."""
 
-    Attributes:
-        function: the public function, for errors.
-        loss_fn: `(params, batch, **keywords) -> result`, as the user wrote it.
-        takes_key: whether it has a parameter `key`, which it is given by name.
-        takes_buffers: whether it has a parameter `buffers`; then it returns `(loss, buffers)`.
-        has_aux: whether it returns aux as its last result.
-        signature: without key and buffers; None where it is not known.
-    """
-
-    function: str
-    loss_fn: Callable[..., Any]
-    takes_key: bool
-    takes_buffers: bool
-    has_aux: bool
-    signature: inspect.Signature | None
+    function: str  # the public function, for errors
+    loss_fn: Callable[..., Any]  # `(params, batch, **keywords) -> result`, as the user wrote it
+    takes_key: bool  # whether it has a parameter `key`, which it is given by name
+    takes_buffers: bool  # whether it has a parameter `buffers`; then it returns `(loss, buffers)`
+    has_aux: bool  # whether it returns aux as its last result
+    signature: inspect.Signature | None  # without key and buffers; None where it is not known
 
     @classmethod
     def of(cls, loss_fn: Callable[..., Any], *, has_aux: bool) -> LossFunction:
@@ -88,11 +72,7 @@ class LossFunction(NamedTuple):
         return state.buffers if self.takes_buffers else {}
 
     def bound(self, buffers: Buffers, key: Tensor | None = None) -> Callable[[Tree, Tree], Any]:
-        """The function of parameters and batch whose result is `(loss, Beside)`.
-
-        Args:
-            buffers: that it is given; it gets copies, which it may write.
-        """
+        """The function of parameters and batch whose result is `(loss, Beside)`."""
 
         def run(values: Tree, microbatch: Tree) -> Any:
             given: dict[str, Any] = {"key": key} if self.takes_key else {}

@@ -1,8 +1,7 @@
 """Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank.
 
-In: a tree of tensors `[B, ...]`, and entries marked `Shared`. Out: trees of tensors with fewer rows.
 Guarantee: the parts of all data ranks, concatenated, are the global batch; the microbatches of a rank, concatenated,
-are its part. Entries that are `Shared` are the same in every part, and no other entry has another number of rows.
+are its part.
 """
 
 from __future__ import annotations
@@ -149,12 +148,7 @@ def uncut(
     parts: str,
     mend: str = "Choose microbatches that divide dim 0 of every leaf, or another global batch.",
 ) -> BatchError:
-    """The error for leaves that cannot be cut; those that are no tensors alone, where there are some.
-
-    Args:
-        parts: what it cannot be cut into.
-        mend: the advice, where all leaves are tensors.
-    """
+    """The error for leaves that cannot be cut; those that are no tensors alone, where there are some."""
     for kind, edit in _UNUSABLE.items():
         if odd := [row for row in rows if row.endswith(kind)]:
             return BatchError(message(f"takes {whose} as trees of tensors.", odd, edit))
@@ -164,15 +158,7 @@ def uncut(
 
 
 def split_batch(batch: Tree, microbatches: int) -> list[Tree]:
-    """The microbatches of this rank's batch, along dim 0, as a loss function gets them: without marks.
-
-    Args:
-        batch: tree of tensors `[B, ...]`.
-
-    Raises:
-        BatchError: a leaf is no tensor, has another dim 0 than the other leaves, or one that is no multiple of
-            `microbatches`.
-    """
+    """The microbatches of this rank's batch, along dim 0, as a loss function gets them: without marks."""
     if rows := uneven(batch, microbatches):
         raise uncut(rows, "this rank's batch", f"{microbatches} microbatches")
     if microbatches == 1:

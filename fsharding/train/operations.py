@@ -1,7 +1,5 @@
 """The operations of a call as a value: which kernels it starts, on which shapes and numbers, and from which lines.
 
-In: any code, such as a train step. Out: one row for each operation of torch's dispatcher, in order; host reads; and
-operations that take a tensor of the host to a device.
 Guarantee: a call that can be captured has the same rows whenever it is made, reads nothing, and takes nothing from the
 host.
 """
@@ -27,15 +25,10 @@ __all__ = ["Operation", "Operations", "check_operations", "tracing"]
 
 
 class Operation(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        text: its name, and dtypes and shapes of tensors and the values of all else that it takes.
-        line: the innermost line outside of torch that asked for it.
-    """
-
-    text: str
-    line: str
+    text: str  # its name, and dtypes and shapes of tensors and the values of all else that it takes
+    line: str  # the innermost line outside of torch that asked for it
 
     def __str__(self) -> str:
         return f"{self.text} at {self.line}"
@@ -43,17 +36,12 @@ class Operation(NamedTuple):
 
 @dataclass
 class Operations:
-    """The operations of a call.
+    """The operations of a call."""
 
-    Attributes:
-        rows: in order.
-        reads: see `HostReads`.
-        from_host: operations that copy a CPU tensor to a device, or make a tensor of Python numbers, as `torch.tensor`
-            does; a graph would freeze the value.
-    """
-
-    rows: list[Operation] = field(default_factory=list[Operation])
-    reads: HostReads = field(default_factory=HostReads)
+    rows: list[Operation] = field(default_factory=list[Operation])  # in order
+    reads: HostReads = field(default_factory=HostReads)  # see `HostReads`
+    # operations that copy a CPU tensor to a device, or make a tensor of Python numbers, as `torch.tensor` does; a graph
+    # would freeze the value
     from_host: list[Operation] = field(default_factory=list[Operation])
 
 
@@ -103,15 +91,7 @@ _MEND = (
 
 
 def check_operations(run: Callable[[], object]) -> Operations:
-    """Run a call twice, and raise if no graph can replace it.
-
-    Returns:
-        The operations of the call.
-
-    Raises:
-        TransformError: the host reads the device, takes a tensor from the host to it, or the two calls differ; with the
-            lines.
-    """
+    """Run a call twice, and raise if no graph can replace it."""
     traces: list[Operations] = []
     for _ in range(2):
         with tracing() as seen:

@@ -1,8 +1,6 @@
 """The leaves that a reshard moves: where each one is, where it goes, and how the state or tree is rebuilt of them.
 
-In: a `TrainState` and a `Layout`, two layouts, or a tree and shardings. Out: a `Moving` for each leaf.
-Parameters are read where most ranks have them already: from `params` where these hold the values that are asked for,
-else from the main copy. Guarantee: whatever is derived from the main parameters is what a step would have derived.
+Guarantee: whatever is derived from the main parameters is what a step would have derived.
 """
 
 from __future__ import annotations
@@ -56,25 +54,15 @@ Rebuild = Callable[[Sequence[Tensor]], Any]
 
 @dataclass
 class Moving:
-    """One leaf.
-
-    Attributes:
-        path: its dotted path.
-        shape: global shape.
-        source: where it is.
-        target: where it goes; for a plain tensor on every rank of a mesh, `P()` on that mesh.
-        dtype: of the result; a cast is done before anything is sent.
-        value: this rank's local tensor; None when only the plan is wanted.
-        plain: a tensor that is no DTensor and stays on the CPU.
-    """
+    """One leaf."""
 
     path: str
     shape: tuple[int, ...]
-    source: NamedSharding
-    target: NamedSharding
-    dtype: torch.dtype
-    value: Tensor | None = None
-    plain: bool = False
+    source: NamedSharding  # where it is
+    target: NamedSharding  # where it goes; for a plain tensor on every rank of a mesh, `P()` on that mesh
+    dtype: torch.dtype  # of the result; a cast is done before anything is sent
+    value: Tensor | None = None  # this rank's local tensor; None when only the plan is wanted
+    plain: bool = False  # a tensor that is no DTensor and stays on the CPU
 
     @property
     def leaf(self) -> MovedLeaf:
@@ -88,12 +76,7 @@ class Moving:
 
 @named(_FUNCTION)
 def check_same_model(a: Layout, b: Layout) -> None:
-    """Refuses two layouts that cannot hold the same state; every leaf that differs is listed.
-
-    Raises:
-        ArgumentError: the second is no layout.
-        LayoutError: other leaves, shapes, frozen leaves, or dtypes of main parameters and moments.
-    """
+    """Refuses two layouts that cannot hold the same state; every leaf that differs is listed."""
     if not isinstance(b, Layout):
         mend = "Plan one: fs.plan_layout(model, mesh), or state.layout.with_strategy(fs.zero(1))."
         raise refuse("a state or layout, then a Layout", b, mend)
@@ -180,12 +163,7 @@ def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Paramet
 
 @named(_FUNCTION)
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
-    """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors.
-
-    Raises:
-        LayoutError: the layout is of another model, or the state is not in its own.
-        DonatedError: the state was donated.
-    """
+    """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors."""
     old = state.layout
     check_state(state)
     parameters = _parameters(old, layout, state)
@@ -269,19 +247,7 @@ def of_tree(
     *,
     sizes: Sequence[tuple[int, ...] | None] | None = None,
 ) -> tuple[list[Moving], Rebuild]:
-    """The leaves of a tree on their way to shardings, and what makes the new tree.
-
-    Args:
-        values: tree of DTensors and `Local`s; other leaves stay.
-        layout: a `Layout`, for its params, or a tree of `NamedSharding`s, or one for all; None leaves a leaf.
-        source: the same, for where the leaves are; by default what they say themselves.
-        sizes: by leaf, the global shape of a leaf that some stages lack, as `sizes_of_staged` finds it.
-
-    Raises:
-        LayoutError: an unreduced leaf; one in flight on a slice of its mesh, or one that some stages lack, of which
-            neither `source` nor `sizes` says more; or one that is elsewhere.
-        TreeError: the trees do not match.
-    """
+    """The leaves of a tree on their way to shardings, and what makes the new tree."""
     flat, spec = tree.flatten(values)
     targets, shapes = shardings(spec, layout)
     sources, known = origins(values, source)
@@ -332,10 +298,8 @@ def is_staged(x: DTensor) -> bool:
 
 
 def sizes_of_staged(values: Tree) -> list[tuple[int, ...] | None]:
-    """By leaf, the global shape of a leaf that `is_staged`, which its owners send to the others. Collective.
-
-    None for every other leaf.
-    """
+    """By leaf, the global shape of a leaf that `is_staged`, which its owners send to the others. Collective."""
+    # None for every other leaf.
     return [_size_of_staged(x) if isinstance(x, DTensor) and is_staged(x) else None for x in tree.leaves(values)]
 
 
@@ -366,12 +330,7 @@ def _is_at(x: DTensor | Local, sharding: NamedSharding) -> bool:
 
 
 def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
-    """Return for each leaf its sharding and global shape, as far as they are known.
-
-    Args:
-        values: a tree, or a `TrainState`, which carries its layout.
-        source: as in `of_tree`; None if only the leaves and the state know.
-    """
+    """Return for each leaf its sharding and global shape, as far as they are known."""
     flat, spec = tree.flatten(values)
     if source is not None:
         return shardings(spec, source)
@@ -415,11 +374,7 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
 
 @named(_FUNCTION)
 def devices(moved: Sequence[Moving]) -> list[Mesh]:
-    """The meshes on which leaves are and to which they go.
-
-    Raises:
-        LayoutError: one of them has no devices.
-    """
+    """The meshes on which leaves are and to which they go."""
     result = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))
     if lost := [mesh for mesh in result if isinstance(mesh, AbstractMesh)]:
         text = f"cannot move anything from or to the abstract mesh {lost[0]}."

@@ -1,6 +1,5 @@
 """Hashes of a rank's rows, computed where they are: ranks that have to read the same rows compare them.
 
-In: a batch. Out: an int64 for each leaf, and one of all of them; the host reads nothing.
 Guarantee: equal leaves have equal hashes on every rank; leaves that differ in an element, its position, shape or dtype
 have different ones, except with probability 2^-64 if they were not constructed to collide.
 """

@@ -1,8 +1,4 @@
-"""`setup`: from a model, a loss function and an optimizer to a first state and a train step, in one call.
-
-In: what differs from program to program. Out: the state, whose layout has mesh, rules and shardings, and the step.
-It makes the same calls as a reader would: `make_mesh`, `plan_layout`, `init_state`, `make_train_step`.
-"""
+"""`setup`: from a model, a loss function and an optimizer to a first state and a train step, in one call."""
 
 from __future__ import annotations
 

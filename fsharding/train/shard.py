@@ -1,6 +1,5 @@
 """What data is to a training loop: a pure function of step and shard.
 
-In: the number of a step, and which part of how many. Out: the rows of that part.
 Guarantee: the parts of all shards, one after the other, are the batch of one shard.
 """
 

@@ -1,6 +1,5 @@
 """The options of a train step, which `setup` and `make_train_step` take as keywords.
 
-In: `StepOptions`, the keywords as a user gives them. Out: `StepSettings`, one value of all, with their defaults.
 Guarantee: an option is documented once, in `StepOptions`, and has its default once, in `StepSettings`.
 """
 
@@ -79,11 +78,7 @@ class StepSettings:
     prefetch_depth: int = 1
 
     def refuse_wrong(self) -> None:
-        """Refuse values that no layout and no batch can make right.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Refuse values that no layout and no batch can make right."""
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
             raise ConfigError(message(f"got microbatches={self.microbatches!r}.", mend="Give a number from 1."))
         check_policy(self.policy)

@@ -1,9 +1,6 @@
 """Whether a step counts: a number that the device computes, and its way to the host.
 
-In: loss, norm and weight of a step, the loss scale. Out: 0, the step counts; 1, it is skipped; 2, it is refused; 3,
-ranks that must agree differ. With `check="sync"` the host reads it in the step. With `check="async"` it is copied to
-host memory asynchronously, and read by the next call, by `metrics.loss`, or at exit. Guarantee: all ranks have the same
-number, since loss and norm are the same on all.
+Guarantee: all ranks have the same number, since loss and norm are the same on all.
 """
 
 from __future__ import annotations
@@ -32,15 +29,7 @@ UNLIKE = 3
 def verdict_of(
     finite: Tensor, weighted: Tensor, alike: Tensor, scale: Tensor | None, loss_scale: LossScale | None
 ) -> Tensor:
-    """Decide whether a step counts: int64, 0-d, on the device of `finite`. The host reads nothing.
-
-    Args:
-        finite: whether loss and norm are finite (bool, 0-d).
-        weighted: whether the weight is a number that a mean can be divided by (bool, 0-d); see `is_divisor`.
-        alike: whether ranks that have to do the same did (bool, 0-d).
-        scale: the loss scale (float32, 0-d).
-        loss_scale: its rules. Without them a step that is not finite is refused, as it is at the least scale.
-    """
+    """Decide whether a step counts: int64, 0-d, on the device of `finite`. The host reads nothing."""
     wrong = (finite & weighted).logical_not()
     unlike = alike.logical_not() * UNLIKE
     if scale is None or loss_scale is None:
@@ -51,15 +40,9 @@ def verdict_of(
 
 
 class PendingVerdict:
-    """A verdict that the host has not looked at.
+    """A verdict that the host has not looked at."""
 
-    Args:
-        verdict: of `verdict_of`; its copy to the host starts here, on the current stream.
-        refusal: gives the error of a step that is refused or unlike, by the code; it may read the device.
-
-    Attributes:
-        process: the id of the process whose step it is; one that was forked from it leaves it alone.
-    """
+    # `process`: the id of the process whose step it is; one that was forked from it leaves it alone.
 
     # `_code` is host memory, valid once `_event` has completed; `_event` is None if the copy was synchronous.
     # `_pending` keeps each verdict until it has been read, so that the exit hook reads the rest.
@@ -83,12 +66,7 @@ class PendingVerdict:
         return self._event is None or self._event.query()
 
     def raise_refused(self) -> None:
-        """Waits for the verdict.
-
-        Raises:
-            NonFiniteError: the step was refused. It is raised once.
-            RankError: ranks that have to do the same did not.
-        """
+        """Waits for the verdict."""
         if _pending.pop(id(self), None) is None:
             return
         if self._event is not None:

@@ -1,9 +1,6 @@
 """Refuse functions that write into their arguments, where a policy runs them on copies and runs them again in backward.
 
-What the function appends to a list is lost, since the list is a copy; from a tensor that it changes in place,
-backward recomputes another result. Entries of lists and dicts are compared by identity before and after the call, and
-tensors by identity and version, also those that sets and attributes of objects hold. Guarantee: after a call without
-an error the arguments hold the same tensors, with the same values, as before.
+Guarantee: after a call without an error the arguments hold the same tensors, with the same values, as before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Refuse casts to 8 bits in a differentiated graph: autograd would round their gradient without a scale.
 
-Only the first backward of each function is inspected, since visiting a node costs about as much as running it.
-Guarantee: a differentiated cast in the first graph of a function is found. Casts inside a compiled graph or a user's
-autograd Function, and functions without a hash or weak reference, are not inspected.
+Guarantee: a differentiated cast in the first graph of a function is found.
 """
 
 from __future__ import annotations

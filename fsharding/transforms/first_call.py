@@ -1,7 +1,6 @@
 """Check a loss function at its first call: does it depend on the parameters, and where do its random numbers come from?
 
-Later calls are not checked. Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks
-refuse it before backward.
+Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
 """
 
 from __future__ import annotations

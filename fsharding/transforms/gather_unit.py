@@ -1,8 +1,7 @@
 """`gather_unit` and `scatter_grads`: the two transforms between the sharded and the gathered form of a unit.
 
-Inside `value_and_grad` the `GatherContext` gathers, releases, gathers again and reduces; under torch.func the same
-maps are composed of differentiable collectives. Guarantee: `scatter_grads` is the transpose of `gather_unit`: with
-`<a, b>` the inner product summed over ranks, `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
+Guarantee: `scatter_grads` is the transpose of `gather_unit`: with `<a, b>` the inner product summed over ranks,
+`<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Jacobians and Hessians with respect to sharded trees, with one column per element of the full leaves.
 
-`torch.func.jacfwd` and `hessian` see local tensors only: they would perturb the k-th element of every rank at once.
 Guarantee: each rank gets its part of what torch.func returns for the full leaves on one process.
 """
 

@@ -1,7 +1,6 @@
 """Inner products of sharded trees: `vdot`, for trees at rest, inside a loss function, and under torch.func.
 
-Products are summed in float64, so the order of the sum does not affect a float32 result. Guarantees: each element of
-the full leaves counts once, on every mesh and under every strategy, and in every derivative.
+Guarantee: each element of the full leaves counts once, on every mesh and under every strategy, and in every derivative.
 """
 
 from __future__ import annotations

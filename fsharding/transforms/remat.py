@@ -1,8 +1,6 @@
 """Rematerialization: `remat` keeps a function's inputs for backward and recomputes the rest.
 
-Under autograd it is torch's own checkpoint. torch.func refuses saved-tensor hooks, so there it is an autograd
-Function whose derivatives are rematerialized Functions again: each graph lives for one call. Guarantee: remat changes
-no derivative of any order, also with respect to values that the function closes over.
+Guarantee: remat changes no derivative of any order, also with respect to values that the function closes over.
 """
 
 from __future__ import annotations

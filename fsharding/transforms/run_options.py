@@ -1,7 +1,6 @@
 """Options of a forward and its backward, and where gradients go: one value, passed from the step to each gather.
 
-They come from the arguments of a step or of `value_and_grad`, and are read by the tape and the gather context.
-Guarantee: options are equal on all ranks. Only the precision and the key change numbers.
+Guarantee: options are equal on all ranks.
 """
 
 from __future__ import annotations

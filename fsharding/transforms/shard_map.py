@@ -1,7 +1,6 @@
 """`shard_map`: run a function on local tensors, with DTensors outside.
 
-Inside, `fs.tree.vdot` is the inner product of two sharded trees, over the full leaves. Guarantee: each rank gets its
-part of the result on one process, for every sharding of the arguments.
+Guarantee: each rank gets its part of the result on one process, for every sharding of the arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The static plan of a unit: which leaves are gathered together, and which gradients are reduced together.
 
-The leaves of a gather bucket share a kind of wire and axes; of a reduction, steps and dtypes. Guarantee: planning
-never communicates, and all ranks of a mesh compute the same plan.
+Guarantee: planning never communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations

@@ -304,10 +304,9 @@ def global_loss(
 
 
 class Tape:
-    """One forward and its backward over sharded parameters, and where their gradients go.
+    """One forward and its backward over sharded parameters, and where their gradients go."""
 
-    `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
-    """
+    # `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
 
     # All lists are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or for a
     # plain tensor one that autograd tracks. `_direct[i]` is the gradient that autograd returned for a leaf that was not

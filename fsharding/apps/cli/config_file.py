@@ -1,7 +1,4 @@
-"""`--config FILE`: options from a file of YAML or TOML; `--print-config` writes one.
-
-The command line wins over the file, and the file over defaults. Files are untrusted: none can hang or fill the process.
-"""
+"""`--config FILE`: options from a file of YAML or TOML; `--print-config` writes one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verb `generate`: text after a prompt, from a checkpoint, printed as it comes.
-
-Equal options give the same text on any number of ranks, which shard the model over `tp` by default.
-"""
+"""The verb `generate`: text after a prompt, from a checkpoint, printed as it comes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command line: `fsharding VERB ...`. Arguments are checked before torch is imported.
-
-Exit status: 0 done, 1 failed at run time, 2 bad arguments or configuration, 130 interrupted, or `--preempt-status`.
-"""
+"""The command line: `fsharding VERB ...`. Arguments are checked before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Signals before `fsharding train` has anything to save, and what it prints until the first step.
-
-Imports the standard library alone, so that signals are blocked within milliseconds.
-"""
+"""Signals before `fsharding train` has anything to save, and what it prints until the first step."""
 
 from __future__ import annotations
 

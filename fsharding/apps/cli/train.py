@@ -1,7 +1,4 @@
-"""The main job: trains a decoder on bytes or tokens, on one process, on local ranks, or under torchrun.
-
-A run that is stopped and resumed has bitwise the losses of one that never stopped. A signal loses no step.
-"""
+"""The main job: trains a decoder on bytes or tokens, on one process, on local ranks, or under torchrun."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Refuse options, names, paths and numbers that are wrong by themselves, without an import of torch.
-
-The names stand here apart from what they stand for; tests compare the two.
-"""
+"""Refuse options, names, paths and numbers that are wrong by themselves, without an import of torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Short notes between the processes of one machine: a pipe from each to each, which is what wakes a reader soonest.
 
-In: some integers for all members, on one of many channels. Out: each member's, in the order of the channel.
-A lost member is noticed at once: no other process holds the write end of its pipe.
 Guarantee: a note with a number from a member is the one that it sent under that number, in whatever order they are
 read.
 """
@@ -23,11 +21,9 @@ _GONE = "Process {} is gone, or does not let this one send to it: {}."
 
 
 class MemberError(RuntimeError):
-    """A member of a group is gone, or does not answer.
+    """A member of a group is gone, or does not answer."""
 
-    Attributes:
-        member: its place in the group.
-    """
+    # `member`: its place in the group.
 
     def __init__(self, text: str, member: int = -1) -> None:
         super().__init__(text)
@@ -35,14 +31,9 @@ class MemberError(RuntimeError):
 
 
 class Pipes:
-    """The pipes between this process and some others.
+    """The pipes between this process and some others."""
 
-    Each member makes those into which the others write, and opens theirs once it knows their numbers.
-
-    Args:
-        size: how many processes, with this one.
-        index: this one's place among them.
-    """
+    # Each member makes those into which the others write, and opens theirs once it knows their numbers.
 
     def __init__(self, size: int, index: int, length: int) -> None:
         self._note = Struct(f"<{1 + length}q")
@@ -60,14 +51,7 @@ class Pipes:
         weakref.finalize(self, _close, self._open)
 
     def connect(self, pids: Sequence[int], write_ends: Sequence[int]) -> None:
-        """Opens the pipes of the others; after all have done so, `close_write_ends` closes what was open for them.
-
-        Args:
-            write_ends: what each member has open for this one.
-
-        Raises:
-            RuntimeError: a process is gone, or does not let this one in.
-        """
+        """Opens the pipes of the others; after all have done so, `close_write_ends` closes what was open for them."""
         self._pids = tuple(pids)
         for member in self._members:
             try:
@@ -83,11 +67,7 @@ class Pipes:
         self._open -= own
 
     def send(self, channel: int, note: Sequence[int]) -> int:
-        """Sends a note to all the others, and gives its number on the channel.
-
-        Raises:
-            MemberError: it is gone.
-        """
+        """Sends a note to all the others, and gives its number on the channel."""
         data = self._note.pack(channel, *note)
         for member, end in self._write.items():
             try:
@@ -98,16 +78,7 @@ class Pipes:
         return self._sent[channel] - 1
 
     def receive(self, channel: int, number: int, timeout: timedelta) -> dict[int, tuple[int, ...]]:
-        """The note with a number of each other member, once.
-
-        Args:
-            channel: notes are counted separately for each channel.
-            number: as `send` gave it; all send the same number of notes.
-            timeout: how long to wait for all of them.
-
-        Raises:
-            MemberError: it is gone, or the timeout is over.
-        """
+        """The note with a number of each other member, once."""
         until = time.monotonic() + timeout.total_seconds()
         for member in self._members:
             while (channel, member, number) not in self._received:
@@ -117,11 +88,7 @@ class Pipes:
         return {member: self._received.pop((channel, member, number)) for member in self._members}
 
     def is_ready(self, channel: int, number: int) -> bool:
-        """Whether `receive` would not have to wait.
-
-        Raises:
-            MemberError: a member is gone.
-        """
+        """Whether `receive` would not have to wait."""
         for member in self._members:
             while (channel, member, number) not in self._received:
                 if not self._take(member, 0.0):

@@ -1,7 +1,5 @@
 """Blocks of memory that the processes of one machine map, each made by one of them.
 
-In: a number of bytes. Out: a buffer in a block; a note of four integers is all that another process needs to map it.
-A block is reused when this process has no view of it and every reader has acknowledged it, by a number in its own head.
 Guarantee: memory has no name, and is gone with the last process that maps it.
 """
 
@@ -48,14 +46,12 @@ class Mapping(NamedTuple):
 
 
 class Block:
-    """Memory without a name, which is gone with the last process that maps it.
+    """Memory without a name, which is gone with the last process that maps it."""
 
-    Attributes:
-        mapping: of this process, which made it.
-        used: bytes that were asked for.
-        readers: processes that acknowledge what was posted last, by their slots in the head.
-        owner: the member it was reserved for; None if it was not, or is in use.
-    """
+    # `mapping`: of this process, which made it.
+    # `used`: bytes that were asked for.
+    # `readers`: processes that acknowledge what was posted last, by their slots in the head.
+    # `owner`: the member it was reserved for; None if it was not, or is in use.
 
     def __init__(self, size: int) -> None:
         """Makes a block of so many bytes, with its head."""
@@ -89,11 +85,9 @@ class Block:
 
 
 def _map(fd: int, size: int) -> Mapping:
-    """Without an operation on tensors.
-
-    What is computed again for backward may find no free block where forward found one, and torch's checkpoint refuses
-    operations that forward did not have.
-    """
+    """Without an operation on tensors."""
+    # What is computed again for backward may find no free block where forward found one, and torch's checkpoint refuses
+    # operations that forward did not have.
     memory = memoryview(mmap.mmap(fd, size))
     return Mapping(memory[:HEAD].cast("q"), torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD), memory)
 
@@ -188,11 +182,7 @@ def block_of(buffer: Tensor) -> Block:
 
 
 def map_block(pid: int, fd: int, inode: int, size: int) -> Mapping:
-    """Maps a block of another process.
-
-    Raises:
-        RuntimeError: that process is gone, or keeps it to itself.
-    """
+    """Maps a block of another process."""
     try:
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     except OSError as e:
@@ -212,9 +202,7 @@ def allocated_bytes() -> int:
 
 @contextmanager
 def watched() -> Generator[list[tuple[int, int]]]:
-    """Fills a list with (ns since the epoch, bytes in use here or by a reader) whenever a block comes into use.
-
-    What becomes free meanwhile shows at the next one.
-    """
+    """Fills a list with (ns since the epoch, bytes in use here or by a reader) whenever a block comes into use."""
+    # What becomes free meanwhile shows at the next one.
     with _arena().watched() as log:
         yield log

@@ -1,8 +1,5 @@
 """Processes of one machine read each other's buffers where they were written, in memory that all of them map.
 
-In: buckets, rows. Out: handles. Of `Posted` each member has a buffer, which the others read in place; of `Joint` there
-is one buffer, and each member writes a part of it. A note of 48 bytes through a pipe says where a buffer is, how large,
-and that it is written.
 Guarantee: a member reads only what was written before the note; a group over several machines never comes here; members
 that send unlike things are told so before they read any.
 """
@@ -66,11 +63,7 @@ class _Members:
         return known
 
     def check(self, index: int, records: Sequence[Sequence[int]]) -> None:
-        """Reaches every other member, who says where it has its name, and where its pipes.
-
-        Raises:
-            RuntimeError: there is one that it cannot reach.
-        """
+        """Reaches every other member, who says where it has its name, and where its pipes."""
         self.pipes.connect(self.pids, [write_ends[index] for _, _, _, _, *write_ends in records])
         for member, (_, fd, inode, size, *_) in enumerate(records):
             if member != index:
@@ -115,14 +108,8 @@ _known: WeakValueDictionary[tuple[int, ...], _Members] = WeakValueDictionary()
 
 
 def can_share(group: Group, *, asked: bool = False) -> Offer:
-    """Whether all members of a group are processes of one machine that can map each other's memory.
-
-    Collective over the group the first time.
-
-    Args:
-        group: of gloo, with several members.
-        asked: the user asks for it; else `FSHARDING_SHARED_MEMORY=0` on any member says no.
-    """
+    """Whether all members of a group are processes of one machine that can map each other's memory."""
+    # Collective over the group the first time.
     assert group.process_group is not None
     channels = _channels.setdefault(group.process_group, {})
     key = group.ranks, asked
@@ -227,11 +214,7 @@ def _naming(group: Group) -> Generator[None]:
 
 
 class _Notes:
-    """A note from each member to each other one.
-
-    Args:
-        nbytes: how large it is; kind and size are the same on every member, or they are not in the same call.
-    """
+    """A note from each member to each other one."""
 
     def __init__(self, note: segments.Note, kind: int, nbytes: int, group: Group) -> None:
         """Sends this member's."""
@@ -241,11 +224,7 @@ class _Notes:
         self._received: Mapping[int, tuple[int, ...]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> Mapping[int, tuple[int, ...]]:
-        """Return the notes of the other members.
-
-        Raises:
-            RuntimeError: a member is gone, or the timeout is over (by default the group's).
-        """
+        """Return the notes of the other members."""
         if self._received is None:
             assert self._group.process_group is not None
             limit = _compat.group_timeout(self._group.process_group) if timeout is None else timeout
@@ -275,12 +254,7 @@ def _map_from(member: int, note: Sequence[int], group: Group) -> segments.Mappin
 
 
 class Posted:
-    """A buffer of each member, once all of them have posted theirs, of one size each.
-
-    Args:
-        own: from `blocks.take`, filled; it must not change any more.
-        group: for which `can_share` is true.
-    """
+    """A buffer of each member, once all of them have posted theirs, of one size each."""
 
     def __init__(self, own: Tensor, group: Group) -> None:
         """Starts to show the buffer to the other members."""
@@ -294,11 +268,7 @@ class Posted:
         self._acknowledged = False
 
     def wait(self, timeout: timedelta | None = None) -> Sequence[Tensor]:
-        """The buffer of each member as bytes, to be read until `release`.
-
-        Raises:
-            RuntimeError: a member is gone, or the timeout is over (by default the group's).
-        """
+        """The buffer of each member as bytes, to be read until `release`."""
         assert not self._acknowledged, "the buffers may have been written again"
         if self._buffers is None:
             buffers = [self._mine] * self._group.size
@@ -314,10 +284,8 @@ class Posted:
         return self._notes.is_ready()
 
     def release(self, timeout: timedelta | None = None) -> None:
-        """The buffers have been read, and may be written again. Waits for them, if that has not been done.
-
-        Each is acknowledged once: later its member may have posted something else in the same memory.
-        """
+        """The buffers have been read, and may be written again. Waits for them, if that has not been done."""
+        # Each is acknowledged once: later its member may have posted something else in the same memory.
         if not self._acknowledged:
             self.wait(timeout)
             for head, number in self._unread:
@@ -327,19 +295,12 @@ class Posted:
 
 
 class Joint:
-    """A buffer of which every member writes a part, all in the same memory. Fill, `start`, `wait`, and all is there.
+    """A buffer of which every member writes a part, all in the same memory. Fill, `start`, `wait`, and all is there."""
 
-    The members take turns in giving the memory. Whose turn is next says where with the note by which it says that its
-    part of this one is written; so as a rule no member waits for memory or requests it.
-
-    Args:
-        nbytes: the same on every member.
-        group: for which `can_share` is true.
-
-    Attributes:
-        buffer: all parts as bytes, garbage until they are written. When this process has no view of it left,
-            this member acknowledges it.
-    """
+    # The members take turns in giving the memory. Whose turn is next says where with the note by which it says that its
+    # part of this one is written; so as a rule no member waits for memory or requests it.
+    # `buffer`: all parts as bytes, garbage until they are written. When this process has no view of it left, this
+    # member acknowledges it.
 
     def __init__(self, nbytes: int, group: Group) -> None:
         """Finds the memory. Waits for the others where it is the first of its size, or none was waited for since."""
@@ -371,11 +332,7 @@ class Joint:
         self._notes = self._turns.notes = _Notes(note, _JOINT, self.buffer.numel(), self._group)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """All parts are written.
-
-        Raises:
-            RuntimeError: a member is gone, or the timeout is over (by default the group's).
-        """
+        """All parts are written."""
         assert self._notes is not None
         self._notes.wait(timeout)
 
@@ -455,23 +412,16 @@ class SharedMemory(Pairwise):
         return Exchange(own, lambda: self._show(own, own[0].nbytes, lambda rows: [each[group.index] for each in rows]))
 
     def _show(self, own: Tensor, sent: int, choose: Callable[[Sequence[Tensor]], Rows]) -> Handle[Rows]:
-        """Let the others read a buffer in place; of theirs, choose the rows for this rank.
-
-        Args:
-            own: filled; the others' have its shape and dtype.
-            sent: bytes that each of the others reads.
-            choose: rows out of the buffer of each member.
-        """
+        """Let the others read a buffer in place; of theirs, choose the rows for this rank."""
         record_sent((self.group.size - 1) * sent, self.group.axes)
         posted = Posted(as_bytes(own), self.group)
         return Handle(posted, lambda read: choose([each.view(own.dtype).view(own.shape) for each in read]))
 
 
 class _LeafReduction:
-    """A `Reduction` of leaves that lie whole where the others read them.
+    """A `Reduction` of leaves that lie whole where the others read them."""
 
-    With `scatter` each member reads the pieces of its own, else the leaves.
-    """
+    # With `scatter` each member reads the pieces of its own, else the leaves.
 
     def __init__(self, terms: PlainTerms, group: Group, sum_dtype: torch.dtype) -> None:
         self._bucket = terms.bucket

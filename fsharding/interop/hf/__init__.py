@@ -1,7 +1,4 @@
-"""Hugging Face in and out: `config.json` as a decoder, safetensors straight into a layout, and back.
-
-`fs.hf.load(path, layout)` reads each rank's slices; `fs.hf.save(path, params, config)` writes what transformers loads.
-"""
+"""Hugging Face in and out: `config.json` as a decoder, safetensors straight into a layout, and back."""
 
 from fsharding.interop.hf.config_tables import config_json, config_of
 from fsharding.interop.hf.loading import load

@@ -1,7 +1,5 @@
 """Which tensors of a directory are written as codes, and the codes: each rank makes codes for its own boxes.
 
-In: a format, the tensors to be and the boxes of them that this rank has. Out: the largest magnitude of every block over
-all ranks, from which every rank knows every scale; and the codes of any window.
 Guarantee: codes and scales are computed as on whole tensors, whatever the layout: a maximum is exact in any order.
 """
 
@@ -40,22 +38,13 @@ _BUCKET = 4 << 20
 
 @dataclass(frozen=True)
 class Rule:
-    """Which leaves are written as codes.
-
-    Attributes:
-        format: of them.
-        precision: the same format and the leaves that are kept, as `Precision` says them.
-    """
+    """Which leaves are written as codes."""
 
     format: Blocks
-    precision: Precision
+    precision: Precision  # the same format and the leaves that are kept, as `Precision` says them
 
     def takes(self, path: str, shape: tuple[int, ...], piece: Piece) -> bool:
-        """Whether a piece of a leaf is codes.
-
-        Args:
-            piece: of it; with the dims of the tensor in the files.
-        """
+        """Whether a piece of a leaf is codes."""
         if any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in _PLAIN):
             return False
         if self.precision.format_of(path, len(piece.shape)) is None:
@@ -73,11 +62,7 @@ class Coding:
     """The codes of one save: the largest magnitudes of all blocks, and what is made of them."""
 
     def __init__(self, format: Blocks, tensors: Mapping[str, tuple[int, ...]]) -> None:
-        """Begins with zeros.
-
-        Args:
-            tensors: the shapes of those that are written as codes, by name, alike on all ranks.
-        """
+        """Begins with zeros."""
         self.format, self.tensors = format, dict(tensors)
         self._amaxes = {name: torch.zeros(format.grid(shape)) for name, shape in tensors.items()}
 
@@ -123,11 +108,9 @@ class Coding:
         ]
 
     def warn_of_edges(self) -> None:
-        """Warn about tensors that have incomplete blocks at their edges.
-
-        `dequantize` of transformers divides a dim by the number of its scales to get the size of a block, so it returns
-        other numbers for such tensors, or raises. Readers that use `weight_block_size` do not.
-        """
+        """Warn about tensors that have incomplete blocks at their edges."""
+        # `dequantize` of transformers divides a dim by the number of its scales to get the size of a block, so it
+        # returns other numbers for such tensors, or raises. Readers that use `weight_block_size` do not.
         rows = [
             f"{name} is {list(shape)}"
             for name, shape in self.tensors.items()

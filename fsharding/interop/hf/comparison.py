@@ -1,11 +1,4 @@
-"""Compare a `config.json` with the model of a layout: every field that changes what the model computes.
-
-In: the entries of a `config.json`, and what the layout's model was made of: a `DecoderConfig`, or a module's config.
-Out: one row for each field that differs.
-A field of a module's config counts unless it is known to change nothing, even one that only the file has. `from_dict`
-of the config's own class fills in defaults and reads the entries of older versions. Choices of training (dropout,
-balance losses) don't count.
-"""
+"""Compare a `config.json` with the model of a layout: every field that changes what the model computes."""
 
 from __future__ import annotations
 
@@ -45,17 +38,11 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True)
 class ModuleConfig:
-    """The config that a module was made with.
+    """The config that a module was made with."""
 
-    Attributes:
-        entries: those that its `config.json` would have.
-        kind: the class of the config, whose `from_dict` reads such entries.
-        generation: entries of its `generation_config.json`; None if it has none.
-    """
-
-    entries: Mapping[str, Any]
-    kind: Any
-    generation: Mapping[str, Any] | None
+    entries: Mapping[str, Any]  # those that its `config.json` would have
+    kind: Any  # the class of the config, whose `from_dict` reads such entries
+    generation: Mapping[str, Any] | None  # entries of its `generation_config.json`; None if it has none
 
     @property
     def family(self) -> str | None:
@@ -81,11 +68,7 @@ def generation_of(config: Any) -> Mapping[str, Any] | None:
 
 
 def differences(entries: Mapping[str, Any], config: Any) -> list[str]:
-    """The fields in which a `config.json` and the model of a layout compute different things; one row each.
-
-    Args:
-        config: of the layout; of an unknown kind, as None is, nothing is compared.
-    """
+    """The fields in which a `config.json` and the model of a layout compute different things; one row each."""
     if isinstance(config, DecoderConfig):
         return _of_decoders(entries, config) if entries.get("model_type") in [*FAMILIES] else []
     if isinstance(config, ModuleConfig) and "model_type" in entries:

@@ -1,8 +1,4 @@
-"""The fields of a `config.json`, by family: each changes the computation and is read, has one value, or is neutral.
-
-Data alone, for the config classes of the transformers release in `constraints.txt`; a test changes each field by itself
-and compares logits. Any other entry may change the computation, so `config_of` refuses it by name.
-"""
+"""The fields of a `config.json`, by family: each changes the computation and is read, has one value, or is neutral."""
 
 from __future__ import annotations
 
@@ -12,29 +8,19 @@ __all__ = ["FIELDS", "IGNORED", "ONLY", "READ", "Fields", "Only"]
 
 
 class Only(NamedTuple):
-    """A field that changes what the model computes, of which `models.decoder` computes some values.
+    """A field that changes what the model computes, of which `models.decoder` computes some values."""
 
-    Attributes:
-        default: of the config class, where `config.json` has no entry.
-        accepted: the values that the decoder computes; the entries of a list are compared one by one.
-    """
-
-    default: Any
-    accepted: tuple[Any, ...]
+    default: Any  # of the config class, where `config.json` has no entry
+    accepted: tuple[Any, ...]  # the values that the decoder computes; the entries of a list are compared one by one
 
 
 class Fields(NamedTuple):
-    """The fields of the config class of a family.
+    """The fields of the config class of a family."""
 
-    Attributes:
-        read: fields that a `DecoderConfig` says too, with the default of the class; None where a file must have one.
-        only: fields of which the decoder computes some values.
-        neutral: fields that change no logits.
-    """
-
+    # fields that a `DecoderConfig` says too, with the default of the class; None where a file must have one
     read: dict[str, Any]
-    only: dict[str, Only]
-    neutral: frozenset[str]
+    only: dict[str, Only]  # fields of which the decoder computes some values
+    neutral: frozenset[str]  # fields that change no logits
 
 
 READ: frozenset[str] = frozenset(

@@ -1,7 +1,5 @@
 """Families of models: `config.json` of a Hugging Face directory, and the decoder that it means.
 
-In: the entries of a `config.json`. Out: a `DecoderConfig`, and back. Families are Llama, Mistral, Qwen2, Qwen3, Mixtral
-and Qwen3-MoE. What `models.decoder` lacks is refused by name: other activations, sliding windows, biases elsewhere.
 Guarantee: `config_of(config_json(c))` computes what `c` computes, for every config that a family can say.
 """
 
@@ -37,21 +35,13 @@ _MEND = "Use another model, or bring its weights into a tree of your own: fs.hf.
 
 @dataclass(frozen=True)
 class Family:
-    """The conventions that models of a `model_type` share.
+    """The conventions that models of a `model_type` share."""
 
-    Attributes:
-        architecture: the class of transformers.
-        bias: queries, keys and values have biases.
-        qk_norm: query and key heads have norms.
-        experts: the key of the number of experts; None for a dense family.
-        rope_base: where `config.json` has none.
-    """
-
-    architecture: str
-    bias: bool = False
-    qk_norm: bool = False
-    experts: str | None = None
-    rope_base: float = 10_000.0
+    architecture: str  # the class of transformers
+    bias: bool = False  # queries, keys and values have biases
+    qk_norm: bool = False  # query and key heads have norms
+    experts: str | None = None  # the key of the number of experts; None for a dense family
+    rope_base: float = 10_000.0  # where `config.json` has none
 
 
 FAMILIES: dict[str, Family] = {
@@ -119,11 +109,7 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
 
 
 def _read_generation(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The entries of the `generation_config.json` of a directory; None if there is none.
-
-    Raises:
-        ConfigError: there is one that is no JSON object.
-    """
+    """The entries of the `generation_config.json` of a directory; None if there is none."""
     folder = Path(os.path.realpath(path))
     if not os.path.lexists(folder / GENERATION):
         return None
@@ -139,11 +125,7 @@ def _read_generation(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The entries of a `config.json`, given the file or its directory.
-
-    Raises:
-        ConfigError: there is none, or it is no JSON object.
-    """
+    """The entries of a `config.json`, given the file or its directory."""
     file = Path(path)
     try:
         file = file / "config.json" if file.is_dir() else file
@@ -343,11 +325,7 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
 
 # ----------------------------------------------------------------------------------------------------------------- out
 def decoder_config(config: Any) -> DecoderConfig:
-    """The config of a decoder, where it or a recipe that has it is given.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """The config of a decoder, where it or a recipe that has it is given."""
     result = config if isinstance(config, DecoderConfig) else getattr(config, "config", None)
     if not isinstance(result, DecoderConfig):
         mend = "Pass a DecoderConfig, or a recipe such as fs.models.presets.llama3_8b()."

@@ -1,7 +1,5 @@
 """A Hugging Face directory as it lies on the disk: where its tensors are, and whether they are numbers or codes.
 
-In: a path. Out: names, shapes and dtypes, and any slice of any tensor. Reads headers alone, and of its `config.json`
-in which format weights are.
 Guarantee: every file that cannot be read is named in one error.
 """
 
@@ -35,29 +33,15 @@ _RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True)
 class Folder:
-    """Tensors by name in safetensors files.
+    """Tensors by name in safetensors files."""
 
-    Attributes:
-        path: the directory.
-        leaves: shape and dtype by name.
-        reader: reads a slice of one; codes as the numbers that they stand for.
-        unread: tensors that are not read, by name: why.
-    """
-
-    path: Path
-    leaves: Mapping[str, LeafType]
-    reader: Reader
-    unread: Mapping[str, str]
+    path: Path  # the directory
+    leaves: Mapping[str, LeafType]  # shape and dtype by name
+    reader: Reader  # reads a slice of one; codes as the numbers that they stand for
+    unread: Mapping[str, str]  # tensors that are not read, by name: why
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Reads a slice of a tensor, a window of 16 MiB at a time.
-
-        Args:
-            out: of the box's shape, strided in any way; elements are cast to its dtype.
-
-        Raises:
-            CheckpointError: the file has become shorter.
-        """
+        """Reads a slice of a tensor, a window of 16 MiB at a time."""
         self.reader(name, box, out)
 
     def digest(self) -> str:
@@ -66,15 +50,7 @@ class Folder:
 
 
 def open_folder(path: StrPath) -> Folder:
-    """Reads the headers of all safetensors files of a directory.
-
-    Args:
-        path: a directory with `model.safetensors`, or several files and `model.safetensors.index.json`.
-
-    Raises:
-        CheckpointError: no such directory, files that are missing, torn or foreign, tensors that are not where the
-            index says, two saves in one directory; all of them are listed. Weights in a format that is not read.
-    """
+    """Reads the headers of all safetensors files of a directory."""
     folder = real_path(path)
     rows: list[str] = []
     table = _table(folder, rows)

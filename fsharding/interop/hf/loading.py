@@ -1,7 +1,5 @@
 """`load`: the weights of a Hugging Face directory in any layout; each rank reads its own slices and nothing else.
 
-In: a directory, a layout, and where its leaves are there, which for `models.decoder` follows from the `config.json`.
-Out: a tree of new DTensors. Every name, shape and dtype is compared before the first tensor is read.
 Guarantee: what is loaded does not depend on the layout, bit for bit; a rank holds its shard and a window of 16 MiB.
 """
 

@@ -1,7 +1,5 @@
 """The tensors of a Hugging Face directory that a leaf is made of: boxes of tensors that are turned, split or fused.
 
-In: a name, the shape of our leaf, and the parts that it declares. Out: pieces, each a box of our leaf and the tensor
-that it lies in. One direction reads a box of ours there, the other writes it there.
 Guarantee: the pieces of a leaf tile it; all pieces together tile every tensor.
 """
 
@@ -105,25 +103,15 @@ Declared: TypeAlias = tuple[int, tuple[int, ...]] | None
 
 
 class Piece(NamedTuple):
-    """A box of our leaf that lies in one tensor of the other side.
+    """A box of our leaf that lies in one tensor of the other side."""
 
-    Attributes:
-        name: of that tensor.
-        shape: of all of it.
-        box: which box of our leaf.
-        dim: of our leaf, along which the tensor begins elsewhere than the leaf.
-        shift: what an index of ours along it has to be moved by.
-        lead: first dims of our leaf that the tensor lacks.
-        transposed: whether its last two dims are swapped.
-    """
-
-    name: str
+    name: str  # of that tensor
     shape: tuple[int, ...]
-    box: Box
-    dim: int
-    shift: int
-    lead: int
-    transposed: bool
+    box: Box  # which box of our leaf
+    dim: int  # of our leaf, along which the tensor begins elsewhere than the leaf
+    shift: int  # what an index of ours along it has to be moved by
+    lead: int  # first dims of our leaf that the tensor lacks
+    transposed: bool  # whether its last two dims are swapped
 
     def there(self, box: Box) -> Box:
         """Where a box of our leaf, inside of this piece, is in the tensor."""
@@ -148,14 +136,7 @@ def declared(leaf: LeafLayout) -> Declared:
 
 
 def pieces_of(name: Name, shape: Sequence[int], fused: Declared = None) -> Iterator[Piece]:
-    """The pieces of a leaf, one after the other.
-
-    Args:
-        shape: global shape of our leaf.
-
-    Raises:
-        ValueError: the name does not fit the shape, or the declared parts.
-    """
+    """The pieces of a leaf, one after the other."""
     if isinstance(name, Joined):
         yield from _joined(name, tuple(shape), fused)
     elif isinstance(name, Section):
@@ -203,11 +184,7 @@ def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 
 def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
-    """Tensors that their pieces do not tile, one row each.
-
-    Args:
-        pieces: all of them, of all leaves, by the name of the tensor.
-    """
+    """Tensors that their pieces do not tile, one row each."""
     rows: list[str] = []
     for name, result in pieces.items():
         shape = result[0].shape

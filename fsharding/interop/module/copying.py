@@ -1,8 +1,6 @@
 """A deep copy of a module in which functions, too, refer to the copy.
 
-In: a module, and stand-ins for its parameters. Out: a copy that shares no submodule, parameter or buffer with it.
-`copy.deepcopy` copies methods and partials but not functions: a `forward` or a hook that is a closure over a layer
-would continue to compute with the original. Guarantee: a function stored on the copy reads no tensor of the original.
+Guarantee: a function stored on the copy reads no tensor of the original.
 """
 
 from __future__ import annotations
@@ -27,14 +25,7 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 @named("fs.functionalize")
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module and rebind the functions stored on it.
-
-    Args:
-        memo: stand-ins by `id`, as in `copy.deepcopy`.
-
-    Raises:
-        ConfigError: the module cannot be copied, or a function on it reads the module from a global.
-    """
+    """Copy a module and rebind the functions stored on it."""
     try:
         own = (x for part in module.modules() for x in (*vars(part)["_buffers"].values(), *vars(part).values()))
         # Torch cannot deep-copy tensors without values.
@@ -64,11 +55,9 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 class _Rebinding:
-    """Maps values that refer to a module to equal values that refer to its copy.
+    """Maps values that refer to a module to equal values that refer to its copy."""
 
-    Attributes:
-        globals: names of globals through which the functions seen so far read the original.
-    """
+    # `globals`: names of globals through which the functions seen so far read the original.
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo

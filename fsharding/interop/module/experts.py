@@ -1,6 +1,5 @@
 """Expert parallelism for modules: the module's own forward computes with all experts, so `ep` cannot shard them.
 
-In: the leaves of a module, a mesh, rules. Out: nothing, or an error that names the leaves of experts.
 Guarantee: a mesh with `ep` never gathers all experts of a module without an error.
 """
 
@@ -17,13 +16,8 @@ __all__ = ["check_experts"]
 
 
 def check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, family: str | None) -> None:
-    """Refuse a mesh whose `ep` would leave all experts of a module on every rank.
-
-    Rules without an axis for experts say that every rank has all of them, so they are accepted.
-
-    Raises:
-        ConfigError: the module has experts and the mesh has `ep`; all their leaves are listed.
-    """
+    """Refuse a mesh whose `ep` would leave all experts of a module on every rank."""
+    # Rules without an axis for experts say that every rank has all of them, so they are accepted.
     shape = abstract(mesh)
     axes = [axis for axis in rules.get(EXPERT, ()) if axis == "ep" and shape.axis_size(axis) > 1]
     leaves = [leaf for leaf in anatomy.leaves if _is_expert(leaf.path)] if axes else []

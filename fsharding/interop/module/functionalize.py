@@ -1,9 +1,6 @@
 """Bring your own module: `functionalize` makes a pure function of its parameters out of an nn.Module.
 
-In: a module, and patterns that say which of its modules are gathered and let go together. Out: a `PureModule`, which
-`plan_layout` and `init_state` take as a model, and which is called inside a loss function: `net(params, *inputs)`.
-The module's own forward runs, with any control flow; where it calls a unit, the unit's weights are gathered, used,
-and let go, the next ones on their way. Guarantee: outputs and gradients match the module on one process.
+Guarantee: outputs and gradients match the module on one process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Tables of model families as Hugging Face writes them: units, names of dims, roles of layers, and their parts.
 
-In: a module with a `config.model_type`. Out: its `Family`, or None. Nothing here imports transformers.
-Names of dims follow `DEFAULT_RULES`. Experts have no name that shards them: a module's forward takes all of them,
-so `plan_layout` refuses a mesh with `ep`. Guarantee: every parameter of the family's causal language model has names.
+Guarantee: every parameter of the family's causal language model has names.
 """
 
 from __future__ import annotations

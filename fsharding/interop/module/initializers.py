@@ -1,8 +1,5 @@
 """First values of the parameters of a module, leaf by leaf and lazily: those that it has, or those that it would draw.
 
-In: a module with real or meta tensors, the leaves of its anatomy, a key. Out: for each leaf something with a shape and
-a dtype that computes any slice. A tensor on the meta device is drawn by the module's own `reset_parameters`, one
-submodule at a time, on the CPU, from a seed that follows from the key and from where the submodule stands.
 Guarantee: the values of a leaf do not depend on the slice that is asked for, so every layout gets the same bits.
 """
 
@@ -67,10 +64,8 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def generator_bytes(device: torch.device) -> bytes | None:
-    """Return the state of a device's generator for comparison, without an operation that a dispatch mode could see.
-
-    It is None during the capture of a graph, which forbids to ask, and under `FakeTensorMode`, which draws nothing.
-    """
+    """Return the state of a device's generator for comparison, without an operation that a dispatch mode could see."""
+    # It is None during the capture of a graph, which forbids to ask, and under `FakeTensorMode`, which draws nothing.
     if _compat.makes_fakes() or devices.is_capturing(device):
         return None
     with _functorch.outside_transforms():
@@ -87,20 +82,13 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class LazyLeaf:
-    """One leaf: values are computed for whatever slice is asked.
+    """One leaf: values are computed for whatever slice is asked."""
 
-    Attributes:
-        shape: with the rows first, where it is stacked.
-        dtype: element type.
-        parts: make the value of each row of a stack, else of the whole.
-        stacked: whether the first dim are rows.
-        drawn: for each part the text of what it is drawn from; None for a value that the module has.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[Callable[[], Tensor], ...]
-    stacked: bool
+    shape: tuple[int, ...]  # with the rows first, where it is stacked
+    dtype: torch.dtype  # element type
+    parts: tuple[Callable[[], Tensor], ...]  # make the value of each row of a stack, else of the whole
+    stacked: bool  # whether the first dim are rows
+    # for each part the text of what it is drawn from; None for a value that the module has
     drawn: tuple[str | None, ...]
 
     def rows(self, chosen: slice) -> LazyLeaf:
@@ -131,14 +119,7 @@ class LazyLeaf:
 def lazy_leaves(
     module: nn.Module, leaves: Sequence[ModuleLeaf], key: Tensor, reset: Reset | None
 ) -> dict[str, LazyLeaf]:
-    """The leaves of a module by path.
-
-    Args:
-        module: whose tensors are taken; it may have been moved to the meta device since its anatomy was planned.
-
-    Raises:
-        ConfigError: when values are asked for: parameters on the meta device that nothing draws; all are listed.
-    """
+    """The leaves of a module by path."""
     owners = dict(module.named_modules(remove_duplicate=False))
     order = {name: i for i, name in enumerate(owners)}
     wrong: list[str] = []
@@ -173,11 +154,7 @@ def _reset_of(owner: nn.Module, reset: Reset | None) -> Reset | None:
 
 
 def _drawn(owner: nn.Module, path: str, name: str, method: Reset, key: Tensor) -> Tensor:
-    """One parameter of a submodule, drawn with all others of it.
-
-    Raises:
-        ConfigError: it has got no value.
-    """
+    """One parameter of a submodule, drawn with all others of it."""
     with seeded(seed_of(key)):
         filled = getattr(_reset_copy(owner, method), name)
     if filled.is_floating_point() and bool(filled.isnan().any()):
@@ -204,11 +181,7 @@ def _reset_copy(owner: nn.Module, method: Reset) -> Any:
 
 
 def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
-    """Values of the buffers that are on the meta device, by name.
-
-    Raises:
-        ConfigError: buffers that their submodules do not fill; all are listed.
-    """
+    """Values of the buffers that are on the meta device, by name."""
     result: dict[str, Tensor] = {}
     wrong: list[str] = []
     for path, owner in module.named_modules():

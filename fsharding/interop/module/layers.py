@@ -1,7 +1,5 @@
 """Torch's own layers: which roles over `tp` each can have, and which of their options a pure function cannot have.
 
-In: a module, roles by pattern. Out: the role of each layer by path, and rows that name layers and options.
-A role replaces the forward of a plain `nn.Linear` or `nn.Embedding`, so a layer with a forward of its own has none.
 Guarantee: an option of a constructor is honored, or refused by name; none is ignored.
 """
 
@@ -36,15 +34,10 @@ _NEVER_CALLED = "NonDynamicallyQuantizableLinear"
 
 @dataclass(frozen=True)
 class LayerRoles:
-    """The roles of the layers of a module.
+    """The roles of the layers of a module."""
 
-    Attributes:
-        roles: by path, of layers that can have theirs.
-        refused: by path, why a layer cannot have the role of its pattern.
-    """
-
-    roles: Mapping[str, Role]
-    refused: Mapping[str, str]
+    roles: Mapping[str, Role]  # by path, of layers that can have theirs
+    refused: Mapping[str, str]  # by path, why a layer cannot have the role of its pattern
 
     def __str__(self) -> str:
         return ", ".join(f"{path}: {role}" for path, role in self.roles.items()) or "none"

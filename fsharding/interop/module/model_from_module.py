@@ -1,7 +1,5 @@
 """A module as a `Model`: embed, blocks, head. A pipeline needs these parts as its stages.
 
-In: a module, its units, and three functions that say how its parts are put together, as its forward does. Out: a
-`Model` with the leaves of the module under `embed`, `blocks` and `head`; `functionalize` takes a forward in one piece.
 Guarantee: losses and gradients match the module on one process, on every mesh with `pp`, `tp` and data axes; `cp` is
 one where the parts take parts of sequences, as those of families do.
 """
@@ -55,18 +53,12 @@ class _Places(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Blocks that follow each other and have the same parameters: a stack of the model.
+    """Blocks that follow each other and have the same parameters: a stack of the model."""
 
-    Attributes:
-        name: of the stack, where the model has several.
-        members: paths of the blocks, the first of which runs for all.
-        places: where the weights of the first come from, below a row of the stack.
-        rows: for the path of each leaf of the anatomy its path there, and which of its rows are these blocks.
-    """
-
-    name: str
-    members: tuple[str, ...]
-    places: _Places
+    name: str  # of the stack, where the model has several
+    members: tuple[str, ...]  # paths of the blocks, the first of which runs for all
+    places: _Places  # where the weights of the first come from, below a row of the stack
+    # for the path of each leaf of the anatomy its path there, and which of its rows are these blocks
     rows: dict[str, tuple[str, slice]]
 
 
@@ -80,12 +72,7 @@ class _Plan:
     head: _Places
 
     def spread(self, values: Mapping[str, Any], rows_of: Callable[[Any, slice], Any]) -> Tree:
-        """A tree of `embed`, `blocks` and `head` from a value for each leaf of the anatomy.
-
-        Args:
-            values: by path of the leaf.
-            rows_of: the value of some rows, from the value of a stacked leaf.
-        """
+        """A tree of `embed`, `blocks` and `head` from a value for each leaf of the anatomy."""
         stacked = {leaf.path for leaf in self.anatomy.leaves if leaf.stacked}
         embed = {*self.embed.paths.values()}
         stacks = [
@@ -240,11 +227,7 @@ def _over_cp(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention`, with its arguments.
-
-    Raises:
-        TransformError: a mask or dropout, which would be of this rank's part alone.
-    """
+    """`F.scaled_dot_product_attention`, with its arguments."""
     rows = [f"attn_mask is {type_text(tuple(attn_mask.shape), attn_mask.dtype)}"] if attn_mask is not None else []
     rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
     if rows:

@@ -1,9 +1,6 @@
 """Buffers and attributes of a module: how equal blocks differ in them, and which of them a forward has changed.
 
-In: modules. Out: rows that say what is unlike or has changed; nothing is refused here.
-Tensors are watched by identity, by torch's version counters, and at the first call by value, since `.data` has no
-counter. Guarantee: where no row comes out, the tensors of a module are those that it had. Python numbers and lists are
-not watched: a module may count its calls.
+Guarantee: where no row comes out, the tensors of a module are those that it had.
 """
 
 from __future__ import annotations
@@ -30,14 +27,9 @@ _SIMPLE = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.devic
 
 # -------------------------------------------------------------------------------------------------- in what they differ
 def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
-    """In what else than weights blocks differ from the first of them: types, buffers, numbers, flags, functions.
-
-    Attributes by which a block knows its own number, such as `layer_idx`, may differ. Of other objects only the type is
-    compared.
-
-    Returns:
-        One row each; empty where one block computes as any other.
-    """
+    """In what else than weights blocks differ from the first of them: types, buffers, numbers, flags, functions."""
+    # Attributes by which a block knows its own number, such as `layer_idx`, may differ. Of other objects only the type
+    # is compared.
     (first, template), *others = blocks.items()
     wanted = dict(_state(template))
     rows: list[str] = []
@@ -74,11 +66,7 @@ def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _alike(a: Any, b: Any, depth: int = 4) -> bool:
-    """Whether two values make two blocks compute alike, as far as can be seen.
-
-    Args:
-        depth: how many functions inside each other's closures are compared; a function may be in its own.
-    """
+    """Whether two values make two blocks compute alike, as far as can be seen."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return _equal(a, b)
     if isinstance(a, type) or isinstance(b, type):
@@ -128,21 +116,13 @@ class Original:
     """A module that has been copied: its modes, flags, attributes and buffers as they were then."""
 
     def __init__(self, module: nn.Module, copies: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Look at a module.
-
-        Args:
-            copies: returns the copies of its buffers, by name.
-        """
+        """Look at a module."""
         self._module = module
         self._copies = copies
         self._settings = dict(_settings(module))
 
     def check(self) -> None:
-        """Check that the module is as it was, but for the values of parameters.
-
-        Raises:
-            ConfigError: it is not; all changes are listed.
-        """
+        """Check that the module is as it was, but for the values of parameters."""
         now = dict(_settings(self._module))
         rows = [
             f"{name}: {_shown(self._settings.get(name, _NOT_THERE))} then, {_shown(now.get(name, _NOT_THERE))} now"
@@ -272,11 +252,7 @@ class Watch:
                 self._values = [held.value.clone() for held in self._held.values()]
 
     def end(self, *, done: bool) -> list[str]:
-        """The changes since then; replaced tensors get their places back, and new ones are removed.
-
-        Args:
-            done: whether the call came to its end; the first one that did has its values compared.
-        """
+        """The changes since then; replaced tensors get their places back, and new ones are removed."""
         rows: dict[str, Tensor] = {}
         for seen in self._seen:
             if not seen.is_same():

@@ -1,9 +1,7 @@
 """Tries a module's forward with the shapes that `tp` leaves a rank, before anything is computed: which roles cannot be.
 
-In: a module with inputs of its own to try (`dummy_inputs`, as models of Hugging Face have them), its roles, and which
-weights `tp` cuts. Out: rows that name a layer and the reason. Runs on the meta device, so no values and no memory.
-The outputs of columns are followed through views and elementwise operations. Guarantee: where a forward takes other
-parts of them, or a mean over them, than each rank can have, there is a row; a module that cannot be tried gives none.
+Guarantee: where a forward takes other parts of them, or a mean over them, than each rank can have, there is a row; a
+module that cannot be tried gives none.
 """
 
 from __future__ import annotations
@@ -58,13 +56,7 @@ _VIEWS = {"view", "_unsafe_view", "reshape"}
 
 
 def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[str], tp: int) -> list[str]:
-    """Why the forward of a module cannot have its roles on `tp`: one row for each layer, of equal blocks the first.
-
-    Args:
-        module: with real or meta tensors; it is not changed.
-        roles: of its layers, by path.
-        cut: names of the weights that `tp` cuts.
-    """
+    """Why the forward of a module cannot have its roles on `tp`: one row for each layer, of equal blocks the first."""
     paths = {path for path in dict(module.named_modules()) if f"{path}.weight" in cut}
     regions = {path: role for path in paths if (role := roles.get(path)) in ("column", "row")}
     inputs = getattr(module, "dummy_inputs", None) if regions else None

@@ -1,6 +1,5 @@
 """Problems of a module that a user brings along, collected so that one error tells all of them.
 
-In: rows that describe what does not fit. Out: errors that are not raised yet; or one that is, with all their texts.
 Guarantee: who mends everything that an error lists does not get another one for the same call.
 """
 
@@ -28,12 +27,7 @@ def problem(kind: type[FshardingError], rule: str, rows: Sequence[str], mend: st
 
 
 def refuse_all(problems: Sequence[FshardingError]) -> None:
-    """Raises what is wrong, if something is.
-
-    Raises:
-        FshardingError: the only problem, as it is.
-        ConfigError: several problems, one after the other.
-    """
+    """Raises what is wrong, if something is."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -72,22 +66,14 @@ def check_memory(module: nn.Module) -> list[FshardingError]:
 
 
 def check_units(units: Any) -> None:
-    """Refuse units that have no order, or that are no paths.
-
-    Raises:
-        ArgumentError: they are neither text nor a list or tuple.
-    """
+    """Refuse units that have no order, or that are no paths."""
     if units is not None and not isinstance(units, str | list | tuple):
         mend = "Give the paths of modules: units='layers.*', or units=('embed', 'layers.*', ('norm', 'head'))."
         raise refuse("units= as a path, or a list of paths", units, mend)
 
 
 def check_module(module: Any) -> None:
-    """Refuses what is no module, and modules with tensor subclasses for parameters, or without shapes yet.
-
-    Raises:
-        ConfigError: it is one of these; all such parameters and buffers are listed.
-    """
+    """Refuses what is no module, and modules with tensor subclasses for parameters, or without shapes yet."""
     if not isinstance(module, nn.Module):
         mend = "Make one, or write the functions of a Model yourself: see fs.models.Model."
         kind = f"class {module.__name__}" if isinstance(module, type) else type(module).__name__

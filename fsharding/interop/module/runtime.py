@@ -1,8 +1,5 @@
 """One call of a module as a function: the module without weights, and the units that get theirs where they are called.
 
-In: a module, its anatomy, leaves at rest, in flight or whole. Out: what the module's forward returns.
-A copy of the module is made once. In it each weight is a place that nothing can be computed with, and a unit's forward
-asks the current call for its weights, gathers, computes and lets go. Every unit draws from a seed of its own.
 Guarantee: a forward that changes tensors of the module, or draws without a key, is refused.
 """
 
@@ -116,18 +113,7 @@ class Engine:
         idle: Sequence[str] = (),
         written: Sequence[str] = (),
     ) -> None:
-        """Copies a module.
-
-        Args:
-            roles: of its layers, by path.
-            buffers: values of those on the meta device.
-            idle: paths of blocks that never run, since another one runs for them.
-            written: names of the buffers that the forward writes; each call is given their values.
-
-        Raises:
-            TransformError: it checkpoints its own layers.
-            ConfigError: it cannot be copied.
-        """
+        """Copies a module."""
         own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
         if own:
             rows = [
@@ -289,11 +275,9 @@ class Engine:
 
 
 class Body:
-    """The forward of a member of a unit, or of the root, as a function of weights and buffers.
+    """The forward of a member of a unit, or of the root, as a function of weights and buffers."""
 
-    Attributes:
-        buffers: names of the buffers that it runs with, by the names that they have under `inner`.
-    """
+    # `buffers`: names of the buffers that it runs with, by the names that they have under `inner`.
 
     def __init__(self, engine: Engine, bare: nn.Module, member: str | None) -> None:
         self._engine, self._bare, self._cut = engine, bare, 0 if member is None else len(member) + 1
@@ -308,15 +292,7 @@ class Body:
         seed: int | None,
         mesh: Mesh | None,
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Runs it.
-
-        Args:
-            weights: by name in the module.
-            buffers: by name in the module; they stay as they are.
-
-        Returns:
-            What the forward returns, and the new buffers.
-        """
+        """Runs it."""
         device = next((x.device for x in weights.values()), "cpu")
         places = {inner: name for inner, name in self.buffers.items() if name in buffers}
         named = {f"inner.{name[self._cut :]}": x for name, x in weights.items()}
@@ -454,11 +430,7 @@ class Run:
 
 
 def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """The buffers that a call starts with.
-
-    Raises:
-        TransformError: there are none for a forward that writes some, or others than it has; all are listed.
-    """
+    """The buffers that a call starts with."""
     given = {} if buffers is None else {**buffers}
     rows = [f"{name} is written by the forward, and not given" for name in engine.written if name not in given]
     rows += [f"{name} is given, and no buffer of the module" for name in given if name not in engine.places]
@@ -480,11 +452,9 @@ def _device_of(leaf: Local) -> torch.device:
 
 
 def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torch.dtype | None:
-    """The dtype to which floating inputs are cast; None if parameters have the dtypes that they have in the module.
-
-    It is the dtype of the running precision. Without one, a call whose parameters all have one dtype that differs from
-    the dtypes in the module gets copies that a precision has cast.
-    """
+    """The dtype to which floating inputs are cast; None if parameters have the dtypes that they have in the module."""
+    # It is the dtype of the running precision. Without one, a call whose parameters all have one dtype that differs
+    # from the dtypes in the module gets copies that a precision has cast.
     context = current_context()
     if context is not None and context.cast is not None:
         return context.cast

@@ -1,9 +1,6 @@
 """The structure of an nn.Module: leaves, which have the parameters of equal blocks stacked, and units of modules.
 
-In: a module with real or meta tensors, patterns of the modules that are units, dim names by pattern. Out: an `Anatomy`,
-a printable value without tensors; or one error with everything that does not fit.
-The tree of leaves has the shape of the module, without the number of a block: `layers.3.attn.weight` is row 3 of
-`layers.attn.weight`. Guarantee: every name of every parameter is in one unit, and a tied parameter is one leaf.
+Guarantee: every name of every parameter is in one unit, and a tied parameter is one leaf.
 """
 
 from __future__ import annotations
@@ -45,54 +42,32 @@ NameTable: TypeAlias = Mapping[str, tuple[DimName, ...] | None]
 
 @dataclass(frozen=True)
 class Weight:
-    """One name of a parameter: where the unit that has it finds its value.
+    """One name of a parameter: where the unit that has it finds its value."""
 
-    Attributes:
-        name: in the module, such as `layers.3.attn.weight`.
-        leaf: number of the leaf.
-        row: of a stacked leaf, else None.
-    """
-
-    name: str
+    name: str  # in the module, such as `layers.3.attn.weight`
     leaf: int
-    row: int | None
+    row: int | None  # of a stacked leaf, else None
 
 
 @dataclass(frozen=True)
 class ModuleUnit:
-    """Modules that are gathered together, when the first of them is called.
+    """Modules that are gathered together, when the first of them is called."""
 
-    Attributes:
-        members: their paths; empty for the root, which has what no other unit has.
-        weights: of all of them.
-        stack: path of the stack that the only member is a block of, else None.
-    """
-
-    members: tuple[str, ...]
+    members: tuple[str, ...]  # their paths; empty for the root, which has what no other unit has
     weights: tuple[Weight, ...]
-    stack: str | None
+    stack: str | None  # path of the stack that the only member is a block of, else None
 
 
 @dataclass(frozen=True)
 class ModuleLeaf:
-    """One leaf of the tree of parameters.
-
-    Attributes:
-        path: dotted.
-        shape: with the blocks that have it as first dim, where they are stacked.
-        dtype: element type.
-        sources: names of the parameters that it is made of: one for each row of a stack, else one.
-        stacked: whether its first dim is the blocks.
-        trainable: whether the module asks for its gradient.
-        names: of its dims.
-    """
+    """One leaf of the tree of parameters."""
 
     path: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    sources: tuple[str, ...]
-    stacked: bool
-    trainable: bool
+    shape: tuple[int, ...]  # with the blocks that have it as first dim, where they are stacked
+    dtype: torch.dtype  # element type
+    sources: tuple[str, ...]  # names of the parameters that it is made of: one for each row of a stack, else one
+    stacked: bool  # whether its first dim is the blocks
+    trainable: bool  # whether the module asks for its gradient
     names: tuple[DimName, ...]
 
     def pattern(self) -> str | Rows:
@@ -122,15 +97,10 @@ class ModuleLeaf:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """See the module.
+    """See the module."""
 
-    Attributes:
-        leaves: of the tree of parameters.
-        units: the root first, the others in the order in which the module defines them.
-    """
-
-    leaves: tuple[ModuleLeaf, ...]
-    units: tuple[ModuleUnit, ...]
+    leaves: tuple[ModuleLeaf, ...]  # of the tree of parameters
+    units: tuple[ModuleUnit, ...]  # the root first, the others in the order in which the module defines them
 
     def __str__(self) -> str:
         def title(unit: ModuleUnit) -> str:
@@ -143,11 +113,7 @@ class Anatomy:
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
-    """A tree of dicts from what stands at dotted paths.
-
-    Raises:
-        ConfigError: a path goes on below another one.
-    """
+    """A tree of dicts from what stands at dotted paths."""
     tree: dict[str, Any] = {}
     clashes: list[str] = []
     for path, value in values.items():
@@ -195,21 +161,7 @@ def plan_module(
     ragged: bool = False,
     problems: Sequence[FshardingError] = (),
 ) -> Anatomy:
-    """Plans the leaves and the units of a module.
-
-    Args:
-        module: with real or meta tensors.
-        general: the names belong to a family, and a module may lack some.
-        ragged: blocks of a stack may lack parameters that others have; a leaf then has rows of those that have it. The
-            stacks of a family are so: layers of one model are dense or routed.
-        problems: that are known already, to be raised with those that are found.
-
-    Raises:
-        ConfigError: a pattern that fits no module that can be a unit, units inside units, or a parameter with the path
-            of a stack; or problems of several kinds. All are listed.
-        TreeError: blocks of one stack that differ; every parameter that does is listed.
-        LayoutError: leaves that `names` misses, or patterns that fit none; all are listed.
-    """
+    """Plans the leaves and the units of a module."""
     modules, problems, before = dict(module.named_modules()), [*problems], len(problems)
     patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
     result = [_Found((), None), *patterns]

@@ -1,9 +1,6 @@
 """Tensor parallelism for modules of plain `nn.Linear` and `nn.Embedding`: which forwards are replaced, and by what.
 
-In: a module and a table from module paths to roles. Out: the same module, whose layers compute with the shards that
-`tp` leaves them; a layer whose weight is whole computes as before. Roles follow a transformer block: `column`
-begins a region, `row` ends it (Shoeybi et al. 2019), `inside` has whole parameters that each rank uses on other heads,
-`vocab` looks up in a cut table, `logits` makes whole logits with one. Guarantee: outputs and gradients match one rank.
+Guarantee: outputs and gradients match one rank.
 """
 
 from __future__ import annotations
@@ -44,31 +41,22 @@ _CUT: dict[str, dict[str, int]] = {
 
 @dataclass
 class _Unit:
-    """The part of a forward that runs now: a unit, or the code around all of them.
+    """The part of a forward that runs now: a unit, or the code around all of them."""
 
-    Attributes:
-        seed: that it draws from; None where nothing may be drawn.
-        devices: whose generators it may draw from.
-        known: activations that have entered a region, by the parent of its columns: before and after.
-        inside: parents of the columns whose rows have not come yet.
-        outside: the states of the generators, as they were before the region.
-        regions: how many there were.
-    """
-
-    seed: int | None = None
-    devices: tuple[torch.device, ...] = ()
+    seed: int | None = None  # that it draws from; None where nothing may be drawn
+    devices: tuple[torch.device, ...] = ()  # whose generators it may draw from
+    # activations that have entered a region, by the parent of its columns: before and after
     known: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    inside: list[nn.Module] = field(default_factory=list)
-    outside: list[Tensor] = field(default_factory=list)
-    regions: int = 0
+    inside: list[nn.Module] = field(default_factory=list)  # parents of the columns whose rows have not come yet
+    outside: list[Tensor] = field(default_factory=list)  # the states of the generators, as they were before the region
+    regions: int = 0  # how many there were
 
 
 class Entrances:
-    """Where regions begin and end, for what is shared by columns of one parent, and for what is drawn inside.
+    """Where regions begin and end, for what is shared by columns of one parent, and for what is drawn inside."""
 
-    The columns share one sum in backward. In a region each rank draws for its own part from a seed of its own, and
-    after it all draw alike again, since parts that are not equally large have drawn unequally often.
-    """
+    # The columns share one sum in backward. In a region each rank draws for its own part from a seed of its own, and
+    # after it all draw alike again, since parts that are not equally large have drawn unequally often.
 
     def __init__(self) -> None:
         self._unit = _Unit()
@@ -237,17 +225,7 @@ def check_axes(
     tried: Callable[[frozenset[str], int], list[str]],
     over: Collection[str] = (),
 ) -> None:
-    """Refuses a mesh over which the module does not compute.
-
-    Args:
-        heads: numbers that `tp` has to divide, by name, where it cuts heads.
-        tried: says for names of weights that `tp` cuts, and its size, why the forward cannot have its roles; it is
-            asked last.
-        over: axes that it computes over besides `tp` and the data axes other than `cp`: `pp` in stages, `cp`.
-
-    Raises:
-        ConfigError: an axis that the module cannot be cut over; all leaves and numbers are listed.
-    """
+    """Refuses a mesh over which the module does not compute."""
     shape = abstract(mesh)
     reasons = {
         "pp": "a forward in one piece has no stages; see fs.model_from_module",

@@ -1,7 +1,5 @@
 """Buffers that the forward of a module writes: which ones they are, and statistics that are summed over data ranks.
 
-In: a module in train mode, patterns of names. Out: names of buffers, and where each one is in the module.
-Torch's batch and instance norms and its spectral norm are known by their classes; other modules name theirs.
 Guarantee: `nn.SyncBatchNorm` over any number of data ranks is the batch norm of their joint batch.
 """
 
@@ -126,10 +124,9 @@ def synchronize(module: nn.Module) -> None:
 
 
 class _Mixed:
-    """The forward of a norm whose statistics stay in float32 where a precision casts its weights.
+    """The forward of a norm whose statistics stay in float32 where a precision casts its weights."""
 
-    Torch's kernels take inputs of a lower dtype than both, but not weights of another dtype than the statistics.
-    """
+    # Torch's kernels take inputs of a lower dtype than both, but not weights of another dtype than the statistics.
 
     def __init__(self, layer: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
         self._layer: Any = layer
