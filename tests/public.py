@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+from types import ModuleType
 from typing import Any, get_origin
 
 import fsharding as fs
@@ -14,7 +15,8 @@ NAMESPACES = [
 
 def _callables(prefix, module):
     named = {f"{prefix}.{name}": getattr(module, name) for name in module.__all__}
-    return [(name, x) for name, x in named.items() if callable(x) and get_origin(x) is None and x is not Any]
+    found = {name: x for name, x in named.items() if callable(x) and not isinstance(x, ModuleType)}
+    return [(name, x) for name, x in found.items() if get_origin(x) is None and x is not Any]
 
 
 CALLABLES = _callables("fs", fs)
