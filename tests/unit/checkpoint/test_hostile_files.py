@@ -877,7 +877,7 @@ def test_limits_of_a_manifest_grow_with_the_checkpoint():
 @pytest.mark.parametrize("save", [ck.save, lambda *args, **options: ck.save_async(*args, **options).wait()])
 def test_a_manifest_that_no_load_would_read_is_not_written(saved, save, monkeypatch):
     before = (saved / "manifest.json").read_bytes()
-    monkeypatch.setattr(manifest, "_MOST_VALUES", 1000)
+    monkeypatch.setattr(manifest, "limits", lambda others: (64 << 20, 1000))
     text = refusal(save, saved, a_state(), extra=[1] * 1500, kind=CheckpointError)
     assert text.startswith("fs.checkpoint.save cannot write a manifest.json that no load would read.\n  it has 1,")
     assert " values; at most 1,000 are read beside " in text
