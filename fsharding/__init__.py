@@ -18,6 +18,10 @@ __version__ = own_version()
 # In the order in which a group of gloo tries them.
 register("transport", "shared_memory", "fsharding.contrib.shared_memory.transport:SharedMemory")
 register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")
+# In the order in which errors list them.
+register("tier", "device", "fsharding.comm.tier:DEVICE")
+register("tier", "host", "fsharding.comm.tier:HOST")
+register("tier", "disk", "fsharding.contrib.disk:DISK")
 # Namespaces of `fs` that are built on the library, which imports none of them.
 register("namespace", "data", "fsharding.apps.data")
 register("namespace", "megatron", "fsharding.contrib.megatron")

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsharding as fs
 from fsharding.base import _compat
-from fsharding.comm import disk
-from fsharding.comm.disk import in_memory
+from fsharding.comm import tier
+from fsharding.comm.leaf_memory import in_memory
 from fsharding.comm.stream_log import Row
 from fsharding.optim import windows
 from fsharding.pipeline.schedule import SCHEDULES
@@ -104,7 +104,7 @@ def on_device(device: str, seed: int | None = None, microseconds: int = 200) -> 
 @contextmanager
 def small_windows() -> Generator[None]:
     """Windows of an update of some leaves of a small model, or of some of their rows."""
-    with patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(disk, "_TOGETHER", 1 << 7):
+    with patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(tier, "_TOGETHER", 1 << 7):
         yield
 
 

@@ -94,6 +94,11 @@ def new_event(device: torch.device | str) -> torch.Event:
     return torch.Event(device)
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream that this thread computes on; None where the device has none."""
+    return torch.accelerator.current_stream(device) if is_here(device.type) else None
+
+
 @contextmanager
 def on_stream(stream: torch.Stream) -> Generator[None]:
     """Have this thread compute on a stream, and on its device; blocks may be nested, also of one stream."""

@@ -38,7 +38,7 @@ from fsharding.checkpoint.state_leaves import (
     main_wants,
     saved_shardings,
 )
-from fsharding.comm.disk_room import take_room
+from fsharding.comm.tier_room import take_room
 from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
@@ -431,7 +431,7 @@ def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
         source.read(path, box, leaf.kept()[tuple(start for start, _ in box)][1])
         left[path] -= 1
         if not left[path]:
-            # Memory of a leaf that goes to disk is needed only until here.
+            # Memory to read a leaf into that is kept elsewhere is needed only until here.
             result[path] = reading.pop(path).at_rest()
     return {path: result[path] if path in result else want.empty().at_rest() for path, want in wanted.items()}
 

@@ -35,7 +35,7 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
 from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
-from fsharding.comm.disk import OnDisk
+from fsharding.comm.tier import tier_of
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.meeting import called_by_all
@@ -168,7 +168,7 @@ class Job:
     after: Callable[[], None] | None = None  # what rank 0 does when the checkpoint is in its place
 
     def copied(self) -> Job:
-        """The same with memory of its own, on the CPU; a tensor on disk is never written."""
+        """The same with memory of its own, on the CPU, but for tensors that nothing writes."""
         writes = tuple((path, shape, box, _unchanging(x)) for path, shape, box, x in self.writes)
         return dataclasses.replace(self, writes=writes)
 
@@ -298,7 +298,7 @@ def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra:
 
 
 def _unchanging(x: Tensor) -> Tensor:
-    return x.detach() if isinstance(x, OnDisk) else x.detach().to("cpu", copy=True)
+    return x.detach() if tier_of(x, x.device.type).can_fail else x.detach().to("cpu", copy=True)
 
 
 def _check_extra(extra: Any) -> None:

@@ -24,8 +24,7 @@ from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, SavedLeaf, dtype_name
 from fsharding.checkpoint.serialized_layout import outline_of
-from fsharding.comm.disk import in_memory
-from fsharding.comm.leaf_memory import fill, to_memory
+from fsharding.comm.leaf_memory import fill, in_memory, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid

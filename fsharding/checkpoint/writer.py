@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsharding.base import _compat
 from fsharding.checkpoint.chunks import Entry, file_name
 from fsharding.checkpoint.manifest import BLOCK, METADATA, SavedFile, dtype_name
-from fsharding.comm.disk import in_memory
+from fsharding.comm.leaf_memory import in_memory
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 

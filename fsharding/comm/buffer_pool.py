@@ -24,6 +24,9 @@ __all__ = ["Pool", "PoolMemory"]
 class _Buffer:
     """A buffer of the pool."""
 
+    # Its bytes are counted for `owner`; `retire` finds it by `user`. Once it was `taken` on a device with several
+    # streams it may be overwritten after the event `done`, and without one only after all streams were waited for.
+
     base: Tensor
     storage: int  # identity of `base`'s storage
     owner: object | None = None  # the object for which its bytes are counted, if any
@@ -36,10 +39,13 @@ class _Buffer:
 
 
 class Pool:
-    """See the module."""
+    """See the module. `peak_owners` is the most owners that had a buffer alive at once, `peak_bytes` their bytes."""
+
+    # `in_use` compares the references to a storage with `_idle`, those of a buffer that only the pool refers to: Python
+    # and C++ count views of it alike, so that nobody has to give a buffer back.
 
     def __init__(self, allocate: Callable[..., Tensor] = _compat.fresh) -> None:
-        """Make an empty pool; `allocate` makes memory of a shape, a dtype and a device."""
+        """Make an empty pool of memory of a shape, a dtype and a device."""
         self._allocate = allocate
         self.peak_owners = 0  # most owners that had a buffer alive at once
         self.peak_bytes = 0  # most bytes that owners had alive at once
@@ -81,7 +87,6 @@ class Pool:
 
     def retire(self, user: object) -> None:
         """Record an event for each released buffer of a user: it can be reused when the current stream is done."""
-        # A released buffer without an event is reused after all streams have been waited for.
         if self._streams.several:
             self._retire([b for b in self._buffers if b.user is user and b.taken and b.done is None])
 

@@ -1,15 +1,11 @@
 """Tensors that are kept in memory of the host until backward needs them: copies out and back, a unit at a time.
 
-In: the tensors that autograd saves in the forward of a unit. Out: a `Parked` for each, which gives it back in backward.
-Copies run on two streams of their own, from and to pinned memory; the host waits for none of them:
-
-    out        ?saved   copy out   !out
+    out        copy out   !out
     compute    ?out, when the unit after the next begins: only then may the memory be used again
-    in         ?needed  ?out   copy in   !in      (when backward reaches the unit after it)
-    compute    ?in      backward of the unit
+    in         ?out   copy in   !in      (when backward reaches the unit after it)
+    compute    ?in    backward of the unit
 
-So two units have their tensors on the device at a time, in forward and in backward. Device memory belongs to the
-compute stream. Guarantee: a tensor comes back with its bits, size and strides.
+So two units have their tensors on the device at a time, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -19,17 +15,16 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.leaf_memory import empty_on_host
-from fsharding.comm.streams import streams_for
+from fsharding.comm.tier import HOST, pinned
+from fsharding.comm.transfers import Transfer, Transfers
 
-__all__ = ["Keeper", "OnDevice", "OnHost", "Parked", "is_kept", "keep_in_place", "keepers_for"]
+__all__ = ["OnHost", "Parked", "is_kept", "keep_in_place"]
 
 _ALIGN = 64
 
@@ -38,43 +33,6 @@ _SMALLEST = 1 << 10
 
 _LARGEST_SHARE = 4
 """A tensor stays where its storage has more than this many times its bytes."""
-
-
-class Keeper(Protocol):
-    """Memory for the tensors that autograd saves."""
-
-    def keep(self, x: Tensor) -> Tensor | Parked:
-        """Return what autograd saves for a tensor of the present unit."""
-        ...
-
-    def next_unit(self) -> None:
-        """Forward has left a unit."""
-        ...
-
-    def end_forward(self) -> None:
-        """Forward is over, and backward comes later."""
-        ...
-
-    def close(self) -> None:
-        """Drop everything; the current stream waits for all copies."""
-        ...
-
-
-class OnDevice:
-    """A `Keeper` that leaves tensors where they are."""
-
-    def keep(self, x: Tensor) -> Tensor:
-        """See `Keeper`."""
-        return x
-
-    def next_unit(self) -> None:
-        """See `Keeper`."""
-
-    def end_forward(self) -> None:
-        """See `Keeper`."""
-
-    def close(self) -> None:
-        """See `Keeper`."""
 
 
 @dataclass(eq=False)
@@ -87,19 +45,15 @@ class _Storage:
 
 @dataclass(eq=False)
 class _Unit:
-    """The storages that a unit has saved.
+    """The storages that a unit has saved, by the id, version and dtype of each."""
 
-    Attributes:
-        storages: by the id, version and dtype of each.
-        out: the event after which all of them are on the host; None if they have not been sent.
-        back: the event after which they are on the device again; None if the compute stream has waited for it.
-        is_sent: whether the compute stream has waited for `out`.
-    """
+    # `out` are the copies of all storages to the host, None before they are sent; `is_sent` once the compute stream has
+    # waited for them, before which no storage may be freed. `back` are copies to the device that it has not waited for.
 
     number: int
     storages: dict[tuple[int, int, torch.dtype], _Storage] = field(default_factory=dict)
-    out: Any = None
-    back: Any = None
+    out: Transfer | None = None
+    back: Transfer | None = None
     is_sent: bool = False
 
 
@@ -122,18 +76,15 @@ class Parked:
 
 
 class OnHost:
-    """A `Keeper` that copies tensors to the host, and back one unit ahead.
+    """Memory for the tensors that autograd saves, but for `resident` ones: on the host, and back one unit ahead."""
 
-    Args:
-        resident: tensors whose storages stay, such as parameters.
-    """
-
-    # `_units` has the units in the order of forward. `_reached` is the one that backward is at; None before.
+    # `_units` has the units in the order of forward. `_reached` is the one that backward is at; None before. A storage
+    # is on the device (`here`) from forward until its unit is freed, and from its fetch until backward has left it.
 
     def __init__(self, device: torch.device, resident: Sequence[Tensor]) -> None:
         self._device = device
         self._values = resident
-        self._streams = streams_for(device)
+        self._transfers = Transfers(device)
         self._pool = _pool.__wrapped__() if _compat.makes_fakes() else _pool()
         self._units = [_Unit(0)]
         self._reached: _Unit | None = None
@@ -145,7 +96,7 @@ class OnHost:
 
     # ---------------------------------------------------------------------------------------------------------- forward
     def keep(self, x: Tensor) -> Tensor | Parked:
-        """See `Keeper`."""
+        """Return what autograd saves for a tensor of the present unit."""
         storage, size = _compat.storage_id(x), x.untyped_storage().nbytes()
         stays = size < _SMALLEST or size > _LARGEST_SHARE * x.nbytes or storage in self._resident
         if stays or x.device != self._device:
@@ -157,14 +108,14 @@ class OnHost:
         return Parked(self, unit, unit.storages[key], x.size(), x.stride(), int(x.storage_offset()))
 
     def next_unit(self) -> None:
-        """See `Keeper`."""
+        """Forward has left a unit."""
         self._send(self._units[-1])
         for unit in self._units[-2:-1]:
             self._free(unit)
         self._units.append(_Unit(len(self._units)))
 
     def end_forward(self) -> None:
-        """See `Keeper`."""
+        """Forward is over, and backward comes later."""
         self._send(self._units[-1])
         for unit in self._units[-2:]:
             self._free(unit)
@@ -173,18 +124,15 @@ class OnHost:
         """Start to copy a unit to the host."""
         if not unit.storages:
             return
-        saved = self._streams.record("saved")
-        with self._streams.on("out"):
-            self._streams.wait(saved)
-            for storage, place in zip(unit.storages.values(), self._room(unit), strict=True):
-                assert storage.here is not None
-                storage.host = place.view(storage.here.dtype)
-                storage.host.copy_(storage.here, non_blocking=True)
-            unit.out = self._streams.record("out")
+        here = [storage.here for storage in unit.storages.values() if storage.here is not None]
+        places = [place.view(x.dtype) for x, place in zip(here, self._room(here), strict=True)]
+        unit.out = self._transfers.send([(x, HOST, place) for x, place in zip(here, places, strict=True)])
+        for storage, place in zip(unit.storages.values(), places, strict=True):
+            storage.host = place
 
-    def _room(self, unit: _Unit) -> list[Tensor]:
-        """Memory of the host for the storages of a unit, as bytes."""
-        sizes = [0 if storage.here is None else storage.here.nbytes for storage in unit.storages.values()]
+    def _room(self, here: Sequence[Tensor]) -> list[Tensor]:
+        """Memory of the host for tensors, as bytes."""
+        sizes = [x.nbytes for x in here]
         ends = [*itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         flat = self._pool.take(ends[-1], torch.uint8, torch.device("cpu"))
         return [flat[end - -(-size // _ALIGN) * _ALIGN :][:size] for size, end in zip(sizes, ends, strict=True)]
@@ -194,7 +142,7 @@ class OnHost:
         if unit.out is None:
             return
         if not unit.is_sent:
-            self._streams.wait(unit.out)
+            self._transfers.wait(unit.out)
             unit.is_sent = True
         self._wait(unit)
         for storage in unit.storages.values():
@@ -203,7 +151,7 @@ class OnHost:
     def _wait(self, unit: _Unit) -> None:
         """Have the compute stream wait for the copies of a unit to the device."""
         if unit.back is not None:
-            self._streams.wait(unit.back)
+            self._transfers.wait(unit.back)
             unit.back = None
 
     # --------------------------------------------------------------------------------------------------------- backward
@@ -225,20 +173,13 @@ class OnHost:
         gone = [storage for storage in unit.storages.values() if storage.here is None]
         if not gone:
             return
-        for storage in gone:
-            assert storage.host is not None
-            storage.here = torch.empty(storage.host.shape, dtype=storage.host.dtype, device=self._device)
-        needed = self._streams.record("needed")
-        with self._streams.on("in"):
-            self._streams.wait(needed)
-            self._streams.wait(unit.out)
-            for storage in gone:
-                assert storage.here is not None and storage.host is not None
-                storage.here.copy_(storage.host, non_blocking=True)
-            unit.back = self._streams.record("in")
+        there = [storage.host for storage in gone if storage.host is not None]
+        unit.back = self._transfers.fetch(there, self._device, after=unit.out)
+        for storage, here in zip(gone, unit.back.values, strict=True):
+            storage.here = here
 
     def close(self) -> None:
-        """See `Keeper`."""
+        """Drop everything; the current stream waits for all copies."""
         for unit in self._units:
             self._free(unit)
         self._units = [_Unit(0)]
@@ -249,7 +190,7 @@ class OnHost:
 @functools.cache
 def _pool() -> Pool:
     """Pinned memory of this process. It is kept: pinning is slow, and a graph replays copies to the same addresses."""
-    return Pool(lambda shape, dtype, _: empty_on_host(shape, dtype))
+    return Pool(lambda shape, dtype, _: pinned(shape, dtype))
 
 
 _stays: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -265,13 +206,3 @@ def keep_in_place(x: Tensor) -> None:
 def is_kept(x: Tensor) -> bool:
     """Return whether a tensor is in pinned memory that stays, so that a graph may replay copies from and to it."""
     return _pool().holds(x) or _compat.storage_id(x) in _stays
-
-
-def keepers_for(device: torch.device, resident: Sequence[Tensor]) -> dict[str, Keeper]:
-    """Return a keeper for each kind of memory. On a CPU the memory of the device is the host's.
-
-    Args:
-        resident: tensors whose storages stay on the device, such as parameters.
-    """
-    on_device = OnDevice()
-    return {"device": on_device, "host": on_device if device.type == "cpu" else OnHost(device, resident)}

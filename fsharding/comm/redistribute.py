@@ -26,9 +26,10 @@ from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.handles import Handle, done
-from fsharding.comm.leaf_memory import cast_to_memory, memory_of, on_device, to_memory
+from fsharding.comm.leaf_memory import cast_to_memory, on_device, to_memory
 from fsharding.comm.move import Move, Moved
 from fsharding.comm.steps import LeafSteps, kinds_of, steps_of
+from fsharding.comm.tier import tier_of
 from fsharding.comm.wires import LeafWire, Plain, Wire
 from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.sharding import mesh_view
@@ -132,9 +133,9 @@ def send(
             continue
         local = local_of(leaf)
         wire = None if wires is None else wires[i]
-        # If a file fails, what the result would overwrite is still needed.
-        fails = memory_of(local, leaf.device_mesh.device_type) == "disk"
-        reuses = into is not None and target.memory == "device" and not fails
+        # If a tier fails, what the result would overwrite is still needed.
+        fails = tier_of(local, leaf.device_mesh.device_type).can_fail
+        reuses = into is not None and not target.is_away and not fails
         sending.add(i, leaf, way, dtype or local.dtype, wire, homes[i], reuses=reuses)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."

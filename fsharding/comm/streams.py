@@ -36,11 +36,7 @@ StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
 
 
 class Streams(Protocol):
-    """The streams of a device.
-
-    Attributes:
-        several: whether there are streams besides the compute stream.
-    """
+    """The streams of a device; `several` is False if there is the compute stream alone."""
 
     several: bool
 
@@ -49,11 +45,7 @@ class Streams(Protocol):
         ...
 
     def record(self, of: str) -> Any:
-        """Record an event on the current stream; does nothing on a device with one stream.
-
-        Args:
-            of: what has happened then, in a word, for logs.
-        """
+        """Record an event on the current stream of what has happened then, in a word for logs; None for one stream."""
         ...
 
     def wait(self, event: Any) -> None:

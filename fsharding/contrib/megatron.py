@@ -34,7 +34,7 @@ from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, r
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import StateLeaf, main_wants
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
-from fsharding.comm.disk import in_memory
+from fsharding.comm.leaf_memory import in_memory
 from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
 from fsharding.contrib.megatron_directory import COMMON, MAIN, Opened, iteration_of, open_directory
 from fsharding.contrib.megatron_names import (

@@ -96,6 +96,7 @@ class UpdateContext:
         rounding: "nearest", or "keyed": up or down by random bits, so that the mean is exact. By default moments below
             float32 are rounded by key, and parameters in bfloat16 that an `apply` writes to the nearest.
         on_host: paths of the parameters whose update is computed on the host, such as `layout.updated_on_host`.
+        may_be_away: whether a leaf may be kept elsewhere than on the device; False saves asking each of them.
         stacked: as in `InitContext`; give an update the same.
 
     Example:
@@ -113,6 +114,7 @@ class UpdateContext:
     step: Tensor | None = None
     rounding: Rounding | None = None
     on_host: Collection[str] = ()
+    may_be_away: bool = True
     stacked: Mapping[str, bool] | None = None
 
 

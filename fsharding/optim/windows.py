@@ -1,11 +1,15 @@
-"""Update leaves that are kept on the host or on disk, in windows that are copied to the device or updated on the host.
+"""Update leaves that are kept in other tiers, in windows that are copied to the device or updated on the host.
 
-    in         ?wanted   copy in   !in
+While a window is updated the next one is copied in and the one before copied out, on two more streams:
+
+    in         copy in   !in
     compute    ?in       update    !updated
     out        ?updated  copy out  !out
     compute    ?out, when the window after the next has been updated: only then is the memory free
 
-All ranks have the same windows, since an update may communicate. If a file fails, no leaf changes.
+If the optimizer updates each element by itself, a window has some leaves or some rows of a leaf; otherwise one window
+has all leaves. All ranks have the same windows, since an update may communicate. An update has the same bits without
+windows, and if a tier fails no leaf changes.
 """
 
 from __future__ import annotations
@@ -16,20 +20,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import _compat, tree
+from fsharding.base import tree
 from fsharding.base.errors import ConfigError, listed, message
 from fsharding.base.tree import Tree
-from fsharding.comm.disk import OnDisk, joined, rows_together
-from fsharding.comm.leaf_memory import Copies, compute_device, copied, empty_on_host, is_away, memory_of, written
+from fsharding.comm.leaf_memory import copied, is_away, tier_at_rest
 from fsharding.comm.redistribute import in_buckets
+from fsharding.comm.tier import DEVICE, compute_device, rows_together, tier_of, written
+from fsharding.comm.transfers import Transfer, Transfers
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
 from fsharding.optim.coded_moment import is_coded
 from fsharding.sharding.entries import places
-from fsharding.sharding.memory_kinds import MemoryKind
+from fsharding.sharding.memory_kinds import Tier
 from fsharding.sharding.named_sharding import like, local_of, sharding_of
 
 __all__ = ["WINDOW_BYTES", "start_in_windows", "through_windows"]
@@ -57,13 +63,18 @@ class _Values(NamedTuple):
 def through_windows(
     change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_element: bool
 ) -> Any:
-    """Run an update window by window, on copies of the leaves where the update is computed."""
+    """Run an update window by window where it is computed; return (parameters, state), each leaf in its tier.
+
+    `change` gets the numbers of the context and the scale on the device of the window.
+    """
     values = _Values(grads, state, params)
     if context.on_host and not by_element:
         mend = "Leave compute= out, which updates them on the device, or use an optimizer such as fs.adamw."
         leaves = listed(sorted(context.on_host))
         text = f"cannot update {leaves} on the host: this optimizer does not update each element by itself."
         raise ConfigError(message(text, mend=mend))
+    if not context.may_be_away:
+        return change(grads, state, params, context, scale)
     away = {path: x for path, x in tree.named_leaves(values).items() if is_away(x)}
     if not away:
         return change(grads, state, params, context, scale)
@@ -109,9 +120,9 @@ Rows: TypeAlias = tuple[int, int]
 
 
 class _Window(NamedTuple):
-    """Parameters that are updated together."""
+    """Parameters that are updated together, by name: which rows of each, None for all; and where."""
 
-    rows: Mapping[str, Rows | None]  # by parameter; None for all rows
+    rows: Mapping[str, Rows | None]
     on_host: bool
 
 
@@ -207,11 +218,86 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
     return tree.map_with_path(lambda path, x: found.get(path, x), like_tree, is_leaf=is_coded)
 
 
+class _Copies:
+    """Copies of groups of leaves to where they are updated and back, one group each way at a time."""
+
+    # `_coming` is the group that is fetched, but for `_later`: what a tier reads first, by name. `_leaving` is the
+    # group that was sent last, and its tensors where they were updated, whose memory is needed until it is done. If the
+    # update is computed on the host, that waits for copies from the device.
+
+    def __init__(self, device: torch.device, *, on_host: bool) -> None:
+        self._on_host = on_host
+        self._target = torch.device("cpu") if on_host else device
+        self._transfers = Transfers(device)
+        self._coming: Transfer | None = None
+        self._later: dict[str, Tensor] = {}
+        self._leaving: tuple[Transfer, list[Tensor]] | None = None
+
+    def fetch(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start to copy a group; `arrive` waits for it and adds what is read first."""
+        self._later = {name: x for name, x in wanted.items() if _tier(x) is not DEVICE}
+        for x in self._later.values():
+            _tier(x).prefetch(x, self._target)
+        return self._copied({name: x for name, x in wanted.items() if name not in self._later})
+
+    def _copied(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        moving = {name: x for name, x in values.items() if x.device != self._target}
+        if not moving:
+            return {**values}
+        self._coming = self._transfers.fetch([*moving.values()], self._target)
+        return {**values, **dict(zip(moving, self._coming.values, strict=True))}
+
+    def arrive(self, here: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the group that was fetched; the compute stream or the host waits for it."""
+        host = torch.device("cpu")
+        here = {**here, **self._copied({name: _tier(x).get(x, host) for name, x in self._later.items()})}
+        self._later = {}
+        if self._coming is not None:
+            self._transfers.wait(self._coming)
+            if self._on_host:
+                self._transfers.settle(self._coming)
+            self._coming = None
+        return here
+
+    def send(self, values: Mapping[str, Tensor], tiers: Mapping[str, Tier], homes: Mapping[str, Tensor]) -> Any:
+        """Start to copy a group to where it rests, and free the group before; return where its tensors will be."""
+        leaving = self._transfers.send([(x, tiers[name], homes.get(name)) for name, x in values.items()])
+        self._let_go()
+        self._leaving = leaving, [*values.values()]
+        return dict(zip(values, leaving.values, strict=True))
+
+    def _let_go(self) -> Transfer | None:
+        """Free the group that was sent last, when it is where it goes."""
+        if self._leaving is None:
+            return None
+        leaving = self._leaving[0]
+        self._transfers.wait(leaving)
+        self._leaving = None
+        for x in leaving.values:
+            _tier(x).settle(x, self._target)
+        return leaving
+
+    def close(self) -> None:
+        """Wait for all copies, as the host does."""
+        if self._coming is not None:
+            self._transfers.wait(self._coming)
+            self._coming = None
+        self._later = {}
+        leaving = self._let_go()
+        if leaving is not None:
+            self._transfers.settle(leaving)
+
+
+def _tier(x: Tensor) -> Tier:
+    """Return the tier that a tensor has of its own; memory of the host counts as DEVICE."""
+    return tier_of(x, x.device.type)
+
+
 class _Windows:
     """Copies of the leaves of one update: a context, at whose end the compute stream and the host wait for them."""
 
     # `_after` has updated leaves at rest. For leaves that are updated in rows, `_homes` has the memory of the full leaf
-    # and `_files` the rows that are on disk.
+    # and `_parts` the rows in a tier that is not written in place.
 
     def __init__(
         self, values: _Values, away: Mapping[str, DTensor], owners: Mapping[str, str], *, donate: bool
@@ -223,16 +309,14 @@ class _Windows:
         self._of: dict[str | None, list[tuple[int, Any]]] = {}
         for i, (path, x) in enumerate(self._named.items()):
             self._of.setdefault(owners.get(path), []).append((i, x))
-        self._kinds: dict[str, MemoryKind] = {
-            path: memory_of(local_of(x), x.device_mesh.device_type) for path, x in away.items()
-        }
-        self._may_fail = "disk" in self._kinds.values()
+        self._tiers = {path: tier_at_rest(x) for path, x in away.items()}
+        self._can_fail = any(tier.can_fail for tier in self._tiers.values())
         self._donate = donate
         device = compute_device(next(iter(away.values())).device_mesh.device_type)
-        self._copies = {on_host: Copies(device, on_host=on_host) for on_host in (False, True)}
+        self._copies = {on_host: _Copies(device, on_host=on_host) for on_host in (False, True)}
         self._after: dict[str, Any] = {}
         self._homes: dict[str, Tensor] = {}
-        self._files: dict[str, list[Any]] = {}
+        self._parts: dict[str, list[Any]] = {}
 
     def __enter__(self) -> _Windows:
         return self
@@ -252,7 +336,7 @@ class _Windows:
         wanted = {
             path: local_of(x)
             for path, x in named.items()
-            if (_is_off_host(x) if window.on_host else path in self._kinds)
+            if (_is_off_host(x) if window.on_host else path in self._tiers)
         }
         return _Coming(window, values, self._copies[window.on_host].fetch(wanted))
 
@@ -261,7 +345,7 @@ class _Windows:
         values = coming.values
         found = self._copies[coming.window.on_host].arrive(coming.copies)
         present = tree.map_with_path(lambda path, x: like_leaf(x, found[path]) if path in found else x, values)
-        if self._may_fail and self._donate:
+        if self._can_fail and self._donate:
             # Leaves that stay would be overwritten, and a file may still fail.
             kept = {path: x for path, x in tree.named_leaves(values).items() if path not in found}
             kept = {path: copied(x) for path, x in kept.items() if not path.startswith(_GRADS)}
@@ -273,15 +357,15 @@ class _Windows:
         values = _Values(None, state, params)
         local = {path: local_of(x) for path, x in tree.named_leaves(values).items() if isinstance(x, Tensor)}
         homes = {path: home for path in local if (home := self._home(path, window)) is not None}
-        given = {path: x for path, x in local.items() if path in self._kinds}
-        there = self._copies[window.on_host].send(given, self._kinds, homes)
+        given = {path: x for path, x in local.items() if path in self._tiers}
+        there = self._copies[window.on_host].send(given, self._tiers, homes)
         there |= {path: written(home, local[path]) for path, home in homes.items() if path not in there}
         rest = tree.map_with_path(lambda path, x: like_leaf(x, there[path]) if path in there else x, values)
         for path, x in _leaves(rest).items():
             if self._rows(path, window) is None:
                 self._after[path] = x
             elif path not in self._homes:
-                self._files.setdefault(path, []).append(there[path])
+                self._parts.setdefault(path, []).append(there[path])
         return rest
 
     def _rows(self, path: str, window: _Window) -> Rows | None:
@@ -291,23 +375,21 @@ class _Windows:
     def _home(self, path: str, window: _Window) -> Tensor | None:
         """Return memory for a leaf's result: the old leaf if donated, new memory if it is updated in rows, or None."""
         rows = self._rows(path, window)
-        kind = self._kinds.get(path, "device")
-        reused = self._donate and not self._may_fail
+        tier = self._tiers.get(path, DEVICE)
+        reused = self._donate and not self._can_fail
         if rows is None:
-            return local_of(self._away[path]) if reused and kind == "host" else None
-        if kind == "disk":
+            return local_of(self._away[path]) if reused and tier is not DEVICE else None
+        if tier.can_fail:
             return None
         if path not in self._homes:
             old = local_of(self._named[path])
-            shape = tuple(old.shape)
-            new = empty_on_host(shape, old.dtype) if kind == "host" else _compat.fresh(shape, old.dtype, old.device)
-            self._homes[path] = old if reused else new
+            self._homes[path] = old if reused else tier.empty(tuple(old.shape), old.dtype, old.device)
         return self._homes[path][rows[0] : rows[1]]
 
     def result(self) -> tuple[Tree, Tree]:
         """Return parameters and state after all windows."""
-        joined_files = {path: joined(parts, local_of(self._named[path]).shape) for path, parts in self._files.items()}
-        in_rows = {path: like(self._named[path], x) for path, x in {**self._homes, **joined_files}.items()}
+        joined = {path: torch.cat(parts) for path, parts in self._parts.items()}
+        in_rows = {path: like(self._named[path], x) for path, x in {**self._homes, **joined}.items()}
         found = {**self._after, **in_rows}
         after = tree.unflatten(self._spec, [found.get(path, x) for path, x in self._named.items()])
         return after.params, after.state
@@ -326,4 +408,4 @@ _GRADS, _STATE = (f"{field}." for field in _Values._fields[:2])
 
 def _is_off_host(x: Tensor) -> bool:
     local = local_of(x)
-    return isinstance(local, OnDisk) or not local.is_cpu
+    return _tier(local) is not DEVICE or not local.is_cpu

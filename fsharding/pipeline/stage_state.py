@@ -207,7 +207,7 @@ class StageState:
 
     def _reduce(self, stage: int, parts: dict[int, Any]) -> None:
         homes = [self._homes[i] for i in parts]
-        mains = [replace(self.layout.leaves[i].main, memory="device") for i in parts]
+        mains = [self.layout.leaves[i].main.on_device for i in parts]
         native = self.precision.sums_natively(getattr(self.layout.mesh, "device_type", None))
         moving = send([*parts.values()], mains, self._reductions, sources=homes, native=native)
         self._reducing[stage] = [*parts], moving
@@ -255,9 +255,7 @@ def _rows(x: Any, start: int, stop: int) -> Any:
 def _home_of_sums(leaf: LeafLayout, each: bool) -> NamedSharding:
     """Return where gradients are summed: sharded as in the layout if each microbatch is reduced, else unreduced."""
     # All microbatches add to them, so they are on the device.
-    return (
-        replace(leaf.grads, memory="device") if each else replace(unreduced(leaf.params), assigned=leaf.params.assigned)
-    )
+    return leaf.grads.on_device if each else replace(unreduced(leaf.params), assigned=leaf.params.assigned)
 
 
 def _zeros(home: NamedSharding, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:

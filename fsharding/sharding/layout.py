@@ -23,6 +23,7 @@ from fsharding.base import _compat, tree
 from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, ConfigError, LayoutError, TreeError, message, report
 from fsharding.base.public import check_optimizer, kind_of, public, refuse, refuse_module
+from fsharding.base.registry import names_of
 from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
 from fsharding.formats.precision import FP32, PatternLeaf, Precision, check_precision
@@ -43,7 +44,7 @@ from fsharding.sharding.leaf_plan import (
     plan_leaf,
     type_text,
 )
-from fsharding.sharding.memory_kinds import MemoryKind, check_choices
+from fsharding.sharding.memory_kinds import HERE, check_choices
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
@@ -62,9 +63,8 @@ class Memory(NamedTuple):
         grads: gradients as they are accumulated.
         opt_state: optimizer moments.
         buffers: tensors that the forward of a functionalized module writes, which every rank has in full.
-        host: bytes of all these that are in memory of the host.
-        disk: bytes of all these that are on disk. A file has twice as much, since a step writes a new state beside
-            the old one.
+        away: bytes of all these that are in other tiers, by the name of each, which is an attribute too: `memory.host`.
+            A file has twice as much, since a step writes a new state beside the old one.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -78,13 +78,17 @@ class Memory(NamedTuple):
     grads: int
     opt_state: int
     buffers: int = 0
-    host: int = 0
-    disk: int = 0
+    away: Mapping[str, int] = {}
+
+    def __getattr__(self, name: str) -> int:
+        if name not in names_of("tier"):
+            raise AttributeError(f"Memory has no attribute {name!r}")
+        return self.away.get(name, 0)
 
     @property
     def device(self) -> int:
         """Bytes in memory of the device."""
-        return self.total - self.host - self.disk
+        return self.total - sum(self.away.values())
 
     @property
     def state(self) -> int:
@@ -93,12 +97,12 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it, in memory and on disk."""
+        """All of it, in all tiers."""
         return self.state + self.grads
 
     def __str__(self) -> str:
-        kinds = {name: value for name, value in self._asdict().items() if name not in ("host", "disk") or value}
-        parts = ", ".join(f"{name} {value:,}" for name, value in kinds.items())
+        kinds = {name: value for name, value in self._asdict().items() if name != "away"}
+        parts = ", ".join(f"{name} {value:,}" for name, value in {**kinds, **self.away}.items())
         return f"{self.total:,} bytes a rank ({parts})"
 
 
@@ -166,9 +170,14 @@ class Layout:
         return {leaf.path: is_stacked(leaf.names) for leaf in self.leaves if leaf.names}
 
     @property
+    def is_away(self) -> bool:
+        """Whether the strategy keeps or updates anything elsewhere than on the device."""
+        return bool(self.strategy.memory)
+
+    @property
     def updated_on_host(self) -> frozenset[str]:
         """Paths of the leaves whose update is computed on the host."""
-        return frozenset(leaf.path for leaf in self.leaves if leaf.trainable and leaf.compute == "host")
+        return frozenset(leaf.path for leaf in self.leaves if leaf.trainable and leaf.compute != HERE)
 
     @property
     def has_main(self) -> bool:
@@ -281,13 +290,14 @@ class Layout:
         """
         kept = self.bytes_by_kind(opt, coord)
         parts = {role: counts.total() for role, counts in kept.items()}
-        away = {kind: sum(counts[kind] for counts in kept.values()) for kind in ("host", "disk")}
-        return Memory(**parts, buffers=self.buffers, **away)
+        sizes = {tier: sum(counts[tier] for counts in kept.values()) for tier in names_of("tier")}
+        away = {tier: size for tier, size in sizes.items() if size and tier != HERE}
+        return Memory(**parts, buffers=self.buffers, away=away)
 
     @named("Layout.memory")
     def bytes_by_kind(
-        self, opt: Any = None, coord: dict[str, int] | None = None, *, compute: MemoryKind | None = None
-    ) -> dict[str, Counter[MemoryKind]]:
+        self, opt: Any = None, coord: dict[str, int] | None = None, *, compute: str | None = None
+    ) -> dict[str, Counter[str]]:
         """Bytes of one rank by field of `Memory` and kind of memory.
 
         Args:
@@ -295,11 +305,10 @@ class Layout:
             coord: the same.
             compute: only of leaves that are updated there.
         """
-        kept: dict[str, Counter[MemoryKind]] = {name: Counter() for name in ("params", "grads", "main", "opt_state")}
+        kept: dict[str, Counter[str]] = {name: Counter() for name in ("params", "grads", "main", "opt_state")}
         for entry in self.entries(opt):
             if compute is None or (entry.of is not None and entry.of.compute == compute):
-                kind = "device" if entry.sharding is None else entry.sharding.memory
-                kept[entry.field][kind] += entry.local_bytes(coord)
+                kept[entry.field][HERE if entry.sharding is None else entry.sharding.memory] += entry.local_bytes(coord)
         for leaf in self.leaves:
             if not leaf.trainable or compute not in (None, leaf.compute):
                 continue

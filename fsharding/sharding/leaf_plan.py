@@ -26,7 +26,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
-from fsharding.sharding.memory_kinds import MemoryKind
+from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, rule_name
 from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
@@ -81,8 +81,8 @@ class LeafLayout:
     params: NamedSharding
     grads: NamedSharding
     main: NamedSharding
-    moment_memory: MemoryKind = "device"
-    compute: MemoryKind = "device"
+    moment_memory: str = HERE
+    compute: str = HERE
 
     @property
     def moments(self) -> NamedSharding:
@@ -288,9 +288,9 @@ def plan_leaf(
         unreduced = tuple(a for a in summed if _leaves_open(a, strategy))
         return NamedSharding(mesh, cuts, unreduced, assigned, axes.owned, memory_of(kind)).simplified()
 
-    def memory_of(kind: str) -> MemoryKind:
+    def memory_of(kind: str) -> str:
         # A number stays: a copy of it would cost more than its memory.
-        return strategy.memory_of(kind, path) if shape else "device"
+        return strategy.memory_of(kind, path) if shape else HERE
 
     shardings = {kind: sharding(kind) for kind in _STRATEGY_PART}
     return LeafLayout(

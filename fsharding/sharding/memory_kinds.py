@@ -1,32 +1,94 @@
-"""Kinds of memory: where a strategy keeps what a rank holds.
+"""Tiers: the kinds of memory in which a strategy keeps what a rank holds, and the choice of one for each leaf.
 
-In: kinds by role, for all leaves or by path. Out: the same, checked, and the kind of a leaf.
-Guarantee: the kind of memory changes no bit.
+A tier is found by its name through the registry, so that `comm/tier.py` and `contrib/` implement it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple, TypeAlias, cast, get_args
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, cast
+
+import torch
+from torch import Tensor
 
 from fsharding.base.errors import ConfigError, did_you_mean, listed, message
+from fsharding.base.registry import find, names_of
 from fsharding.sharding.stage_owners import begins
 
 __all__ = [
-    "IN_WORDS", "KINDS", "ROLES", "Choice", "MemoryKind", "check_choices", "choices_of", "chosen_kind", "parse_memory",
+    "HERE", "ROLES", "Choice", "Lacking", "LocalLeaf", "Tier", "check_choices", "choices_of", "chosen_kind",
+    "parse_memory", "tier_named",
 ]  # fmt: skip
 
-MemoryKind: TypeAlias = Literal["device", "host", "disk"]
-"""Memory of the device, pinned memory of the host, or a file."""
+HERE = "device"
+"""The name of the tier of a leaf that is not kept elsewhere."""
 
-KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-IN_WORDS = {"device": "the device", "host": "the host", "disk": "disk"}
 ROLES = ("params", "main", "moments", "grads")
 """What a strategy may keep elsewhere than on the device."""
 
 _COMPUTE = "compute"
-_KINDS_OF = {**dict.fromkeys(ROLES, KINDS), _COMPUTE: KINDS[:2]}
-"""The kinds of each role. `compute` is where an update is computed; it keeps nothing."""
+"""Where an update is computed: a role that keeps nothing, so its tier cannot fail."""
+
+LocalLeaf: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""The local shape of a leaf, and its dtype."""
+
+Lacking: TypeAlias = Callable[[bool], list[int]]
+
+
+class Tier(Protocol):
+    """A kind of memory. Copies are ordered by the current stream; the host waits for none but in `settle`.
+
+    Attributes:
+        name: as users write it.
+        text: in a sentence.
+        can_fail: a copy may fail or take long. So its tensors are never written in place, and reads start earlier.
+    """
+
+    name: ClassVar[str]
+    text: ClassVar[str]
+    can_fail: ClassVar[bool]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory to be filled by the host or the device; `put` of it is then cheapest."""
+        ...
+
+    def put(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """Start to copy a tensor to the tier; `into` may be written if the tier cannot fail and it fits."""
+        ...
+
+    def get(self, x: Tensor, device: torch.device) -> Tensor:
+        """Copy a tensor of the tier to a device."""
+        ...
+
+    def prefetch(self, x: Tensor, device: torch.device) -> None:
+        """Start what the next `get` of the same tensor would have the host wait for."""
+        ...
+
+    def settle(self, x: Tensor, device: torch.device) -> None:
+        """Have the host wait until a tensor, which was put from a device on the current stream, is there."""
+        ...
+
+    def reserve(
+        self, state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf], donated: Sequence[Tensor], lacking: Lacking
+    ) -> None:
+        """Take room for a state and its gradients, or raise on every rank.
+
+        Tensors that are donated are freed before the state is written. Each rank tells the others by `lacking` whether
+        it lacks room, and gets the ranks that do.
+        """
+        ...
+
+
+@functools.cache
+def tier_named(name: str) -> Tier:
+    """Return the tier of a registered name."""
+    return cast(Tier, find("tier", name))
+
+
+def _names(role: str) -> list[str]:
+    """Return the names of the tiers that a role can be in."""
+    return [name for name in names_of("tier") if role != _COMPUTE or not tier_named(name).can_fail]
 
 
 class Choice(NamedTuple):
@@ -35,12 +97,17 @@ class Choice(NamedTuple):
     Attributes:
         role: see `ROLES`; or "compute", the memory in which a leaf is updated.
         path: of a leaf, or the beginning of several; "" for all.
-        kind: of memory.
+        kind: the name of the tier.
     """
 
     role: str
     path: str
-    kind: MemoryKind
+    kind: str
+
+    @property
+    def tier(self) -> Tier:
+        """The tier itself."""
+        return tier_named(self.kind)
 
     @property
     def leaves(self) -> str:
@@ -48,29 +115,29 @@ class Choice(NamedTuple):
         return f"{self.role} of {self.path}" if self.path else self.role
 
     def __str__(self) -> str:
-        return f"{self.leaves} on {IN_WORDS[self.kind]}"
+        return f"{self.leaves} on {self.tier.text}"
 
 
-def choices_of(memory: Mapping[str, MemoryKind | Mapping[str, MemoryKind]]) -> list[Choice]:
+def choices_of(memory: Mapping[str, str | Mapping[str, str]]) -> list[Choice]:
     """Return choices as `Strategy.with_memory` takes them.
 
     Raises:
         ConfigError: unknown roles or kinds; all of them are listed.
     """
     by_path = {role: kinds if isinstance(kinds, Mapping) else {"": kinds} for role, kinds in memory.items()}
-    known = [*_KINDS_OF]
+    known = [*ROLES, _COMPUTE]
     rows = [f"{role}: roles are {', '.join(known)}.{did_you_mean(role, known)}" for role in memory if role not in known]
-    choices = [
-        Choice(role, path, cast(MemoryKind, kind)) for role, kinds in by_path.items() for path, kind in kinds.items()
-    ]
-    kinds_of = [(c, _KINDS_OF.get(c.role, KINDS)) for c in choices]
-    rows += [f"{c.leaves}={c.kind!r}: kinds are {', '.join(kinds)}" for c, kinds in kinds_of if c.kind not in kinds]
+    choices = [Choice(role, path, kind) for role, kinds in by_path.items() for path, kind in kinds.items()]
+    for choice in choices:
+        names = _names(choice.role)
+        if choice.kind not in names:
+            rows.append(f"{choice.leaves}={choice.kind!r}: kinds are {', '.join(names)}")
     if rows:
         raise ConfigError(message("cannot keep this elsewhere.", rows, 'Write with_memory(moments="host").'))
     return choices
 
 
-def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> MemoryKind:
+def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> str:
     """Return the kind of memory of a leaf: by the longest path that it begins with.
 
     By default moments are where the leaf is updated. `main` follows them if that is the host, else `params`.
@@ -82,8 +149,8 @@ def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> MemoryKind:
     if role == "moments":
         return chosen_kind(known, _COMPUTE, path)
     if role == "main":
-        return chosen_kind(known, "moments" if chosen_kind(known, _COMPUTE, path) == "host" else "params", path)
-    return "device"
+        return chosen_kind(known, "params" if chosen_kind(known, _COMPUTE, path) == HERE else "moments", path)
+    return HERE
 
 
 def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
@@ -98,18 +165,18 @@ def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
         rows = [f"{c}: no leaf begins so.{did_you_mean(c.path, known)}" for c in unused]
         raise ConfigError(message("got memory of leaves that do not exist.", rows, f"Leaves are {listed(known)}."))
     given = [*choices]
-    there = [path for path in known if chosen_kind(given, _COMPUTE, path) == "host"]
+    there = [path for path in known if chosen_kind(given, _COMPUTE, path) != HERE]
     split = [f"{role} of {path}" for path in there for role in ("moments", "main") if _stays(given, role, path)]
     if split:
-        mend = "Leave moments= and main= out, which are on the host then, or keep them on the host or on disk."
+        mend = "Leave moments= and main= out, which are on the host then, or keep them elsewhere than on the device."
         raise ConfigError(message("cannot compute an update on the host of leaves on the device.", split, mend))
 
 
 def _stays(choices: Iterable[Choice], role: str, path: str) -> bool:
-    return chosen_kind(choices, role, path) == "device"
+    return chosen_kind(choices, role, path) == HERE
 
 
-def parse_memory(text: str) -> dict[str, dict[str, MemoryKind]]:
+def parse_memory(text: str) -> dict[str, dict[str, str]]:
     """Read kinds of memory as the command line takes them: `role=kind` or `role.path=kind`, with commas between.
 
     Raises:
@@ -120,10 +187,10 @@ def parse_memory(text: str) -> dict[str, dict[str, MemoryKind]]:
         >>> parse_memory("moments=host,main.blocks=disk"), parse_memory("")
         ({'moments': {'': 'host'}, 'main': {'blocks': 'disk'}}, {})
     """
-    result: dict[str, dict[str, MemoryKind]] = {}
+    result: dict[str, dict[str, str]] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         leaves, _, kind = part.partition("=")
         role, _, path = leaves.strip().partition(".")
-        result.setdefault(role, {})[path] = kind.strip()  # pyright: ignore[reportArgumentType]
+        result.setdefault(role, {})[path] = kind.strip()
     choices_of(result)
     return result

@@ -32,7 +32,7 @@ from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, is
 from fsharding.sharding import boxes, mesh_view
 from fsharding.sharding.assigned import Assigned
 from fsharding.sharding.boxes import Box, Grid, Runs
-from fsharding.sharding.memory_kinds import IN_WORDS, MemoryKind
+from fsharding.sharding.memory_kinds import HERE, tier_named
 from fsharding.sharding.partition_spec import P, PartitionSpec
 
 __all__ = [
@@ -63,8 +63,7 @@ class NamedSharding:
         assigned: explicit ownership along axes that the spec does not use, one dim each.
         owned: data axes of the spec along which ranks compute with their own part, such as `ep` for experts. The leaf
             is not gathered over them, and its gradient is not summed over them: tokens come to the owner.
-        memory: "device", "host" for pinned memory of the host, or "disk" for a file; on a CPU the first two are the
-            same. `sharding_of` does not know it.
+        memory: the tier of a leaf at rest, as in `Strategy.with_memory`. `sharding_of` does not know it.
 
     Example:
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
@@ -77,7 +76,7 @@ class NamedSharding:
     partial: tuple[str, ...] = ()
     assigned: tuple[Assigned, ...] = ()
     owned: tuple[str, ...] = ()
-    memory: MemoryKind = "device"
+    memory: str = HERE
 
     @named("NamedSharding")
     def __post_init__(self) -> None:
@@ -110,6 +109,16 @@ class NamedSharding:
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which the leaf is gathered and its gradient summed, in cutting order."""
         return tuple(axis for axis in data_axes(self.mesh) if axis not in self.owned)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether leaves are kept elsewhere than on the device of the mesh; on a CPU also its own memory."""
+        return self.memory != HERE
+
+    @property
+    def on_device(self) -> NamedSharding:
+        """The same sharding in memory of the device."""
+        return replace(self, memory=HERE)
 
     @property
     def device_type(self) -> str:
@@ -260,7 +269,7 @@ class NamedSharding:
             text += f" assigned over {', '.join(a.axis for a in self.assigned)}"
         if self.owned:
             text += f" owned over {', '.join(self.owned)}"
-        return text if self.memory == "device" else f"{text} on {IN_WORDS[self.memory]}"
+        return text if not self.is_away else f"{text} on {tier_named(self.memory).text}"
 
 
 @cache_on_its_mesh()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, public
-from fsharding.sharding.memory_kinds import Choice, MemoryKind, choices_of, chosen_kind
+from fsharding.sharding.memory_kinds import HERE, Choice, choices_of, chosen_kind
 from fsharding.sharding.strategy_names import meant_strategy
 
 __all__ = [
@@ -58,7 +58,7 @@ class Strategy:
     memory: tuple[Choice, ...] = ()
 
     @public("Strategy.with_memory")
-    def with_memory(self, **memory: MemoryKind | Mapping[str, MemoryKind]) -> Strategy:
+    def with_memory(self, **memory: str | Mapping[str, str]) -> Strategy:
         """Return the same strategy with other memory for some roles.
 
         Units are copied to the device when they are gathered, and an update runs through windows of leaves there, or
@@ -80,12 +80,12 @@ class Strategy:
             zero3 with main of blocks on disk, moments on the host
         """
         choices = [*choices_of(memory), *(c for c in self.memory if c.role not in memory)]
-        away = {c.role for c in choices if c.kind != "device"}
+        away = {c.role for c in choices if c.kind != HERE}
         away |= {"main"} if "params" in away else set()
         away |= {"main", "moments"} if "compute" in away else set()
         return replace(self, memory=tuple(sorted(c for c in choices if c.role in away)))
 
-    def memory_of(self, role: str, path: str) -> MemoryKind:
+    def memory_of(self, role: str, path: str) -> str:
         """Return the kind of memory of a leaf in a role."""
         return chosen_kind(self.memory, role, path)
 

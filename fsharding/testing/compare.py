@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import tree
 from fsharding.base.calls import named
 from fsharding.base.errors import message
-from fsharding.comm.disk import in_memory
+from fsharding.comm.leaf_memory import in_memory
 
 __all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 

@@ -37,6 +37,7 @@ from fsharding.mesh import preemption
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.mesh.failures import naming_lost
 from fsharding.sharding.leaf_plan import kind_text
+from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.operations import check_operations
 from fsharding.train.state import STATE_FIELDS, TrainState, refuse_changed, sealed
@@ -374,8 +375,8 @@ def _check(step: Any, state: Any) -> None:
     if not isinstance(state, TrainState):
         mend = "Give a state and a batch: fs.capture(step, state, batch)."
         raise ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
-    away = [choice for choice in state.layout.strategy.memory if choice.kind != "device"]
-    if rows := [str(choice) for choice in away if (choice.role, choice.kind) != ("moments", "host")]:
+    away = [choice for choice in state.layout.strategy.memory if choice.kind != HERE]
+    if rows := [str(choice) for choice in away if choice.role != "moments" or choice.tier.can_fail]:
         mend = "A graph copies moments from and to the host; keep the rest on the device, or call the step itself."
         raise ConfigError(message("cannot capture a step in which the host waits for copies.", rows, mend))
     if away and not step.donates:

@@ -125,7 +125,7 @@ def expected_memory(
     Raises:
         ArgumentError: an argument of another kind.
         BatchError: the batch has a leaf that isn't a tensor, or no leaf.
-        LayoutError: the strategy keeps something on the host or on disk, and no accelerator is here.
+        LayoutError: the strategy keeps something elsewhere than on the device, and no accelerator is here.
         MeshError: `coord` is outside the mesh.
 
     Example:
@@ -199,7 +199,7 @@ def _device_with_memory(layout: Layout) -> str:
     """
     device = _device_type(_checked(layout))
     is_abstract = isinstance(layout.mesh, AbstractMesh)
-    away = [str(choice) for choice in layout.strategy.memory if is_abstract or choice.kind == "disk"]
+    away = [str(choice) for choice in layout.strategy.memory if is_abstract or choice.tier.can_fail]
     if away and is_abstract:
         device = accelerator()
     if away and device == "cpu":

@@ -23,10 +23,10 @@ from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
-from fsharding.comm.disk_room import take_room
 from fsharding.comm.leaf_memory import fill, on_device, to_memory
 from fsharding.comm.reshard_plan import BUDGET, Plan, plan_routes
 from fsharding.comm.reshard_run import exchange
+from fsharding.comm.tier_room import take_room
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, is_member, own_rank, world_size
@@ -98,7 +98,9 @@ def reshard(
             frozen = {leaf.path for leaf in layout.leaves if not leaf.trainable}
             tree_or_state = refrozen(tree_or_state, tree_or_state.layout.with_frozen(frozen), opt)
         moved, rebuild = reshard_leaves.of_state(tree_or_state, layout)
-        take_room(layout, [(m.target, m.shape, m.dtype) for m in moved])
+        # With an optimizer it is another state, and the caller's stays.
+        freed = tree_or_state if donate and opt is None else None
+        take_room(layout, [(m.target, m.shape, m.dtype) for m in moved], freed)
     else:
         sizes = _sizes(tree_or_state) if source is None else None
         moved, rebuild = reshard_leaves.of_tree(tree_or_state, layout, source, sizes=sizes)

@@ -33,10 +33,10 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.disk_room import Planned, take_room
 from fsharding.comm.leaf_memory import copied, to_memory
 from fsharding.comm.redistribute import redistribute, send
 from fsharding.comm.rounded_params import wires_of_copies
+from fsharding.comm.tier_room import Planned, take_room
 from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
@@ -332,7 +332,7 @@ def init_params(draws: Tree, layout: Layout, kind: str = "params", whole: Callab
             for part, place in parts:
                 local[place] = part
         main = local.to(layout.precision.main_dtype(leaf.init)).to(dtype)
-        if sharding.memory == "device":
+        if not sharding.is_away:
             main = main.to(sharding.device_mesh().device_type)
         return sharding.to_dtensor(to_memory(main, sharding), leaf.shape)
 
@@ -377,7 +377,7 @@ def init_state(
         TreeError: the layout was planned for another tree.
         ConfigError: on every rank: ranks have different keys, different first values, or different buffers of a module;
             or one random draw stands at several leaves. All such leaves are listed.
-        DiskError: on every rank: one has too little room for what the strategy keeps on disk.
+        DiskError: on every rank: one has too little room for what the strategy keeps there.
 
     Example:
         >>> def init(key):
@@ -467,7 +467,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
         return tree.map_with_path(place, state)
 
     paths = [leaf.path for leaf in layout.leaves if leaf.trainable]
-    away = [leaf.moment_memory != "device" for leaf in layout.leaves if leaf.trainable]
+    away = [leaf.moments.is_away for leaf in layout.leaves if leaf.trainable]
     nbytes = [local_of(x).nbytes for x in tree.leaves(trained)]
     sizes = {path: n if is_away else 0 for path, n, is_away in zip(paths, nbytes, away, strict=True)}
     return start_in_windows(start, trained, sizes) if opt.with_context().by_element else start(trained)

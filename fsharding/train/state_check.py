@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, tree
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.tree import Tree
-from fsharding.comm.leaf_memory import is_in_memory, memory_of
+from fsharding.comm.leaf_memory import home_of
+from fsharding.comm.tier import tier_of
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.memory_kinds import IN_WORDS
+from fsharding.sharding.memory_kinds import tier_named
 from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sharding_of, typeof
 
 __all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
@@ -221,9 +222,9 @@ def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
     local = _compat.local_tensor(x)
     if tuple(local.shape) != here or local.dtype != dtype:
         return [f"{path} is {wanted}, which is {list(here)} here, but holds {local.dtype} {list(local.shape)}"]
-    if not is_in_memory(local, sharding):
-        kind = memory_of(local, sharding.device_mesh().device_type)
-        return [f"{path} is {wanted} on {IN_WORDS[kind]}; the layout keeps it on {IN_WORDS[sharding.memory]}"]
+    tier = tier_of(local, sharding.device_type)
+    if tier is not home_of(sharding) and not local.is_meta:
+        return [f"{path} is {wanted} on {tier.text}; the layout keeps it on {tier_named(sharding.memory).text}"]
     return []
 
 

@@ -675,7 +675,7 @@ class TrainStep:
         context = UpdateContext(
             donate=self._settings.donate, norm=verdict.norm, shardings=state.layout.main, finite=finite, key=state.key,
             step=state.step, rounding=state.layout.precision.rounding, on_host=state.layout.updated_on_host,
-            stacked=state.layout.stacked,
+            may_be_away=state.layout.is_away, stacked=state.layout.stacked,
         )  # fmt: skip
         if not self._bias_rates:
             return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)

@@ -64,7 +64,7 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     rounding = layout.precision.rounding
     context = UpdateContext(
         shardings=main, key=state.key, step=state.step, rounding=rounding, on_host=layout.updated_on_host,
-        stacked=layout.stacked,
+        may_be_away=layout.is_away, stacked=layout.stacked,
     )  # fmt: skip
     main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), context)
     step = state.step + 1

@@ -44,12 +44,12 @@ from fsharding.base.errors import ConfigError, TransformError, listed, message, 
 from fsharding.base.scoped import scoped
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.counters import Counts, record
-from fsharding.comm.disk import OnDisk
-from fsharding.comm.host_memory import keepers_for
-from fsharding.comm.leaf_memory import device_of, memory_of, read_ahead
+from fsharding.comm.host_memory import OnHost
+from fsharding.comm.leaf_memory import device_of, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
 from fsharding.comm.reduce import Noise
 from fsharding.comm.streams import streams_for
+from fsharding.comm.tier import DEVICE, tier_of
 from fsharding.comm.wires import WholeLeaf
 from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
@@ -142,9 +142,10 @@ class GatherContext:
         self._wires = wires
         # How many units are gathered ahead of the one that is computed with, in forward and in backward.
         self.depth = options.prefetch_depth
-        on_disk = any(node is not None and isinstance(node.value, OnDisk) for node in nodes)
-        # How many are gathered or read ahead: one more than `depth` where leaves are on disk.
-        self.horizon = self.depth + (on_disk and self.depth > 0)
+        tiers = {tier_of(node.value, node.sharding.device_type) for node in nodes if node is not None} - {DEVICE}
+        self._away = bool(tiers)
+        # How many are gathered or read ahead: one more than `depth` if reads of leaves take long.
+        self.horizon = self.depth + (self.depth > 0 and any(tier.can_fail for tier in tiers))
         # The dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         self.cast = precision.activation_dtype or precision.params
         self._row_targets = [
@@ -179,7 +180,9 @@ class GatherContext:
         self._deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
         values = [node.value for node in nodes if node is not None]
-        self.saved = SavedTensors(self._bring, keepers_for(self._device, values))
+        # On a CPU the memory of the device is the host's.
+        on_host = None if self._device.type == "cpu" else functools.partial(OnHost, self._device, values)
+        self.saved = SavedTensors(self._bring, on_host)
         for i, node in enumerate(nodes):
             if node is not None:
                 self.register(node.value, LeafIndex(i, None))
@@ -255,7 +258,7 @@ class GatherContext:
         unit.start()
 
     def read_ahead(self, leaves: Sequence[Local]) -> None:
-        """Start to read shards that are on disk, of a unit that will be gathered after those that are prefetched."""
+        """Start to read the shards of a unit that will be gathered after those that are prefetched."""
         for leaf in leaves:
             read_ahead(leaf.value, self._device.type)
 
@@ -272,7 +275,7 @@ class GatherContext:
             known = target is not None or {*leaf.slices} <= {"pp"}
             aligned = known and all(is_aligned(leaf.sharding, shape, stored.itemsize) for shape in slices)
             misaligned = row is not None and not aligned
-            away = memory_of(leaf.value, self._device.type) != "device"
+            away = self._away and tier_of(leaf.value, self._device.type) is not DEVICE
             place = LeafIndex(number, row)
             sent = self._wires.gather(place, leaf.shape, compute)
             terms = self._wires.terms(place, len(leaf.shape), compute)
@@ -332,7 +335,7 @@ class GatherContext:
         if self._current is not None:
             self._current.release()
         self.saved.forget_freed()
-        self.saved.enter(policy.memory)
+        self.saved.enter(offloads=policy.offloads)
         self._current, unit.kept, unit.order = unit, policy.gathered, len(self._units)
         self._units.append(unit)
         wholes: list[WholeLeaf] = [leaf.value for leaf in unit.leaves]

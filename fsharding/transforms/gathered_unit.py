@@ -125,7 +125,7 @@ class GatheredUnit:
             unit.start()
 
     def read_ahead(self) -> None:
-        """Start to read shards that are on disk, for the next `start`."""
+        """Start to read the shards for the next `start`."""
         for leaf in self.leaves:
             read_ahead(leaf.value, self._device_type)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm.buffer_pool import Pool, PoolMemory
-from fsharding.comm.grad_memory import GradMemory, grad_memory
+from fsharding.comm.grad_memory import GradMemory
 from fsharding.comm.handles import Handle, Memory, Places, done, nowhere
 from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.leaf_wires import LeafIndex
@@ -305,9 +305,14 @@ class GradReducer:
             large = math.prod(shape) >= self._pooled_from
             cut = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
             pool = self._grad_pool if large and not cut else None
-            kind = target.sharding.memory
-            self._grads[i] = grad_memory(
-                kind, shape, target.dtype, self._device, pool=pool, by_row=large and pool is None, given=given
+            self._grads[i] = GradMemory(
+                target.sharding.memory,
+                shape,
+                target.dtype,
+                self._device,
+                pool=pool,
+                by_row=large and pool is None,
+                given=given,
             )
         return self._grads[i]
 

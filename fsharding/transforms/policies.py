@@ -50,6 +50,11 @@ class Policy:
     activations: str
     memory: Literal["device", "host"] = "device"
 
+    @property
+    def offloads(self) -> bool:
+        """Whether activations wait elsewhere than on the device."""
+        return self.memory != "device"
+
     def __post_init__(self) -> None:
         known: dict[str, tuple[Any, ...]] = {
             "gathered": (False, True), "activations": ("all", "dots", "inputs"), "memory": ("device", "host")

@@ -5,7 +5,7 @@ Guarantee: saved tensors never keep a unit's buffers alive, unless the policy ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.comm.host_memory import Keeper, Parked
+from fsharding.comm.host_memory import OnHost, Parked
 from fsharding.transforms.gathered_unit import GatheredUnit
 
 __all__ = ["SavedTensors", "SavedValues", "SavedView"]
@@ -65,12 +65,16 @@ def _bring_nothing(unit: GatheredUnit) -> None:
 class SavedTensors:
     """The hooks of one `value_and_grad` call."""
 
-    def __init__(self, bring: Callable[[GatheredUnit], None], keepers: Mapping[str, Keeper]) -> None:
-        # `bring`: makes the buffers of a unit alive; backward needs them. `keepers`: memory for activations, by its
-        # kind.
+    # `_away` keeps the activations of units that offload them, from the first one on; `_keeper` is that, or None for a
+    # unit whose activations stay.
+
+    def __init__(self, bring: Callable[[GatheredUnit], None], on_host: Callable[[], OnHost] | None) -> None:
+        # `bring` makes the buffers of a unit alive, which backward needs; `on_host` makes the memory for activations
+        # that do not stay on the device, None if the host has no other memory.
         self._bring = bring
-        self._keepers = keepers
-        self._keeper = keepers["device"]
+        self._on_host = on_host
+        self._away: OnHost | None = None
+        self._keeper: OnHost | None = None
         self._watched: dict[int, _Watched] = {}
         self._values: dict[int, _Values] = {}
 
@@ -78,14 +82,18 @@ class SavedTensors:
         """Inside, autograd saves what `pack` returns."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def enter(self, memory: str) -> None:
-        """Forward has left a unit, and the next one keeps its activations in a kind of memory."""
-        self._keeper.next_unit()
-        self._keeper = self._keepers[memory]
+    def enter(self, *, offloads: bool) -> None:
+        """Forward has left a unit; the next one keeps its activations on the device, or elsewhere."""
+        if self._keeper is not None:
+            self._keeper.next_unit()
+        if offloads and self._away is None and self._on_host is not None:
+            self._away = self._on_host()
+        self._keeper = self._away if offloads else None
 
     def end_forward(self) -> None:
         """Forward is over, and backward comes later."""
-        self._keeper.end_forward()
+        if self._keeper is not None:
+            self._keeper.end_forward()
 
     def watch(self, unit: GatheredUnit) -> None:
         """Recognize views of the buffers of a unit, which is alive."""
@@ -108,7 +116,8 @@ class SavedTensors:
         known = self._watched.get(storage)
         if known is None or known.unit.kept:
             # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
-            return self._keeper.keep(x if x.grad_fn is None else x.detach())
+            x = x if x.grad_fn is None else x.detach()
+            return x if self._keeper is None else self._keeper.keep(x)
         known.unit.note_view(known.bucket)
         offset = int(x.storage_offset())
         return SavedView(known.unit, known.bucket, known.buffer, x.dtype, offset, x.size(), x.stride())
@@ -136,6 +145,7 @@ class SavedTensors:
         """Break the references to units and buffers, and to the context, which holds this."""
         self._watched.clear()
         self._values.clear()
-        for keeper in self._keepers.values():
-            keeper.close()
+        if self._away is not None:
+            self._away.close()
+        self._away = self._keeper = self._on_host = None
         self._bring = _bring_nothing

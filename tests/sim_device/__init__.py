@@ -201,7 +201,9 @@ def log() -> Generator[Log]:
 
 def _asks(filename: str) -> bool:
     """Whether a file is one of the library's that asks for a wait or a read, not one that passes it on."""
-    return "/fsharding/" in filename and not filename.endswith(("comm/streams.py", "comm/handles.py"))
+    return "/fsharding/" in filename and not filename.endswith(
+        ("comm/streams.py", "comm/transfers.py", "comm/handles.py")
+    )
 
 
 @contextmanager

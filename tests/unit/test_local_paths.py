@@ -84,7 +84,7 @@ def test_commands_refuse_urls(args, tmp_path, monkeypatch, capsys):
 
 
 def test_the_folder_of_leaves_on_disk_is_no_url(tmp_path, monkeypatch):
-    from fsharding.comm.disk import disk_folder
+    from fsharding.contrib.disk import disk_folder
 
     monkeypatch.setenv("FSHARDING_DISK", URL)
     assert URL in refusal(disk_folder, kind=ConfigError)

@@ -32,8 +32,8 @@ from fsharding.apps.cli.options import DoctorConfig
 from fsharding.base import devices
 from fsharding.base.errors import DiskError, RankError
 from fsharding.base.version import own_version
-from fsharding.comm.disk import disk_folder, store
 from fsharding.comm.transport import choice_for
+from fsharding.contrib.disk import DISK, disk_folder, store
 from fsharding.contrib.pairwise import Pairwise
 from fsharding.mesh.device_mesh import everyone, make_mesh
 from fsharding.mesh.launch import launch_ranks
@@ -150,7 +150,7 @@ def _disk() -> Finding:
     try:
         begun = time.perf_counter()
         stored = store(torch.zeros(_COPIED, dtype=torch.uint8))
-        stored.settle()
+        DISK.settle(stored, stored.device)
         written = _rate(begun)
         begun = time.perf_counter()
         stored.read()

@@ -239,7 +239,8 @@ def preview(config: PlanConfig) -> None:
     layers = layers_by_coordinate(model, layout, ranks)
     for pp in range(ranks):
         memory = layout.memory(coord={"pp": pp})  # of the first rank there, which has the most
-        kept = {**memory._asdict(), "total": memory.total, "device": memory.device}
+        kept = {role: nbytes for role, nbytes in memory._asdict().items() if role != "away"}
+        kept |= {name: getattr(memory, name) for name in ("host", "disk", "total", "device")}
         result["stages"].append({"pp": pp, "layers": layers[pp], "bytes": kept, "copied": _copied(layout, {"pp": pp})})
     _print(_planned(result), result, as_json=config.json)
 

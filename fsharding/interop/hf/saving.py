@@ -35,7 +35,7 @@ from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import StateLeaf
-from fsharding.comm.disk import in_memory
+from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.foreign.name_map import written_constants

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError, LayoutError
-from fsharding.comm.leaf_memory import memory_of
+from fsharding.comm.tier import tier_of
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh
 from tests.decoders import DecoderCase
@@ -139,9 +139,9 @@ def updated(case, optimizer, device, folder):
             kept = {"params": fs.tree.leaves(state.params), "main": fs.tree.leaves(state.main), "moments": moments}
             for role, leaves in kept.items():
                 kind = case.strategy.memory_of(role, "blocks") if device == SIM else "device"
-                found = {memory_of(local_of(x), device) for x in leaves}
+                found = {tier_of(local_of(x), device).name for x in leaves}
                 assert found <= {kind, "device"} and (kind in found or not leaves), (role, kind, found)
-                assert all(local_of(x).is_pinned() for x in leaves if memory_of(local_of(x), device) == "host")
+                assert all(local_of(x).is_pinned() for x in leaves if tier_of(local_of(x), device).name == "host")
             numbers.append(torch.stack((metrics.loss, metrics.grad_norm)))
         return watch.seen(numbers, state)
 

@@ -98,10 +98,10 @@ NEEDED = {
     ("host_memory.py:_free", "compute"),  # they are on the host
     ("host_memory.py:_fetch", "in"),  # there is memory for them, and they are on the host
     ("host_memory.py:_wait", "compute"),  # they are back
-    ("leaf_memory.py:_copied", "in"),  # there is memory for a window
-    ("leaf_memory.py:arrive", "compute"),  # it is on the device
-    ("leaf_memory.py:send", "out"),  # it is updated
-    ("leaf_memory.py:_let_go", "compute"),  # it is where it rests
+    ("windows.py:_copied", "in"),  # there is memory for a window
+    ("windows.py:arrive", "compute"),  # it is on the device
+    ("windows.py:send", "out"),  # it is updated
+    ("windows.py:_let_go", "compute"),  # it is where it rests
     ("collectives.py:run", "compute"),  # a sum of gradients that are in no unit
     ("executor.py:_guard", "compute"),  # a stage has received what it computes with
     *((name, "compute") for name in ("clip.py:square_sums", "executor.py:sums", "value_and_grad.py:_global_sums")),

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharding as fs
-from fsharding.comm import disk
-from fsharding.comm.disk import OnDisk
+from fsharding.base.registry import names_of
+from fsharding.comm import tier
+from fsharding.contrib.disk import OnDisk
 from fsharding.optim import windows
-from fsharding.sharding.memory_kinds import KINDS, ROLES
+from fsharding.sharding.memory_kinds import ROLES
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal, device_mesh, run_ranks
 from tests.decoders import DecoderCase, decoder_cases
@@ -57,7 +58,7 @@ def run(case, optimizer):
 
 def has_same_bits(case, memory, optimizer, folder):
     """Run with and without other memory; the one's checkpoint and state become the other's."""
-    with patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(disk, "_TOGETHER", 1 << 7):
+    with patch.object(windows, "WINDOW_BYTES", 1 << 12), patch.object(tier, "_TOGETHER", 1 << 7):
         numbers, state = run(case, optimizer)
         strategy = case.strategy.with_memory(**memory)
         others, away = run(replace(case, strategy=strategy), optimizer)
@@ -97,6 +98,7 @@ def test_optimizers_on_disk(optimizer, tmp_path):
     run_ranks(has_same_bits, 2, replace(BASE, strategy=fs.zero(3)), memory, optimizer, tmp_path / "saved")
 
 
+KINDS = names_of("tier")
 PATHS = ("", "blocks", "embed", "head")
 KIND = st.sampled_from(KINDS)
 MEMORY = st.dictionaries(
@@ -142,7 +144,7 @@ def updated_unevenly(memory, limit):
         p = fs.gather_unit(p)
         return sum((x @ p[f"w{i}"]).square().mean() for i in range(4)) + (x @ p["by_rows"].T).square().mean()
 
-    with patch.object(windows, "WINDOW_BYTES", limit), patch.object(disk, "_TOGETHER", 8):
+    with patch.object(windows, "WINDOW_BYTES", limit), patch.object(tier, "_TOGETHER", 8):
         state = fs.init_state(lambda key: params, opt, fs.random.key(0), layout)
         step = fs.make_train_step(loss, opt)
         for _ in range(2):

@@ -1,6 +1,7 @@
 """Leaves on disk: no room, a file that fails, flipped bits, killed processes: nothing is lost, everything is named."""
 
 import errno
+import gc
 import os
 import random
 import re
@@ -21,8 +22,9 @@ import torch.distributed as dist
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.base.errors import ConfigError, DiskError, LayoutError, RankError
-from fsharding.comm import disk, disk_room
-from fsharding.comm.disk_room import planned_extents
+from fsharding.comm.leaf_memory import in_memory
+from fsharding.comm.tier_room import leaves_in
+from fsharding.contrib import disk
 from fsharding.optim import windows
 from fsharding.sharding.memory_kinds import ROLES
 from fsharding.sharding.named_sharding import local_of
@@ -63,6 +65,10 @@ def train(case, state, step, steps):
     return state
 
 
+def planned(case, layout):
+    return sum(disk.planned_extents(*leaves_in("disk", layout, on_mesh(layout, case.optimizer))))
+
+
 # -------------------------------------------------------------------------------------------------------- plan and room
 @pytest.mark.parametrize(
     "strategy", [ALL, SOME, fs.zero(3).with_memory(main="disk", grads={"blocks": "disk"})], ids=str
@@ -70,14 +76,28 @@ def train(case, state, step, steps):
 def test_the_file_is_as_large_as_planned(tmp_path, strategy):
     with file_in(tmp_path):
         case, state, step = started(strategy)
-        planned = sum(planned_extents(state.layout, on_mesh(state.layout, case.optimizer)))
-        assert disk._file().size == planned
-        assert 2 * state.layout.memory(case.optimizer).disk <= planned
-        train(case, state, step, 4)
-        assert disk._file().size == planned and not list(tmp_path.iterdir()), "it has no name"
+        whole = planned(case, state.layout)
+        assert disk._file().size == whole
+        assert 2 * state.layout.memory(case.optimizer).disk <= whole
+        state = train(case, state, step, 4)
+        assert disk._file().size == whole and not list(tmp_path.iterdir()), "it has no name"
+        del state
+        gc.collect()
+        assert disk._file().size == 0, "the room of a state comes back with its last leaf"
 
 
-def test_the_file_grows_to_the_largest_plan_and_is_given_back(tmp_path):
+def test_room_for_gradients_alone_stays(tmp_path):
+    """They are freed at the end of each step, and the next one needs their room."""
+    with file_in(tmp_path):
+        case, state, step = started(fs.zero(3).with_memory(grads="disk"))
+        whole = planned(case, state.layout)
+        for _ in range(2):
+            state = train(case, state, step, 1)
+            gc.collect()
+            assert disk._file().size == whole > 0
+
+
+def test_a_donated_state_needs_the_larger_of_two_rooms(tmp_path):
     """What a state leaves behind is used by the next one, whose extents have other sizes."""
     places = [SOME, fs.zero(3).with_memory(main="disk", grads="disk"), ALL, SOME, ALL, SOME]
     with file_in(tmp_path), patch.object(disk, "_PIECE", 1 << 14):
@@ -86,11 +106,8 @@ def test_the_file_grows_to_the_largest_plan_and_is_given_back(tmp_path):
         largest = disk._file().size
         for strategy in places:
             layout = replace(BASE, strategy=strategy).layout(state.layout.mesh)
-            live = 2 * state.layout.memory(case.optimizer).disk
             state = fs.reshard(state, layout, donate=True)
-            planned = sum(planned_extents(layout, on_mesh(layout, case.optimizer)))
-            # The new state is made beside the old one; a range of freed extents may lack room for one more extent.
-            assert disk._file().size <= planned + live + 32 * (1 << 14) <= 2.5 * largest
+            assert disk._file().size == planned(case, layout) <= largest
         assert_bitwise_equal(fs.unshard(state.params), kept)
         state = train(case, fs.reshard(state, replace(BASE, strategy=SOME).layout(state.layout.mesh)), step, 2)
         assert disk._file().size <= largest
@@ -155,13 +172,13 @@ def killed_while_it_takes_room(folder, late):
     dist.all_gather_object(pids, os.getpid())
     cmdline = Path(f"/proc/{pids[1]}/cmdline")  # empty once the process has ended
 
-    def taken(sizes):
+    def taken(*_, **options):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if late:
             until(lambda: not cmdline.exists() or not cmdline.read_bytes())
 
-    with file_in(folder / str(dist.get_rank())), patch.object(disk_room, "reserve", taken):
+    with file_in(folder / str(dist.get_rank())), patch.object(disk._File, "reserve", taken):
         with pytest.raises(RankError) as caught:
             started(SOME, TWO)
         (folder / "said").write_text(str(caught.value))
@@ -248,7 +265,7 @@ def test_a_flipped_bit_is_named(tmp_path):
         case, state, step = started(SOME)
         ck.save(tmp_path / "saved", state)
         place = next(x for x in map(local_of, fs.tree.leaves(state.opt_state)) if isinstance(x, disk.OnDisk))
-        extent = place.parts[0].stored.extents[0]
+        extent = place.spans[0].extent
         byte = os.pread(disk._file()._fd, 1, extent.offset)
         os.pwrite(disk._file()._fd, bytes([byte[0] ^ 16]), extent.offset)
         with pytest.raises(DiskError, match=rf"other bytes than it wrote in the file of .* from {extent.offset:,} to"):
@@ -271,10 +288,10 @@ def test_a_tensor_on_disk_is_read_only(tmp_path):
             (there + 1, x + 1),
             (there.view(12)[5], x.view(12)[5]),
         ):
-            assert torch.equal(disk.in_memory(same), want)
+            assert torch.equal(in_memory(same), want)
         assert all(torch.equal(a, b) for a, b in zip(there.unbind(0), x.unbind(0), strict=True))
         assert isinstance(there[1:].view(-1), disk.OnDisk) and not isinstance(there.T, disk.OnDisk)
-        assert torch.equal(disk.joined([*there.unbind(0)], x.shape), x) and repr(there) == "OnDisk(float32[3, 4])"
+        assert torch.equal(torch.stack([*there.unbind(0)]), x) and repr(there) == "OnDisk(float32[3, 4])"
 
 
 # ---------------------------------------------------------------------------------------------------------- killed ranks
@@ -368,5 +385,5 @@ def test_transforms_of_torch_read_leaves_on_disk(tmp_path, name):
             layout = fs.plan_layout(small(fs.random.key(0)), fs.make_mesh(device="cpu"), strategy=strategy)
             state = fs.init_state(small, fs.sgd(0.1), fs.random.key(0), layout)
             result = fs.shard_map(TRANSFORMS[name])(state.params, torch.ones(3, 8))
-            found.append([disk.in_memory(local_of(x)) for x in fs.tree.leaves(result)])
+            found.append([in_memory(local_of(x)) for x in fs.tree.leaves(result)])
     assert_bitwise_equal(*found)

@@ -10,7 +10,7 @@ from fsharding.apps.cli.doctor import _disk
 from fsharding.apps.cli.options import PlanConfig
 from fsharding.apps.cli.verbs import preview
 from fsharding.base.errors import ConfigError
-from fsharding.comm import disk
+from fsharding.contrib import disk
 from fsharding.sharding.memory_kinds import parse_memory
 from tests.helpers import refusal
 

@@ -7,7 +7,7 @@ import torch
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError
-from fsharding.comm import disk
+from fsharding.comm import tier
 from fsharding.optim import updates, windows
 from fsharding.testing import assert_bitwise_equal
 from fsharding.train.state import main_of
@@ -45,7 +45,7 @@ def run(opt, shapes, memory, limit, donate, together=1 << 20):
         counts.append(1)
         return send(*parts)
 
-    small = patch.object(windows, "WINDOW_BYTES", limit), patch.object(disk, "_TOGETHER", together)
+    small = patch.object(windows, "WINDOW_BYTES", limit), patch.object(tier, "_TOGETHER", together)
     with small[0], small[1], patch.object(windows._Windows, "send", counted):
         state = fs.init_state(lambda key: drawn(shapes, 0), opt, fs.random.key(0), layout)
         main, opt_state = (

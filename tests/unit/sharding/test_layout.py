@@ -146,14 +146,14 @@ def test_bytes_of_experts():
     memory = plan(
         {"w": leaf(8, 6, 16)}, AbstractMesh(("dp", "ep"), (2, 4)), names={"w": ("expert", "mlp", "embed")}
     ).memory()
-    assert memory == (4 * 8 * 6 * 16 // 8, 0, 4 * 8 * 6 * 16 // 8, 2 * 4 * 8 * 6 * 16 // 8, 0, 0, 0)
+    assert memory == (4 * 8 * 6 * 16 // 8, 0, 4 * 8 * 6 * 16 // 8, 2 * 4 * 8 * 6 * 16 // 8, 0, {})
     zero1 = plan(
         {"w": leaf(8, 6, 16)},
         AbstractMesh(("dp", "ep"), (2, 4)),
         names={"w": ("expert", "mlp", "embed")},
         strategy=fs.zero(1),
     )
-    assert zero1.memory() == (4 * 8 * 6 * 16 // 4, 0, 4 * 8 * 6 * 16 // 4, 2 * 4 * 8 * 6 * 16 // 8, 0, 0, 0)
+    assert zero1.memory() == (4 * 8 * 6 * 16 // 4, 0, 4 * 8 * 6 * 16 // 4, 2 * 4 * 8 * 6 * 16 // 8, 0, {})
 
 
 # ------------------------------------------------------------------------------------------------------------- bytes
@@ -174,8 +174,8 @@ def test_bytes_a_parameter(precision, level, bytes_of, d):
 
 def test_memory_of_other_optimizers_and_parts():
     layout = plan({"w": leaf(16, 3)}, AbstractMesh(("dp",), (4,)), strategy=fs.zero(1), precision=fs.BF16)
-    assert layout.memory(fs.sgd(0.1)) == (96, 48, 192, 8, 0, 0, 0)
-    assert layout.memory(fs.sgd(0.1, momentum=0.9)) == (96, 48, 192, 56, 0, 0, 0)
+    assert layout.memory(fs.sgd(0.1)) == (96, 48, 192, 8, 0, {})
+    assert layout.memory(fs.sgd(0.1, momentum=0.9)) == (96, 48, 192, 56, 0, {})
     memory = layout.memory()
     assert (memory.params, memory.main, memory.grads, memory.opt_state) == (96, 48, 192, 96)
     assert memory.state == 240 and memory.total == 432
@@ -199,7 +199,7 @@ def test_gradients_and_moments_follow_the_main_dtype():
         layout.with_mesh(fs.make_mesh(device="cpu")),
     )
     assert state.main["w"].dtype == torch.float32
-    assert layout.memory() == (8, 16, 16, 32, 0, 0, 0)
+    assert layout.memory() == (8, 16, 16, 32, 0, {})
 
 
 # ------------------------------------------------------------------------------------------------------------- changes
