@@ -4,7 +4,7 @@
     python -m bench.bits > after.txt        # at the other; then: diff before.txt after.txt
 
 Seven meshes, four ZeRO levels, three precisions and one or two microbatches make 168 trainings; low-precision formats,
-narrow moments, an embedding in bfloat16 and a decay mask follow. Each line has the name of a training, a hash of
+narrow moments, an embedding in bfloat16, a decay mask and a state on disk follow. Each line has a name, a hash of
 losses, gradient norms and final parameters of all ranks, and a hash of the calls and bytes that each rank sent.
 `--only TEXT` runs the trainings whose name contains the text.
 """
@@ -47,9 +47,11 @@ FORMATS = {
     "moments-bf16": replace(fs.FP32, moments=torch.bfloat16),
     "embed-bf16": Precision(compute=torch.bfloat16, grads=torch.float32),
     "decay-mask": fs.FP32,
+    "disk": fs.BF16,
 }
 VOCAB = {"embed-bf16": 2}
 """A vocabulary of two: many rows are added for each token."""
+MEMORY = {"disk": dict.fromkeys(("params", "main", "moments", "grads"), "disk")}
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def case_of(training: Training) -> DecoderCase:
     mesh = fs.AbstractMesh(tuple(axes), tuple(axes.values()))
     precision = {**PRECISIONS, **FORMATS}[training.precision]
     config = replace(CONFIG, vocab_size=VOCAB.get(training.precision, CONFIG.vocab_size))
+    strategy = fs.zero(training.level).with_memory(**MEMORY.get(training.precision, {}))
     return DecoderCase(
-        config, mesh, fs.zero(training.level), rows=24, length=8, steps=3, microbatches=training.microbatches,
+        config, mesh, strategy, rows=24, length=8, steps=3, microbatches=training.microbatches,
         precision=precision, sequence="tp" in axes,
     )  # fmt: skip
 
