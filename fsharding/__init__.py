@@ -1,8 +1,4 @@
-"""JAX-style functional sharding over torch: pure functions over sharded parameter pytrees.
-
-Start with `setup`, as `docs/tutorials/first-steps.md` does; or with `make_mesh`, `plan_layout`, `init_state` and
-`make_train_step`, of which it is made: `docs/tutorials/mlp.md`. torch is imported with the first name that is used.
-"""
+"""JAX-style functional sharding over torch: pure functions over sharded parameter pytrees."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -278,7 +278,12 @@ def register_node(
 
 
 def children(node: Tree) -> dict[str, Any] | None:
-    """The children of a node by the names that paths give them; None for a leaf."""
+    """Return the children of a node by the names that paths give them; None for a leaf.
+
+    Example:
+        >>> fs.tree.children({"b": [1, 2], "a": 3}), fs.tree.children(3)
+        ({'a': 3, 'b': [1, 2]}, None)
+    """
     try:
         parts, _, entries, _ = optree.tree_flatten_one_level(node, namespace=NAMESPACE)
     except ValueError:

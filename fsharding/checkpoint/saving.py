@@ -1,7 +1,4 @@
-"""`save` and `save_async`: the state of all ranks becomes one directory, or nothing does.
-
-Every phase ends with all ranks telling each other how it went, so a failure on one raises on all without a hang.
-"""
+"""`save` and `save_async`: the state of all ranks becomes one directory, or nothing does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds.
-
-`params.*` are the main parameters under every precision and strategy: the copy that computes is derived from them.
-"""
+"""The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """A pool of flat buffers that are reused within a step, so their page faults are paid once.
 
-A buffer is free when only the pool references its storage, so a live view is never overwritten. On a device with
-several streams, the next user of a buffer waits for the streams that used it. Guarantee: the live bytes of each owner
-are known exactly.
+Guarantee: the live bytes of each owner are known exactly.
 """
 
 from __future__ import annotations

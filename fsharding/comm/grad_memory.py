@@ -1,8 +1,4 @@
-"""The memory of one gradient while backward adds to it: the whole leaf, or rows of a stack, as units are reduced.
-
-Rows of a large stack have separate memory until all of them are reduced, so that the stacked gradient does not exist
-beside the activations. A gradient that is kept elsewhere is on the device only while a part of it is added to.
-"""
+"""The memory of one gradient while backward adds to it: the whole leaf, or rows of a stack, as units are reduced."""
 
 from __future__ import annotations
 
@@ -19,15 +15,7 @@ __all__ = ["GradMemory"]
 
 
 class GradMemory:
-    """The memory of a local gradient in a tier. A part is a row of dim 0, or None for all of it.
-
-    Args:
-        tier: its name.
-        shape: local.
-        pool: memory of the device that is kept between calls; None for fresh memory.
-        by_row: rows on the device have memory of their own until all are asked for.
-        given: a gradient to add to, in its own memory.
-    """
+    """The memory of a local gradient in a tier. A part is a row of dim 0, or None for all of it."""
 
     # `_whole` is the gradient, `_rows` are the rows that have memory of their own; a row is in one of the two. Both are
     # in the tier, `_here` has the parts that are on the device, between `begin` and `end`. `_written` has the rows that

@@ -1,7 +1,4 @@
-"""Leaves where they are computed with, and where their sharding keeps them.
-
-A copy changes no bit, and a tensor that is where it should be is returned itself.
-"""
+"""Leaves where they are computed with, and where their sharding keeps them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Move the leaves of a tree between shardings that differ along data axes, in buckets.
 
-This brings gradients to the optimizer's shards, and updated shards back to parameters. A pipeline starts it for a
-stage, computes, and takes the result later (`send`). Guarantee: values are only moved, except for the requested cast
-and rounding. A rounded leaf is the full leaf rounded, however it is sharded. What is sent together follows from
-shardings alone.
+Guarantee: values are only moved, except for the requested cast and rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The tiers that every machine has, DEVICE and HOST, and which tier a tensor is in. Others register themselves.
-
-A copy changes no bit, and runs on the current stream.
-"""
+"""The tiers that every machine has, DEVICE and HOST, and which tier a tensor is in. Others register themselves."""
 
 from __future__ import annotations
 

@@ -39,15 +39,7 @@ def leaves_in(tier: str, layout: Layout, leaves: Iterable[Planned]) -> tuple[lis
 
 
 def take_room(layout: Layout, leaves: Iterable[Planned], donated: Tree = None) -> None:
-    """Agree on the memory of a state, and take room for it. Collective.
-
-    Args:
-        donated: a tree of leaves that will be freed before the state is written.
-
-    Raises:
-        ConfigError: on every rank: ranks keep a state in different tiers.
-        FshardingError: on every rank: one of them has too little room.
-    """
+    """Agree on the memory of a state, and take room for it. Collective."""
     mesh = layout.mesh
     if _compat.makes_fakes() or is_fake_world() or not is_member(mesh) or isinstance(mesh, AbstractMesh):
         return

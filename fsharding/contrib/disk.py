@@ -1,8 +1,4 @@
-"""The tier "disk": tensors whose elements are in a file, written once, checked when read, gone with the last reference.
-
-A process has one file, without a name, so that nothing is left of it even after kill -9. It is a row of extents.
-A tensor has the bits that were written, or an error names the file and the place.
-"""
+"""The tier "disk": tensors whose elements are in a file, written once, checked when read, gone with the last view."""
 
 from __future__ import annotations
 

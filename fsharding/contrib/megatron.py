@@ -1,9 +1,5 @@
 """Megatron in and out: `torch_dist` directories of Megatron Core, and `fsdp_dtensor` ones of Megatron FSDP.
 
-In: a directory, a layout of `models.decoder`, its config. Out: parameters, or a state with AdamW's moments; and back.
-Both formats are torch DCP. The facts come from NVIDIA/Megatron-LM: `megatron/core/dist_checkpointing/core.py` has
-`metadata.json`, `strategies/common.py` `common.pt`, `strategies/torch.py` the tensors; `optimizer/optimizer.py` the
-prefixes of optimizer states; `transformer/fsdp_dtensor_checkpoint.py` the other format; `megatron_names` the rest.
 Guarantee: a rank reads its own boxes; writing and reading gives the same bits; under the final name is everything or
 nothing.
 """

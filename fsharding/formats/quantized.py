@@ -1,7 +1,4 @@
-"""`Quantized`: a tensor that is held as codes and scales, and how it is made and read, with gradients.
-
-Guarantee: gradients are straight-through: the tensor gets the gradient of the numbers, which is rounded nowhere.
-"""
+"""`Quantized`: a tensor that is held as codes and scales, with gradients, which are straight-through and unrounded."""
 
 from __future__ import annotations
 

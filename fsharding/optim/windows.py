@@ -63,10 +63,8 @@ class _Values(NamedTuple):
 def through_windows(
     change: _Change, grads: Tree, state: Tree, params: Tree, context: UpdateContext, scale: _Factor, *, by_element: bool
 ) -> Any:
-    """Run an update window by window where it is computed; return (parameters, state), each leaf in its tier.
-
-    `change` gets the numbers of the context and the scale on the device of the window.
-    """
+    """Run an update window by window where it is computed; return (parameters, state), each leaf in its tier."""
+    # `change` gets the numbers of the context and the scale on the device of the window.
     values = _Values(grads, state, params)
     if context.on_host and not by_element:
         mend = "Leave compute= out, which updates them on the device, or use an optimizer such as fs.adamw."

@@ -1,7 +1,5 @@
 """Layouts: the shardings of params, grads and opt_state that a mesh, rules and a strategy give to a model.
 
-In: shapes with named dims. Out: a hashable, printable value, planned without memory or devices, and its exact bytes.
-Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
 Guarantee: the bytes that `memory()` says are the bytes that a state has.
 """
 
@@ -596,11 +594,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _tuple(names: Any) -> Any:
-    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit.
-
-    Raises:
-        ArgumentError: it is neither names nor text.
-    """
+    """Dim names as a tuple; what is none stays as it is, and is refused with all that do not fit."""
     if isinstance(names, P):
         mend = f'Name the dims, such as ("mlp", None), and say which axes cut them: AxisRules(mlp={names.axes(0)!r}).'
         raise ArgumentError(message(f"takes names of dims, got axes, {names}.", mend=mend))
@@ -610,11 +604,7 @@ def _tuple(names: Any) -> Any:
 
 
 def _names_of(structure: optree.PyTreeSpec, paths: Sequence[str], names: Tree) -> list[Any]:
-    """The dim names of each leaf.
-
-    Raises:
-        TreeError: `names` is another tree; the leaves that only one of the two has are listed.
-    """
+    """The dim names of each leaf."""
     try:
         return structure.flatten_up_to(names)
     except (ValueError, TypeError) as error:
@@ -641,16 +631,7 @@ def _strategy(strategy: Strategy | StrategyName) -> Strategy:
 def check_fit(
     layout: Layout, values: Sequence[Any], wanted: Iterable[tuple[tuple[int, ...], torch.dtype | None]]
 ) -> None:
-    """Raise if values do not match a layout: they would be truncated, or leave uninitialized memory.
-
-    Args:
-        layout: that they should be in.
-        values: one for each leaf of the layout: anything with shape and dtype.
-        wanted: shape and dtype for each of them; None takes any dtype.
-
-    Raises:
-        LayoutError: some differ; all of them are listed.
-    """
+    """Raise if values do not match a layout: they would be truncated, or leave uninitialized memory."""
     rows: list[str] = []
     for leaf, x, (shape, dtype) in zip(layout.leaves, values, wanted, strict=True):
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):

@@ -1,8 +1,5 @@
 """Planning: where each leaf of a model lives, from its named dims, the rules, the strategy and the stages.
 
-In: shapes, dtypes and dim names by path. Out: a `LeafLayout` for each leaf, or one error with all that do not fit.
-Data axes go where a rule puts them, else on the first free dim of a leaf (never on `layers`), minor to any other axis.
-Those that a rule puts on `expert` are owned: other dims of such a leaf, and its gradient, have the rest of them.
 Guarantee: planning needs no memory and no devices, and the boxes of every sharding tile the leaf.
 """
 
@@ -58,31 +55,19 @@ EXPERT = "expert"
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """One leaf of a layout.
-
-    Attributes:
-        path: its dotted path.
-        shape: global shape.
-        init: the dtype that the model's init gives it.
-        names: dim names, or None.
-        trainable: whether it has gradients and moments.
-        params: where the parameter is.
-        grads: where gradients are accumulated; unreduced over the axes that the strategy does not cut them over.
-        main: where the optimizer's main parameter is.
-        moment_memory: the kind of memory of its moments.
-        compute: the kind of memory in which it is updated.
-    """
+    """One leaf of a layout."""
 
     path: str
     shape: tuple[int, ...]
-    init: torch.dtype
+    init: torch.dtype  # the dtype that the model's init gives it
     names: tuple[DimName, ...] | None
-    trainable: bool
-    params: NamedSharding
+    trainable: bool  # whether it has gradients and moments
+    params: NamedSharding  # where the parameter is
+    # where gradients are accumulated; unreduced over the axes that the strategy does not cut them over
     grads: NamedSharding
-    main: NamedSharding
-    moment_memory: str = HERE
-    compute: str = HERE
+    main: NamedSharding  # where the optimizer's main parameter is
+    moment_memory: str = HERE  # the kind of memory of its moments
+    compute: str = HERE  # the kind of memory in which it is updated
 
     @property
     def moments(self) -> NamedSharding:
@@ -262,13 +247,7 @@ def plan_leaf(
     stages: Stages,
     blocks: Blocks | None = None,
 ) -> LeafLayout:
-    """Where one leaf lives, of which it is known that it fits: its axes by rule, its owners, its data axes, in turn.
-
-    Args:
-        strategy: what is cut over the data axes.
-        stages: who owns what along `pp`.
-        blocks: on whose borders data axes cut, along another dim if need be; where none does, as without it.
-    """
+    """Where one leaf lives, of which it is known that it fits: its axes by rule, its owners, its data axes, in turn."""
     path, shape, init, names = leaf
     axes = _axes_of(leaf, mesh, rules)
     spec, assigned = _assign(leaf, axes.model, mesh, stages)
@@ -304,17 +283,11 @@ _STRATEGY_PART = {"params": "params", "grads": "grads", "main": "opt_state"}
 
 
 class _Axes(NamedTuple):
-    """The axes of the mesh that the rules give a leaf.
+    """The axes of the mesh that the rules give a leaf."""
 
-    Attributes:
-        model: by dim, those that own what they cut: model axes, and all axes of the experts.
-        data: by dim, data axes, over which the strategy decides; `replica` is left out.
-        owned: the data axes among those of the experts, see `_owned`.
-    """
-
-    model: list[tuple[str, ...]]
-    data: list[tuple[str, ...]]
-    owned: tuple[str, ...]
+    model: list[tuple[str, ...]]  # by dim, those that own what they cut: model axes, and all axes of the experts
+    data: list[tuple[str, ...]]  # by dim, data axes, over which the strategy decides; `replica` is left out
+    owned: tuple[str, ...]  # the data axes among those of the experts, see `_owned`
 
 
 def _axes_of(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> _Axes:
@@ -333,11 +306,9 @@ def _axes_of(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> _Axes:
 
 
 def _data_cut(leaf: NamedLeaf, axes: _Axes) -> tuple[int | None, tuple[str, ...]]:
-    """The dim that data axes may cut, and these in order: where a rule puts them, else the first dim that is free.
-
-    If model axes cut all dims, the last one is cut by both; `layers` is never cut. None for a leaf that has no such
-    dim.
-    """
+    """The dim that data axes may cut, and these in order: where a rule puts them, else the first dim that is free."""
+    # If model axes cut all dims, the last one is cut by both; `layers` is never cut. None for a leaf that has no such
+    # dim.
     _, shape, _, names = leaf
     dim = next((d for d, of_dim in enumerate(axes.data) if of_dim), None)
     if dim is not None:
@@ -435,11 +406,7 @@ def _leaves_open(axis: str, strategy: Strategy) -> bool:
 
 
 def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:
-    """Where a mean over one dim of a leaf is: cut as the leaf along all others, whole along this one.
-
-    Args:
-        dim: of the mean, counted from the end.
-    """
+    """Where a mean over one dim of a leaf is: cut as the leaf along all others, whole along this one."""
     spec = sharding.spec.replace(ndim + dim, ())
     assigned = tuple(a for a in sharding.assigned if a.dim != ndim + dim)
     owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)

@@ -1,7 +1,4 @@
-"""Tiers: the kinds of memory in which a strategy keeps what a rank holds, and the choice of one for each leaf.
-
-A tier is found by its name through the registry, so that `comm/tier.py` and `contrib/` implement it.
-"""
+"""Tiers: the kinds of memory in which a strategy keeps what a rank holds, and the choice of one for each leaf."""
 
 from __future__ import annotations
 
@@ -37,16 +34,11 @@ Lacking: TypeAlias = Callable[[bool], list[int]]
 
 
 class Tier(Protocol):
-    """A kind of memory. Copies are ordered by the current stream; the host waits for none but in `settle`.
+    """A kind of memory. Copies are ordered by the current stream; the host waits for none but in `settle`."""
 
-    Attributes:
-        name: as users write it.
-        text: in a sentence.
-        can_fail: a copy may fail or take long. So its tensors are never written in place, and reads start earlier.
-    """
-
-    name: ClassVar[str]
-    text: ClassVar[str]
+    name: ClassVar[str]  # as users write it
+    text: ClassVar[str]  # in a sentence
+    # a copy may fail or take long. So its tensors are never written in place, and reads start earlier
     can_fail: ClassVar[bool]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,11 +64,9 @@ class Tier(Protocol):
     def reserve(
         self, state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf], donated: Sequence[Tensor], lacking: Lacking
     ) -> None:
-        """Take room for a state and its gradients, or raise on every rank.
-
-        Tensors that are donated are freed before the state is written. Each rank tells the others by `lacking` whether
-        it lacks room, and gets the ranks that do.
-        """
+        """Take room for a state and its gradients, or raise on every rank."""
+        # Tensors that are donated are freed before the state is written. Each rank tells the others by `lacking`
+        # whether it lacks room, and gets the ranks that do.
         ...
 
 
@@ -92,17 +82,11 @@ def _names(role: str) -> list[str]:
 
 
 class Choice(NamedTuple):
-    """The kind of memory of some leaves in one role.
+    """The kind of memory of some leaves in one role."""
 
-    Attributes:
-        role: see `ROLES`; or "compute", the memory in which a leaf is updated.
-        path: of a leaf, or the beginning of several; "" for all.
-        kind: the name of the tier.
-    """
-
-    role: str
-    path: str
-    kind: str
+    role: str  # see `ROLES`; or "compute", the memory in which a leaf is updated
+    path: str  # of a leaf, or the beginning of several; "" for all
+    kind: str  # the name of the tier
 
     @property
     def tier(self) -> Tier:
@@ -119,11 +103,7 @@ class Choice(NamedTuple):
 
 
 def choices_of(memory: Mapping[str, str | Mapping[str, str]]) -> list[Choice]:
-    """Return choices as `Strategy.with_memory` takes them.
-
-    Raises:
-        ConfigError: unknown roles or kinds; all of them are listed.
-    """
+    """Return choices as `Strategy.with_memory` takes them."""
     by_path = {role: kinds if isinstance(kinds, Mapping) else {"": kinds} for role, kinds in memory.items()}
     known = [*ROLES, _COMPUTE]
     rows = [f"{role}: roles are {', '.join(known)}.{did_you_mean(role, known)}" for role in memory if role not in known]
@@ -138,10 +118,8 @@ def choices_of(memory: Mapping[str, str | Mapping[str, str]]) -> list[Choice]:
 
 
 def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> str:
-    """Return the kind of memory of a leaf: by the longest path that it begins with.
-
-    By default moments are where the leaf is updated. `main` follows them if that is the host, else `params`.
-    """
+    """Return the kind of memory of a leaf: by the longest path that it begins with."""
+    # By default moments are where the leaf is updated. `main` follows them if that is the host, else `params`.
     known = [*choices]
     fitting = [c for c in known if c.role == role and (not c.path or begins(path, c.path))]
     if fitting:
@@ -154,11 +132,7 @@ def chosen_kind(choices: Iterable[Choice], role: str, path: str) -> str:
 
 
 def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
-    """Refuse paths that no leaf begins with, and updates on the host of what is on the device.
-
-    Raises:
-        ConfigError: there are such paths or updates; all of them are listed.
-    """
+    """Refuse paths that no leaf begins with, and updates on the host of what is on the device."""
     known = [*paths]
     unused = [c for c in choices if c.path and not any(begins(path, c.path) for path in known)]
     if unused:
@@ -177,16 +151,7 @@ def _stays(choices: Iterable[Choice], role: str, path: str) -> bool:
 
 
 def parse_memory(text: str) -> dict[str, dict[str, str]]:
-    """Read kinds of memory as the command line takes them: `role=kind` or `role.path=kind`, with commas between.
-
-    Raises:
-        ConfigError: unknown roles or kinds.
-
-    Example:
-        >>> from fsharding.sharding.memory_kinds import parse_memory
-        >>> parse_memory("moments=host,main.blocks=disk"), parse_memory("")
-        ({'moments': {'': 'host'}, 'main': {'blocks': 'disk'}}, {})
-    """
+    """Read kinds of memory as the command line takes them: `role=kind` or `role.path=kind`, with commas between."""
     result: dict[str, dict[str, str]] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         leaves, _, kind = part.partition("=")

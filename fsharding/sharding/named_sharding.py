@@ -1,7 +1,5 @@
 """Where one leaf lives: `NamedSharding` = mesh + `P`, to and from DTensor; `Local` = its local tensor in flight.
 
-In: a mesh, a spec, maybe unreduced axes, maybe an explicit assignment. Out: boxes, placements, DTensors.
-At rest a leaf is a DTensor that claims exactly what it has; inside a loss function it is a `Local` node.
 Guarantee: `sharding_of(s.to_dtensor(x, shape)) == s`, and the boxes of all ranks tile the leaf.
 """
 
@@ -316,20 +314,12 @@ def hides_owners(x: DTensor | Local) -> bool:
 
 
 def sharding_of(x: DTensor) -> NamedSharding:
-    """The sharding of a DTensor without explicit assignments.
-
-    Raises:
-        SpecError: a placement that no spec expresses.
-    """
+    """The sharding of a DTensor without explicit assignments."""
     return _from_placements(x.device_mesh, tuple(x.placements))
 
 
 def home_of(x: DTensor) -> NamedSharding:
-    """The sharding of a DTensor on its whole mesh, with its explicit owners.
-
-    Raises:
-        SpecError: a placement that no spec expresses.
-    """
+    """The sharding of a DTensor on its whole mesh, with its explicit owners."""
     base = mesh_view.base(x.device_mesh)
     sharding = sharding_of(x)
     return sharding if base.whole is None else replace(sharding, mesh=base.whole, assigned=base.assigned)
@@ -529,10 +519,8 @@ torch_pytree.register_pytree_node(
 
 
 def to_local(x: DTensor) -> Local:
-    """The in-flight form of a DTensor: shares its memory, carries no gradient history.
-
-    One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
-    """
+    """The in-flight form of a DTensor: shares its memory, carries no gradient history."""
+    # One that is on a slice of a mesh, for its assignment, counts as one on the whole mesh: all ranks know its groups.
     sharding, slices = _in_flight(x.device_mesh, tuple(x.placements))
     return Local(local_of(x), sharding, tuple(x.shape), slices)
 
@@ -577,17 +565,11 @@ def like(x: DTensor, local: Tensor) -> DTensor:
 
 @dataclass(frozen=True)
 class LeafType:
-    """Shape, dtype and sharding of a leaf; prints as `float32[8, 512@dp, 1536]`.
-
-    Attributes:
-        shape: global shape.
-        dtype: element type.
-        sharding: None for a tensor that is on no mesh.
-    """
+    """Shape, dtype and sharding of a leaf; prints as `float32[8, 512@dp, 1536]`."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    sharding: NamedSharding | None = None
+    dtype: torch.dtype  # element type
+    sharding: NamedSharding | None = None  # None for a tensor that is on no mesh
 
     def __str__(self) -> str:
         def cut(dim: int) -> str:

@@ -1,6 +1,5 @@
 """Strategies: which of params, grads and opt_state are cut over the data axes, and over the outer `replica` axis.
 
-In: a level or a name. Out: a small pure value; `plan_layout` turns it into shardings.
 Guarantee: the strategy never changes a loss, only where bytes live and when they move.
 """
 

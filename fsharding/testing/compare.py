@@ -1,6 +1,5 @@
 """Comparisons of trees of tensors that name every leaf that differs, with both values.
 
-In: two trees. Out: nothing, or an `AssertionError` with one row for each path.
 Guarantee: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart by their
 values.
 """
@@ -79,15 +78,7 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
 
 
 def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None) -> None:
-    """The comparison that both checks run.
-
-    Args:
-        what: name of what is compared.
-        tolerance: relative and absolute; None compares bits.
-
-    Raises:
-        AssertionError: they differ.
-    """
+    """The comparison that both checks run."""
 
     def differ(x: torch.Tensor, y: torch.Tensor) -> str:
         return _bits_differ(x, y) if tolerance is None else _values_differ(x, y, *tolerance)

@@ -97,30 +97,21 @@ class DeviceGraph:
 
 
 class _Recorded(NamedTuple):
-    """The results of a recorded step, in memory of its graph.
+    """The results of a recorded step, in memory of its graph."""
 
-    Attributes:
-        numbers: loss, norm, weight, 1 where the step does not count, and, if experts drop, how many (float32).
-        code: the verdict (int64, 0-d).
-        stops: how many ranks want to stop (float64, 0-d).
-        refusal: makes an error by the code of the verdict.
-        aux: of the loss function.
-    """
-
-    numbers: Tensor
-    code: Tensor
-    stops: Tensor
-    refusal: Callable[[int], FshardingError]
-    aux: tuple[Any, ...]
+    numbers: Tensor  # loss, norm, weight, 1 where the step does not count, and, if experts drop, how many (float32)
+    code: Tensor  # the verdict (int64, 0-d)
+    stops: Tensor  # how many ranks want to stop (float64, 0-d)
+    refusal: Callable[[int], FshardingError]  # makes an error by the code of the verdict
+    aux: tuple[Any, ...]  # of the loss function
 
 
 class CapturedStep:
-    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`.
+    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`."""
 
-    The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
-    it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
-    `skipped` of the metrics are copies; aux is the graph's own memory, too.
-    """
+    # The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
+    # it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
+    # `skipped` of the metrics are copies; aux is the graph's own memory, too.
 
     # `_state` and `_batch` are the static memory that the graph reads, and `_state` is what it writes; `_stop` is this
     # rank's bit of `fs.preemption`. `_unchecked` is the verdict on the last call, until the next has looked at it, and
@@ -151,21 +142,7 @@ class CapturedStep:
 
     @public("captured step")
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """One step. Collective.
-
-        Args:
-            state: in the layout that the step was captured in; not to be used again.
-            batch: this rank's part: the tree, shapes and dtypes of the batch that it was captured with.
-
-        Raises:
-            ArgumentError: no state, one with another key, or one whose parameters were changed in place.
-            LayoutError: the state is in another layout, or is not what its layout says.
-            TreeError: the state of another optimizer.
-            BatchError: the batch has other leaves.
-            DonatedError: the state was donated.
-            NonFiniteError: the step before was refused, as with `make_train_step(check="async")`.
-            RankError: a rank is gone.
-        """
+        """One step. Collective."""
         assert self._graph is not None and self._recorded is not None and self._plan.check is not None
         if not isinstance(state, TrainState):
             mend = f"Call it as the step itself: state, metrics = step(state, batch); it got {kind_of(state)}."
@@ -316,29 +293,14 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
 
 
 def captured(step: TrainStep, state: TrainState, batch: Tree, graph: StepGraph) -> CapturedStep:
-    """Captures a step in a graph of any kind; see `capture`.
-
-    Args:
-        step: as in `capture`, and so are the next ones.
-        state: is left as it is.
-    """
+    """Captures a step in a graph of any kind; see `capture`."""
     result = _prepared(step, state, batch)
     result.record(step, graph)
     return result
 
 
 def refuse_host_work(step: TrainStep, state: TrainState, batch: Tree) -> None:
-    """Refuses a step that cannot be captured, on any device. Collective.
-
-    Args:
-        step: as in `capture`, and so are the next ones.
-        state: is left as it is.
-
-    Raises:
-        TransformError: as from `capture`, and so are the others.
-        ConfigError: of the step.
-        ArgumentError: of its arguments.
-    """
+    """Refuses a step that cannot be captured, on any device. Collective."""
     _check(step, state)
     _prepared(step, state, batch)
 

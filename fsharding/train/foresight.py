@@ -1,8 +1,5 @@
 """Predict the traffic and the memory of a train step without devices, other ranks, or memory for tensors.
 
-In: what `make_train_step` takes, a layout, and a batch. Out: the `Traffic` of one step of one rank, or its peak memory.
-The step itself runs, on fake tensors, in a process group of torch's fake backend; `count_bytes` counts what is sent,
-and a log of streams what is allocated.
 Guarantee: a real rank at the same coordinate sends the same calls and bytes over every set of axes, and an accelerator
 allocates the same tensors, but for workspaces of its kernels and single numbers.
 """
@@ -157,19 +154,7 @@ def fake_step(
     device_type: str | None = None,
     **options: Any,
 ) -> T:
-    """Run steps on fake tensors, as one rank of a mesh; the arguments are those of `expected_traffic`.
-
-    Args:
-        around: makes a context from the state and the batch, which is entered for the steps alone.
-        steps: how many.
-        device_type: of the mesh; by default the type of the layout's mesh.
-
-    Returns:
-        What the context gives.
-
-    Raises:
-        ArgumentError: a layout that isn't one.
-    """
+    """Run steps on fake tensors, as one rank of a mesh; the arguments are those of `expected_traffic`."""
     shape = abstract(_checked(layout).mesh)
     shapes = _shapes(batch)
     rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
@@ -191,12 +176,7 @@ def _device_type(layout: Layout) -> str:
 
 
 def _device_with_memory(layout: Layout) -> str:
-    """Return a type of device whose memory differs from the other kinds that a layout takes.
-
-    Raises:
-        ArgumentError: a layout that isn't one.
-        LayoutError: none is here.
-    """
+    """Return a type of device whose memory differs from the other kinds that a layout takes."""
     device = _device_type(_checked(layout))
     is_abstract = isinstance(layout.mesh, AbstractMesh)
     away = [str(choice) for choice in layout.strategy.memory if is_abstract or choice.tier.can_fail]
@@ -216,11 +196,7 @@ def _checked(layout: Layout) -> Layout:
 
 
 def _shapes(batch: Any) -> Any:
-    """Return the batch on the meta device.
-
-    Raises:
-        BatchError: a leaf isn't a tensor, or there is none.
-    """
+    """Return the batch on the meta device."""
     named = tree.named_leaves(batch)
     odd = [f"batch.{path} is {kind_of(x)}" for path, x in named.items() if not isinstance(x, Tensor)]
     if odd or not named:
@@ -230,11 +206,7 @@ def _shapes(batch: Any) -> Any:
 
 
 def _rank(shape: AbstractMesh, coord: Mapping[str, int]) -> int:
-    """Return the place of a coordinate on a mesh, row-major.
-
-    Raises:
-        MeshError: it is outside.
-    """
+    """Return the place of a coordinate on a mesh, row-major."""
     sizes = dict(zip(shape.names, shape.sizes, strict=True))
     odd = [f"{axis}={i!r}, and {axis} has size {sizes.get(axis, 1)}" for axis, i in coord.items()
            if not isinstance(i, int) or not 0 <= i < sizes.get(axis, 1) or axis not in AXES]  # fmt: skip

@@ -1,7 +1,5 @@
 """`reshard`: the same values in another layout, on any other mesh over the same ranks or some of them.
 
-In: a `TrainState` and a `Layout`, or a tree of leaves and shardings. Out: the same, elsewhere; nothing is computed.
-Planned as a cached value (`explain_reshard` prints it), run in rounds of messages of bounded size.
 Guarantee: `reshard(reshard(x, A), B) == reshard(x, B)`, there and back is the identity, and a step commutes with it;
 bitwise.
 """
@@ -297,19 +295,12 @@ def _sizes(values: Tree) -> list[tuple[int, ...] | None] | None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan of a reshard; prints as a table.
+    """The plan of a reshard; prints as a table."""
 
-    Attributes:
-        paths: of the leaves.
-        types: shape and dtype of each on the wire.
-        plan: what moves.
-        rank: whose bytes are "sent here".
-    """
-
-    paths: tuple[str, ...]
-    types: tuple[LeafType, ...]
-    plan: Plan
-    rank: int
+    paths: tuple[str, ...]  # of the leaves
+    types: tuple[LeafType, ...]  # shape and dtype of each on the wire
+    plan: Plan  # what moves
+    rank: int  # whose bytes are "sent here"
 
     @property
     def rows(self) -> list[tuple[str, str, str, str, str, int, int]]:

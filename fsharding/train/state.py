@@ -1,7 +1,5 @@
 """The state of a run: parameters, optimizer, key, and the layout that says where all of it lives.
 
-In: a model and an optimizer, or parameters. Out: a `TrainState`, a pytree whose layout is static data.
-Main parameters are kept apart where the params cannot be them; `main_params` and `params_from_main` go between the two.
 Guarantee: the first state is bitwise the same in every layout.
 """
 
@@ -231,14 +229,7 @@ def sealed(state: TrainState) -> TrainState:
 
 
 def refuse_changed(state: TrainState) -> None:
-    """Refuses parameters that were changed in place behind the back of the state that they are in.
-
-    Args:
-        state: any; one without a seal, or with other parameters than those that it was made with, is let through.
-
-    Raises:
-        ArgumentError: some were changed; all of them are listed.
-    """
+    """Refuses parameters that were changed in place behind the back of the state that they are in."""
     seal: _Seal | None = vars(state).get(_SEAL)
     if seal is None or seal.params is not state.params:
         return
@@ -263,11 +254,7 @@ def refuse_changed(state: TrainState) -> None:
 
 
 def refuse_unlike_replicas(state: TrainState) -> None:
-    """Compare what several ranks hold of a state that was made by `replace` on some rank. Collective.
-
-    Raises:
-        ConfigError: leaves differ; all of them are listed.
-    """
+    """Compare what several ranks hold of a state that was made by `replace` on some rank. Collective."""
     seal: _Seal | None = vars(state).get(_SEAL)
     named = tree.named_leaves({name: getattr(state, name) for name in STATE_FIELDS}).items()
     held = {path: x for path, x in named if isinstance(x, DTensor) or path.startswith("buffers.")}
@@ -303,17 +290,7 @@ def _check_start(opt: Any, key: Any, layout: Any) -> None:
 
 @named("fs.init_state")
 def init_params(draws: Tree, layout: Layout, kind: str = "params", whole: Callable[[Any], Any] | None = None) -> Tree:
-    """Evaluates each rank's slice of lazy draws.
-
-    Args:
-        draws: tree of `LazyTensor`s, or of whole tensors.
-        kind: "params" (in their dtype at rest) or "main" (main copies, None for frozen leaves).
-        whole: what `same_values` returned for the draws.
-
-    Raises:
-        LayoutError: shapes or dtypes that differ from the layout's; all such leaves are listed.
-        TreeError: another tree.
-    """
+    """Evaluates each rank's slice of lazy draws."""
 
     def place(draw: Any, leaf: Any) -> DTensor | None:
         sharding: NamedSharding = getattr(leaf, kind)
@@ -553,15 +530,7 @@ def state_from_params(
 
 
 def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> TrainState:
-    """Train some leaves that were frozen, or freeze some that were trained; all others keep values and moments.
-
-    Args:
-        layout: the state's own but for the leaves that are frozen.
-        opt: the optimizer of the state, whose `init` makes the moments of leaves that are trained from here on.
-
-    Raises:
-        TreeError: the state is of another optimizer.
-    """
+    """Train some leaves that were frozen, or freeze some that were trained; all others keep values and moments."""
     old = state.layout
     mains = tree.flatten_up_to(old.structure, main_of(state))
     both = [*zip(old.leaves, layout.leaves, tree.leaves(state.params), mains, strict=True)]

@@ -1,8 +1,6 @@
 """Check that a state matches its layout, leaf by leaf.
 
-In: a `TrainState`. Out: nothing, or one error that names every leaf that differs, and the call that mends it.
-Without it, a wrongly sharded leaf would reach kernels that don't check sizes, or ranks would train different models.
-Guarantee: every step, save and reshard begins with it. Leaves that passed before are compared by identity and version.
+Guarantee: every step, save and reshard begins with it.
 """
 
 from __future__ import annotations
@@ -30,28 +28,17 @@ Want = tuple[tuple[int, ...], torch.dtype | None, NamedSharding]
 
 
 class StateCheck:
-    """Checks the states of one layout, again and again.
+    """Checks the states of one layout, again and again."""
 
-    Attributes:
-        layout: the same. `_seen` has, for each field, the structure of the last state that was right, and a glance at
-            each of its leaves; so a field that looks the same is right as well, whatever its values.
-    """
+    # `layout`: the same. `_seen` has, for each field, the structure of the last state that was right, and a glance at
+    # each of its leaves; so a field that looks the same is right as well, whatever its values.
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._seen: dict[str, tuple[Any, list[Any]]] = {}
 
     def __call__(self, state: Any) -> None:
-        """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent.
-
-        Args:
-            state: a `TrainState` in this layout.
-
-        Raises:
-            LayoutError: leaves are not what the layout says; all of them are listed.
-            TreeError: parameters, or main parameters, are another tree.
-            DonatedError: the state was donated.
-        """
+        """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent."""
         rows = _numbers(state)
         mends = [_NUMBERS] if rows else []
         for field, find in (("params", _params), ("main", _main), ("opt_state", _moments), ("buffers", _buffers)):
@@ -84,50 +71,23 @@ _NUMBERS = "Keep step as a 0-d int64, and key as fs.random.key makes it, on the 
 
 
 def check_state(state: Any) -> None:
-    """Compares a state with its layout, once.
-
-    Raises:
-        LayoutError: leaves are not what the layout says; all of them are listed.
-        TreeError: parameters, or main parameters, are another tree.
-        DonatedError: the state was donated.
-    """
+    """Compares a state with its layout, once."""
     StateCheck(state.layout)(state)
 
 
 def check_leaves(values: Tree, layout: Layout, kind: str = "params") -> None:
-    """Compares a tree of parameters with a layout.
-
-    Args:
-        layout: where its leaves should be.
-
-    Raises:
-        LayoutError: leaves are not what the layout says; all of them are listed.
-        TreeError: another tree.
-    """
+    """Compares a tree of parameters with a layout."""
     _refuse(_rows(values, layout, kind), kind)
 
 
 def check_numbers(state: Any) -> None:
-    """Refuses a state whose step or key cannot be read.
-
-    Raises:
-        LayoutError: as said.
-    """
+    """Refuses a state whose step or key cannot be read."""
     if rows := _numbers(state):
         raise LayoutError(message("got a state without a step number or a key.", rows, _NUMBERS))
 
 
 def check_main(main: Tree, params: Tree, layout: Layout) -> None:
-    """Compares main parameters, and the frozen parameters beside them, with a layout.
-
-    Args:
-        main: main parameters; None for frozen leaves.
-        params: parameters, of which only the frozen ones count.
-
-    Raises:
-        LayoutError: leaves are not what the layout says; all of them are listed.
-        TreeError: another tree.
-    """
+    """Compares main parameters, and the frozen parameters beside them, with a layout."""
     mains = tree.flatten_up_to(layout.structure, main, ("the layout", "main"))
     others = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     rows: list[str] = []

@@ -1,10 +1,6 @@
 """The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces.
 
-In: a `TrainState` and this rank's part of the batch. Out: the next state, in the same layout, and metrics.
-Gradients of microbatches are summed, then divided once by the weight of the whole batch. All ranks refuse a step that
-is not finite and keep their state; under fp16 they skip it and halve the scale. `TrainStep.prepare` decides once for a
-layout, `TrainStep.__call__` runs. Mean, norm, scale, counts and verdict stay on the device: with `check="async"` the
-host reads none of them, and the update is masked. Guarantees: the layout never changes a loss, nor does `check`.
+Guarantee: the layout never changes a loss, nor does `check`.
 """
 
 from __future__ import annotations
@@ -150,20 +146,15 @@ class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
 
 
 class UncheckedMetrics(Metrics):
-    """The report of a step at whose verdict the host has not looked; its loss raises where the step was refused.
+    """The report of a step at whose verdict the host has not looked; its loss raises where the step was refused."""
 
-    Asking for the loss does not wait: a device that has not come to the verdict gives a tensor as any other.
-    """
+    # Asking for the loss does not wait: a device that has not come to the verdict gives a tensor as any other.
 
     verdict: PendingVerdict | None = None
 
     @property
     def loss(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Metrics`.
-
-        Raises:
-            NonFiniteError: the step was refused, and that is known by now.
-        """
+        """See `Metrics`."""
         if self.verdict is not None and self.verdict.is_ready():
             self.verdict.raise_refused()
         return tuple.__getitem__(self, 0)
@@ -279,32 +270,21 @@ def make_train_step(
 
 @dataclass
 class StepPlan:
-    """The decisions of a step for one layout, and what it keeps between calls in that layout.
+    """The decisions of a step for one layout, and what it keeps between calls in that layout."""
 
-    `layout` is without devices, so that ranks agree on it once, however often meshes are made and collected. Of all
-    plans of a step only that of the latest call has a `check`, which refers to the mesh, and buffers.
+    # `layout` is without devices, so that ranks agree on it once, however often meshes are made and collected. Of all
+    # plans of a step only that of the latest call has a `check`, which refers to the mesh, and buffers.
 
-    Attributes:
-        layout: on an abstract mesh.
-        precision: dtypes of compute and wire.
-        schedule: of the pipeline; None where the step scans over the blocks.
-        check_now: whether the host reads the verdict in the step.
-        messages: shapes of the pipeline's activations, learnt in the first step.
-        buffers: memory of whole gradients, used again by the next step.
-        first: the checks of the first step; None afterwards.
-        rates: of the last update on this mesh.
-        check: of states in this layout; None after the step was called with another layout.
-    """
-
-    layout: Layout
-    precision: Precision
-    schedule: Schedule | None
-    check_now: bool
+    layout: Layout  # on an abstract mesh
+    precision: Precision  # dtypes of compute and wire
+    schedule: Schedule | None  # of the pipeline; None where the step scans over the blocks
+    check_now: bool  # whether the host reads the verdict in the step
+    # shapes of the pipeline's activations, learnt in the first step
     messages: Messages = field(default_factory=Messages)
-    buffers: Pool = field(default_factory=Pool)
-    first: FirstCall | None = None
-    rates: Sequence[float] = ()
-    check: StateCheck | None = None
+    buffers: Pool = field(default_factory=Pool)  # memory of whole gradients, used again by the next step
+    first: FirstCall | None = None  # the checks of the first step; None afterwards
+    rates: Sequence[float] = ()  # of the last update on this mesh
+    check: StateCheck | None = None  # of states in this layout; None after the step was called with another layout
 
     def release(self) -> None:
         """Frees the gradient buffers and the mesh."""
@@ -319,72 +299,42 @@ _COMPILE = (
 
 
 class Sums(NamedTuple):
-    """Sums over all microbatches and data ranks.
+    """Sums over all microbatches and data ranks."""
 
-    Attributes:
-        grads: in `layout.reduced`, of losses times the loss scale.
-        loss: times the loss scale (float32, 0-d).
-        weight: number of tokens (float32, 0-d).
-        aux: of each microbatch, on this rank.
-        buffers: after the last microbatch, the same on every rank; {} for a loss function that takes none.
-    """
-
-    grads: Tree
-    loss: Tensor
-    weight: Tensor
-    aux: tuple[Any, ...] = ()
+    grads: Tree  # in `layout.reduced`, of losses times the loss scale
+    loss: Tensor  # times the loss scale (float32, 0-d)
+    weight: Tensor  # number of tokens (float32, 0-d)
+    aux: tuple[Any, ...] = ()  # of each microbatch, on this rank
+    # after the last microbatch, the same on every rank; {} for a loss function that takes none
     buffers: Buffers = MappingProxyType({})
 
 
 class Verdict(NamedTuple):
-    """The first half of a step, up to the verdict on it. All of it is on the device.
+    """The first half of a step, up to the verdict on it. All of it is on the device."""
 
-    Attributes:
-        sums: over microbatches and ranks.
-        grads: of these, without those that tell the loads of experts.
-        loads: by path of the leaf whose gradient they would be.
-        to_mean: the factor that makes means of sums (float64, 0-d).
-        squares: of the gradients.
-        norm: of the mean gradient (float32, 0-d).
-        loss: mean over the batch (float32, 0-d).
-        finite: whether loss and norm are finite, the weight is above 0, and ranks did the same (bool, 0-d).
-        code: of `train.verdict` (int64, 0-d).
-        agreement: of the step.
-        dropped: choices that full experts dropped (float32, 0-d); None for a model whose experts drop none.
-    """
-
-    sums: Sums
-    grads: Tree
-    loads: dict[str, Tensor]
-    to_mean: Tensor
-    squares: LeafSquares
-    norm: Tensor
-    loss: Tensor
-    finite: Tensor
-    code: Tensor
+    sums: Sums  # over microbatches and ranks
+    grads: Tree  # of these, without those that tell the loads of experts
+    loads: dict[str, Tensor]  # by path of the leaf whose gradient they would be
+    to_mean: Tensor  # the factor that makes means of sums (float64, 0-d)
+    squares: LeafSquares  # of the gradients
+    norm: Tensor  # of the mean gradient (float32, 0-d)
+    loss: Tensor  # mean over the batch (float32, 0-d)
+    finite: Tensor  # whether loss and norm are finite, the weight is above 0, and ranks did the same (bool, 0-d)
+    code: Tensor  # of `train.verdict` (int64, 0-d)
     agreement: StepAgreement
-    dropped: Tensor | None
+    dropped: Tensor | None  # choices that full experts dropped (float32, 0-d); None for a model whose experts drop none
 
     def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
-        """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients.
-
-        Args:
-            parameters: the paths of those that were not finite before the step, if ranks know them.
-        """
+        """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients."""
         cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.weight, parameters)
         return functools.partial(_refusal, cause, self.agreement.order, mesh)
 
 
 class TrainStep:
-    """The step of a run: `step(state, batch) -> (state, metrics)`, made by `make_train_step`.
+    """The step of a run: `step(state, batch) -> (state, metrics)`, made by `make_train_step`."""
 
-    It keeps nothing of a state. Between calls it keeps the plan of each layout that it was called with, so that a state
-    may change its layout from one call to the next.
-
-    Args:
-        model: a `Model` or a loss function.
-        precision: dtypes of compute and wire; by default the layout's.
-    """
+    # It keeps nothing of a state. Between calls it keeps the plan of each layout that it was called with, so that a
+    # state may change its layout from one call to the next.
 
     # `_unchecked` is the verdict on the last call with `check="async"`, until the next call has looked at it.
 
@@ -421,12 +371,7 @@ class TrainStep:
     @public("train step")
     @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """One step; `make_train_step` says what it raises.
-
-        Args:
-            state: in any layout; not to be used again if the step was made with `donate=True`.
-            batch: this rank's part, a tree of tensors `[B, ...]`.
-        """
+        """One step; `make_train_step` says what it raises."""
         refuse_compiled(_COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
@@ -519,12 +464,7 @@ class TrainStep:
         return Verdict(sums, grads, loads, to_mean, squares, norm, loss, counts, code, agreement, dropped)
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
-        """The second half of a step: the state after it. The host reads nothing.
-
-        Args:
-            state: before the step; donated if the step was made so.
-            counts: whether the step counts (bool, 0-d); where it is false the state stays as it was. None counts.
-        """
+        """The second half of a step: the state after it. The host reads nothing."""
         layout = state.layout
         loss_scale = state.loss_scale
         with donated_if_written(state) if self._settings.donate else nullcontext():
@@ -577,10 +517,8 @@ class TrainStep:
 
     @named("train step")
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
-        """The plan for the layout of a checked state. Collective at the first call in a layout.
-
-        Afterwards this plan is the only one with a check and buffers.
-        """
+        """The plan for the layout of a checked state. Collective at the first call in a layout."""
+        # Afterwards this plan is the only one with a check and buffers.
         layout = state.layout
         plan = next((p for p in self._plans if p.check is not None and p.check.layout is layout), None)
         if plan is None:
@@ -752,11 +690,7 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
 
 
 def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
-    """The factor of the losses, float32, 0-d, on the device of the parameters; None without loss scaling.
-
-    Raises:
-        ConfigError: the precision scales losses and the state has no scale, or the reverse.
-    """
+    """The factor of the losses, float32, 0-d, on the device of the parameters; None without loss scaling."""
     if (precision.loss_scale is None) != (state.loss_scale is None):
         has = "has no" if state.loss_scale is None else "has a"
         text = f"got a state that {has} loss scale, and a precision that wants otherwise."
@@ -838,12 +772,7 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
 
 
 def refuse_model(model: Any, layout: Layout) -> None:
-    """Refuses a model with other parameters than the layout's, or on axes that it does not compute over.
-
-    Raises:
-        TreeError: other parameters.
-        ConfigError: axes that the model does not compute over.
-    """
+    """Refuses a model with other parameters than the layout's, or on axes that it does not compute over."""
     with _compat.with_values():
         draws = model.init(torch.zeros(2, dtype=torch.int64))
     draws = tree.flatten_up_to(layout.structure, draws, ("the state", "its model"))

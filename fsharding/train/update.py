@@ -1,6 +1,5 @@
 """`update`: one optimizer update of a whole state, for train steps that are written out by hand.
 
-In: a state and mean gradients. Out: the next state, in the same layout.
 Guarantee: with the gradients of `value_and_grad(loss_fn, grads=state.layout.main)`, the state of `make_train_step`.
 """
 

@@ -431,11 +431,7 @@ class GatherContext:
                 unit.abandon()
 
     def put_term(self, unit: GatheredUnit, leaf: int, shape: torch.Size, put: PutTerm | None) -> PutTerm | None:
-        """Return the callback by which a kernel adds its term of a weight's gradient (see `ops.grad_sink`), or None.
-
-        Args:
-            put: adds the term now; None if the bucket can't be written directly.
-        """
+        """Return the callback by which a kernel adds its term of a weight's gradient (see `ops.grad_sink`), or None."""
         if put is None and not self._defers:
             return None
 
@@ -521,10 +517,9 @@ def _leaves_of(paths: Sequence[str], index: Sequence[LeafIndex]) -> str:
 
 
 class _GatherUnit(Function):
-    """The node of a unit in the graph: forward gathers, backward reduces.
+    """The node of a unit in the graph: forward gathers, backward reduces."""
 
-    Shards are no inputs, since gradients go to the reducer; the anchor brings backward here.
-    """
+    # Shards are no inputs, since gradients go to the reducer; the anchor brings backward here.
 
     @staticmethod
     def forward(
@@ -545,10 +540,9 @@ class _GatherUnit(Function):
 
 
 class _LeafGrad(Function):
-    """Takes the gradient of a large leaf when it is complete, not when backward leaves the unit.
+    """Takes the gradient of a large leaf when it is complete, not when backward leaves the unit."""
 
-    Products of `ops` may write their term of any leaf's gradient elsewhere, or leave it for later; see `put_term`.
-    """
+    # Products of `ops` may write their term of any leaf's gradient elsewhere, or leave it for later; see `put_term`.
 
     @staticmethod
     def watch(full: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int, large: LargeLeaf | None) -> Tensor:

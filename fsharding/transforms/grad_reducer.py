@@ -1,9 +1,5 @@
 """Reduce each unit's gradients over the data axes while backward runs, and accumulate them into the gradient tree.
 
-A bucket is filled by `take` or `write` (large gradients) and `reduce` (all others), which starts its collectives.
-`settle` finishes collectives in the order in which they started, because sums depend on it. The `GradMemory` of a
-leaf says where its gradient is.
-
 Guarantee: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
 accumulated gradients of earlier microbatches count once.
 """

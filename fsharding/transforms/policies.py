@@ -1,8 +1,6 @@
 """Policies: what is kept for backward. Values for `policy=` of `gather_unit`, `scan_units` and `remat`.
 
-A policy trades memory for recomputation and communication. The recompute and the backward of a unit share one gather,
-so remat never gathers a third time. On a CPU memory of the host is the device's own, and under torch.func activations
-stay on the device. Guarantee: results do not depend on the policy.
+Guarantee: results do not depend on the policy.
 """
 
 from __future__ import annotations

@@ -916,7 +916,7 @@ MISTAKES = {
     ),
     "fs.data(path)": (
         ArgumentError,
-        "Call what is in it: fs.data.from_files,",
+        "Call what is in it: fs.data.open_data.",
         lambda at: fs.data("tokens"),
     ),
     "a block in the order of lax.scan": (

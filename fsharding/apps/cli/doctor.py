@@ -1,7 +1,4 @@
-"""`fsharding doctor`: what this machine has, how ranks talk on it, and what of it other machines can reach.
-
-Nothing is changed. Two ranks are started as `fsharding train --ranks 2` does.
-"""
+"""`fsharding doctor`: what this machine has, how ranks talk on it, and what of it other machines can reach."""
 
 from __future__ import annotations
 

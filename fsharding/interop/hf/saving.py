@@ -1,7 +1,5 @@
 """`save`: weights in any layout as a directory that transformers loads; each rank writes its own boxes to their places.
 
-In: a tree of DTensors or plain tensors, or a state, and the config. Out: safetensors files, their index, `config.json`.
-Sizes of all files are known before the first byte, so ranks need neither each other nor room for a whole tensor.
 Guarantee: loading what was saved gives the same bits; under the final name is everything or nothing.
 """
 
@@ -165,25 +163,16 @@ def save(
 # ------------------------------------------------------------------------------------------------------------ the plan
 @dataclass(frozen=True)
 class _Job:
-    """A save that all ranks have agreed on, and this rank's part of it.
+    """A save that all ranks have agreed on, and this rank's part of it."""
 
-    Attributes:
-        target: the directory to be.
-        entries: of `config.json`, and of `generation_config.json` if there is one, by file name.
-        tensors: shape and dtype by name.
-        files: that hold them.
-        leaves: what this rank holds, by path.
-        pieces: of each leaf.
-        coding: of the tensors that are written as codes, or None.
-    """
-
-    target: Path
+    target: Path  # the directory to be
+    # of `config.json`, and of `generation_config.json` if there is one, by file name
     entries: dict[str, Mapping[str, Any]]
-    tensors: dict[str, LeafType]
-    files: list[TensorFile]
-    leaves: dict[str, StateLeaf]
-    pieces: dict[str, list[Piece]]
-    coding: Coding | None
+    tensors: dict[str, LeafType]  # shape and dtype by name
+    files: list[TensorFile]  # that hold them
+    leaves: dict[str, StateLeaf]  # what this rank holds, by path
+    pieces: dict[str, list[Piece]]  # of each leaf
+    coding: Coding | None  # of the tensors that are written as codes, or None
 
     @property
     def device(self) -> torch.device:
@@ -409,14 +398,7 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 def _write_box(
     handle: int, start: int, tensor: LeafType, box: Box, x: Tensor, values: Callable[[Box, Tensor], Tensor] | None
 ) -> None:
-    """Writes a box of a tensor to its places in a file, a window at a time.
-
-    Args:
-        start: the byte at which the tensor begins.
-        tensor: all of it, and the dtype that it has in the file.
-        x: its values, strided in any way, on any device.
-        values: makes what is written of a window and its values; by default a cast.
-    """
+    """Writes a box of a tensor to its places in a file, a window at a time."""
     size = tensor.dtype.itemsize
     strides = boxes.contiguous_strides(tensor.shape)
     for piece in pieces(box, size if values is None else torch.float32.itemsize):

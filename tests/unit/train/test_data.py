@@ -192,7 +192,7 @@ def test_directories_are_read_in_order_without_hidden_files(tmp_path):
     assert data.stream.tobytes() == b"AZB"
     assert data.vocab_size == 256
     assert not data.stream.flags.writeable
-    assert open_data(str(tmp_path / "in" / "a.txt"), batch_size=1, seq_len=1, documents=True).begins.tolist() == [0]
+    assert open_data(str(tmp_path / "in"), batch_size=1, seq_len=1, documents=True).begins.tolist() == [0, 1, 2]
 
 
 def test_standard_library_files():
