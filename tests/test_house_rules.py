@@ -437,6 +437,20 @@ RULES: dict[str, Rule] = {
 CASES = [(n, m) for m in MODULES for n in RULES if n != "declared_names" or (m.is_public and m.name != "__main__")]
 
 
+def test_the_map_of_changes_names_files_and_symbols_that_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Where to change what")[2]
+    rows = [line.split("|")[2:4] for line in text.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    assert len(rows) >= 6
+    for files, tests in rows:
+        folder = ""
+        for path, symbols in re.findall(r"`([\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+)\))?", files):
+            folder = path.rpartition("/")[0] or folder
+            module = Module(PACKAGE / folder / path.rpartition("/")[2])
+            missing = {name.split(".")[-1] for name in re.findall(r"[\w.]+", symbols)} - {*identifiers(module.tree)}
+            assert not missing, f"{path} has no {missing}"
+        assert all((ROOT / path).exists() for path in re.findall(r"`(tests/[\w./]+)`", tests)), tests
+
+
 @pytest.mark.parametrize("name", LINES)
 def test_a_room_keeps_its_budget(name: str):
     lines = sum(len(m.lines) for m in MODULES if room_of_lines(m) == name)
