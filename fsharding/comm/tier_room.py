@@ -51,7 +51,9 @@ def take_room(layout: Layout, leaves: Iterable[Planned], donated: Tree = None) -
     with naming_lost(public_name(), mesh):
         facts = {"layout.strategy.memory": ", ".join(map(str, layout.strategy.memory)) or "all on the device"}
         refuse_differences(compare_facts(facts, mesh))
-        known = [*leaves]
+        tiers = sorted({choice.kind for choice in layout.strategy.memory})
+        # Only a layout with tiers asks for the leaves, for which an optimizer makes a state on the meta device.
+        known = [*leaves] if tiers else []
         freed = [_compat.local_tensor(x) for x in tree.leaves(donated) if isinstance(x, DTensor)]
-        for tier in sorted({choice.kind for choice in layout.strategy.memory}):
+        for tier in tiers:
             tier_named(tier).reserve(*leaves_in(tier, layout, known), freed, lacking)
