@@ -44,16 +44,14 @@ def take_room(layout: Layout, leaves: Iterable[Planned], donated: Tree = None) -
     if _compat.makes_fakes() or is_fake_world() or not is_member(mesh) or isinstance(mesh, AbstractMesh):
         return
 
-    def lacking(lacks: bool) -> list[int]:
-        """Gather which ranks lack room."""
+    def lacking(lacks: bool) -> list[int]:  # which ranks lack room
         return [rank for rank, number in numbers_of_all(mesh, int(lacks)).items() if number]
 
     with naming_lost(public_name(), mesh):
         facts = {"layout.strategy.memory": ", ".join(map(str, layout.strategy.memory)) or "all on the device"}
         refuse_differences(compare_facts(facts, mesh))
         tiers = sorted({choice.kind for choice in layout.strategy.memory})
-        # Only a layout with tiers asks for the leaves, for which an optimizer makes a state on the meta device.
-        known = [*leaves] if tiers else []
+        known = [*leaves] if tiers else []  # to ask for them runs the optimizer's init
         freed = [_compat.local_tensor(x) for x in tree.leaves(donated) if isinstance(x, DTensor)]
         for tier in tiers:
             tier_named(tier).reserve(*leaves_in(tier, layout, known), freed, lacking)
