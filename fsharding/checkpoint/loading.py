@@ -270,11 +270,12 @@ def _wanted_leaves(layout: Layout, manifest: Manifest, of_opt: Sequence[str]) ->
         wanted["loss_scale.scale"] = Want((), torch.float32, None, _CPU)
         wanted["loss_scale.good_steps"] = Want((), torch.int64, None, _CPU)
     homes = saved_shardings(manifest, layout) if of_opt else {}
+    some = {*of_opt}
     for path, saved in manifest.tree.items():
         dtype = getattr(torch, saved.dtype)
         if path.startswith(BUFFERS):
             wanted[path] = Want(saved.shape, dtype, None, device_of(layout))
-        elif path.startswith("opt_state") and path in of_opt:
+        elif path.startswith("opt_state") and path in some:
             home = homes[path]
             wanted[path] = Want(saved.shape, dtype, home, _CPU if home is None else device_of(layout))
     return wanted
@@ -294,8 +295,9 @@ def _wanted(layout: Layout, manifest: Manifest, opt: GradientTransformation | No
     kept, whole, stacked = layout.precision.moments, layout.meta_main(), layout.stacked
     first = opt.start(_meta_main(layout), moments=kept, shardings=layout.main, whole=whole, stacked=stacked)
     state = {"opt_state": first}
-    memory = {entry.path: entry.sharding.memory for entry in layout.moments(first).values() if entry.sharding}
-    leaves = leaves_in(state, layout)
+    moments = layout.moments(first)
+    memory = {entry.path: entry.sharding.memory for entry in moments.values()}
+    leaves = leaves_in(state, moments)
     saved_as = _in_other_groups(leaves, manifest)
     for path, leaf in leaves.items():
         device = device_of(layout) if leaf.local.is_meta else leaf.local.device

@@ -35,18 +35,9 @@ from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
 
 __all__ = [
-    "KNOWN",
-    "outline_of",
-    "LEAF",
-    "describe",
-    "describe_layout",
-    "known_kinds",
-    "layout_in",
-    "layout_of",
-    "names_from_plain",
-    "plain_names",
-    "rebuild",
-]
+    "KNOWN", "LEAF", "describe", "describe_layout", "known_names", "layout_in", "layout_of", "names_from_plain",
+    "outline_of", "plain_names", "rebuild",
+]  # fmt: skip
 
 _ROLES = ("params", "compute", "reduce", "grads", "moments")
 
@@ -230,6 +221,7 @@ _RENAMED = {"MaskedState": "MultiTransformState"}
 """Names in checkpoints of before, and those that the classes have now."""
 
 LEAF = "leaf"
+_DEEPEST = 100  # keys of a path
 
 
 def describe(node: Tree) -> Any:
@@ -251,14 +243,19 @@ def describe(node: Tree) -> Any:
     return LEAF if len(flat) == 1 and flat[0] is node else {"other": _name(type(node))}
 
 
-def known_kinds() -> dict[str, Any]:
-    """Return the NamedTuples that are rebuilt, by name: of `KNOWN`, and of registered optimizers."""
-    return KNOWN | {name: find("optimizer", name) for name in names_of("optimizer") if name.endswith("State")}
+def known_names() -> list[str]:
+    """Return the names of the NamedTuples that are rebuilt: of `KNOWN`, and of registered optimizers."""
+    return [*KNOWN, *(name for name in names_of("optimizer") if name.endswith("State"))]
+
+
+def _known(name: str) -> Any:
+    """Return the NamedTuple that is rebuilt for a name, None without one; only then is its module imported."""
+    return KNOWN.get(name) or (find("optimizer", name) if name in known_names() else None)
 
 
 def _name(kind: type) -> str:
     """The short name of a class that we know; the full one of any other, even if it is called the same."""
-    return kind.__name__ if known_kinds().get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+    return kind.__name__ if _known(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
@@ -276,22 +273,26 @@ def outline_of(plain: Any, path: str, known: Collection[str]) -> Outline:
         case {"tuple": list(items)} | {"list": list(items)}:
             return node(next(iter(plain)), {str(i): x for i, x in enumerate(items)})
         case {"namedtuple": str(name), "fields": dict(fields)}:
-            return node(name.rpartition(".")[2], fields, getattr(known_kinds().get(name), "MEANS_OVER", ()))
+            return node(name.rpartition(".")[2], fields, getattr(_known(name), "MEANS_OVER", ()))
         case {"coded": dict(format)} if (kept := _moments_in(format)) is not None:
             return Outline(entries.CODED, path, {}, kept)
         case {"other": _}:
-            rest = (leaf.removeprefix(f"{path}.").partition(".") for leaf in known if leaf.startswith(f"{path}."))
-            return node(entries.UNKNOWN, {key: {"other": ""} if inner else LEAF for key, _, inner in rest})
+            below: dict[str, list[str]] = {}
+            for leaf in known:
+                if leaf.startswith(f"{path}."):
+                    below.setdefault(leaf[len(path) + 1 :].partition(".")[0], []).append(leaf)
+            inner: dict[str, Outline] = {}
+            for key, leaves in below.items():
+                at = f"{path}.{key}"
+                is_leaf = leaves == [at] or path.count(".") > _DEEPEST  # a hostile path may have any number of keys
+                inner[key] = outline_of(LEAF if is_leaf else plain, at, leaves)
+            return Outline(entries.UNKNOWN, path, inner)
         case _:
             return Outline(entries.LEAF, path, {})
 
 
 def rebuild(
-    plain: Any,
-    leaf: Callable[[str], Any],
-    path: str = "opt_state",
-    *,
-    owner: str = "the optimizer state",
+    plain: Any, leaf: Callable[[str], Any], path: str = "opt_state", *, owner: str = "the optimizer state"
 ) -> Tree:
     """Return a tree from plain data, with `leaf(path)` as leaves; `owner` names the tree in errors."""
 
@@ -311,13 +312,13 @@ def rebuild(
                 codes, scales = (leaf(f"{path}.{name}") for name in (CODES, scales_name(kept)))
                 return CodedMoment(codes, scales, kept, root)
             case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
-                kind = known_kinds().get(_RENAMED.get(name, name))
+                kind = _known(_RENAMED.get(name, name))
                 if kind is not None and tuple(fields) == kind._fields:
                     return kind(**{key: build(value, f"{path}.{key}") for key, value in fields.items()})
                 what = f"{name}({listed(fields, none='')})"
             case _:
                 what = str(plain.get("other", plain)) if isinstance(plain, dict) else repr(plain)
-        rows = [f"{path} is a {what}; known are {', '.join(known_kinds())}"]
+        rows = [f"{path} is a {what}; known are {', '.join(known_names())}"]
         mend = "Pass the optimizer that made it: opt=..." if public_name() == "fs.checkpoint.load" else ""
         raise CheckpointError(message(f"cannot rebuild {owner} from the manifest alone.", rows, mend))
 

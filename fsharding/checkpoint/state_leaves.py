@@ -25,7 +25,7 @@ from fsharding.comm.leaf_memory import fill, in_memory, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box, Grid
-from fsharding.sharding.entries import Entry, entry_at, outline, places_in
+from fsharding.sharding.entries import Moment, entry_at, outline, places_in
 from fsharding.sharding.layout import Layout, LeafLayout
 from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
@@ -117,7 +117,7 @@ def content(state: TrainState) -> dict[str, StateLeaf]:
 
 def leaves_beside(state: TrainState) -> dict[str, StateLeaf]:
     """The leaves of a state beside its parameters, by path."""
-    return leaves_in(_beside(state), state.layout)
+    return leaves_in(_beside(state), state.layout.moments(state.opt_state))
 
 
 def _beside(state: TrainState) -> Tree:
@@ -125,22 +125,19 @@ def _beside(state: TrainState) -> Tree:
     return {name: getattr(state, name) for name in names}
 
 
-def leaves_in(values: Tree, layout: Layout) -> dict[str, StateLeaf]:
-    """The leaves of a tree with an `opt_state` by path, moments as the layout has them."""
-    known = {entry.path: entry for entry in layout.moments(values["opt_state"]).values()}
+def leaves_in(values: Tree, moments: Mapping[str, Moment]) -> dict[str, StateLeaf]:
+    """The leaves of a tree by path, with those of its `opt_state` that are moments."""
+    known = {entry.path: entry for entry in moments.values()}
     return {path: _leaf(x, known.get(path)) for path, x in tree.named_leaves(values).items()}
 
 
-def _leaf(x: Any, of: Entry | LeafLayout | None) -> StateLeaf:
+def _leaf(x: Any, of: Moment | LeafLayout | None) -> StateLeaf:
     if not isinstance(x, DTensor):
         return StateLeaf(tuple(getattr(x, "shape", ())), None, x.detach() if isinstance(x, Tensor) else x)
-    local = local_of(x)
-    sharding = of.home if isinstance(of, LeafLayout) else of.sharding if of is not None else None
-    if of is None or sharding is None or not sharding.assigned:
-        return StateLeaf(tuple(x.shape), sharding_of(x), local)
-    if sharding.shape_at_rest(of.shape) == tuple(x.shape):
-        return StateLeaf(of.shape, sharding, local)
-    return StateLeaf(tuple(x.shape), sharding_of(x), local)
+    home = None if of is None else of.home if isinstance(of, LeafLayout) else of.sharding
+    if of is not None and home is not None and home.assigned and home.shape_at_rest(of.shape) == tuple(x.shape):
+        return StateLeaf(of.shape, home, local_of(x))
+    return StateLeaf(tuple(x.shape), sharding_of(x), local_of(x))
 
 
 def saved_shardings(manifest: Manifest, layout: Layout) -> dict[str, NamedSharding | None]:

@@ -227,16 +227,15 @@ def plan_move(
     sources: Sequence[NamedSharding],
     targets: Sequence[NamedSharding],
     shapes: Sequence[tuple[int, ...]],
-    wires: Wire | Sequence[Wire],
+    wire: Wire,
     dtype: torch.dtype,
     *,
     native: bool = False,
     large: bool = False,
 ) -> Move:
-    """Plan a move of leaves, at least one, whose steps differ in dims only, by one wire or one for each leaf."""
+    """Plan a move of leaves, at least one, whose steps differ in dims only, all by one wire."""
     leaves = tuple(steps_of(*leaf) for leaf in zip(sources, targets, shapes, strict=True))
-    each = tuple(wires) if isinstance(wires, list) else (cast(Wire, wires),) * len(leaves)
-    return Move(sources[0].mesh, leaves, each, dtype, native, large)
+    return Move(sources[0].mesh, leaves, (wire,) * len(leaves), dtype, native, large)
 
 
 class Filling:

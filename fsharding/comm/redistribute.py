@@ -150,8 +150,7 @@ class _Sending:
         self._targets = targets
         self._sent: list[_Sent] = []
         self._encoded: list[_Sent] = []
-        self._ends: dict[int, Tensor] = {}
-        """Results of leaves that are encoded on their way, which `start` and the queue fill."""
+        self._ends: dict[int, Tensor] = {}  # results of leaves that are encoded on their way, until they are placed
 
     def add(
         self, i: int, leaf: DTensor, way: _Way, dtype: torch.dtype, wire: LeafWire | None, home: Any, *, reuses: bool

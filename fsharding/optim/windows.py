@@ -35,6 +35,7 @@ from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
 from fsharding.optim.coded_moment import is_coded
 from fsharding.sharding.entries import places
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.memory_kinds import Tier
 from fsharding.sharding.named_sharding import like, local_of, sharding_of
 
@@ -192,16 +193,12 @@ def _leaves(values: _Values) -> dict[str, Any]:
 
 def _owners(values: _Values) -> dict[str, str]:
     """Map the path of each gradient, moment and parameter to its parameter."""
-    result = {_at(field, name): name for field in ("grads", "params") for name in tree.paths(values.params)}
+    result = {joined(field, name): name for field in ("grads", "params") for name in tree.paths(values.params)}
     held = tree.named_leaves(values.state, is_leaf=is_coded)
     for path, place in places(values.state, values.params).items():
         if is_coded(x := held.get(path)) or isinstance(x, DTensor):
-            result[_at("state", path)] = place.param
+            result[joined("state", path)] = place.param
     return result
-
-
-def _at(field: str, path: str) -> str:
-    return f"{field}.{path}" if path else field
 
 
 def _only(values: Tree, group: Collection[str]) -> Tree:

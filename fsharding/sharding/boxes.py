@@ -78,11 +78,7 @@ def nested_chunk(size: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def common_step(size: int, pieces: Sequence[int]) -> int:
-    """The largest number that divides all places inside of `range(size)` where nested ceil-chunks cut it; 0 for none.
-
-    Args:
-        pieces: of each cut in turn.
-    """
+    """Return the largest divisor of all places inside of `range(size)` where nested ceil-chunks cut it; 0 for none."""
     if not pieces or size == 0:
         return 0
     step = -(-size // pieces[0])

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import optree
 import torch
@@ -17,27 +17,14 @@ from fsharding.base import tree
 from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
 from fsharding.sharding.block_scales import CODES, is_coded, plan_scales, scales_name
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import LeafLayout, mean_over
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CODED",
-    "LEAF",
-    "NONE",
-    "UNKNOWN",
-    "Entry",
-    "Outline",
-    "Place",
-    "Role",
-    "entry_at",
-    "joined",
-    "moments",
-    "outline",
-    "places",
-    "places_in",
-]
-
-Role: TypeAlias = Literal["params", "main", "moment", "other"]
+    "CODED", "LEAF", "NONE", "UNKNOWN", "Entry", "Moment", "Outline", "Place", "entry_at", "moments", "outline",
+    "places", "places_in",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +36,6 @@ class Entry:
     dtype: torch.dtype  # as it is kept
     # where it is, with its kind of memory; None for a tensor that every rank has, such as a count
     sharding: NamedSharding | None
-    role: Role
     of: LeafLayout | None  # the parameter that it belongs to; None for other leaves
 
     @property
@@ -68,6 +54,14 @@ class Entry:
         return math.prod(shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Moment(Entry):
+    """A leaf of a state that belongs to a parameter, and is on its mesh."""
+
+    sharding: NamedSharding
+    of: LeafLayout
+
+
 class Place(NamedTuple):
     """The parameter at whose place a leaf of an optimizer state is, and which part of its moment the leaf is."""
 
@@ -77,11 +71,11 @@ class Place(NamedTuple):
     mean_over: int | None = None
 
 
-def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_state: Tree) -> dict[str, Entry]:
+def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_state: Tree) -> dict[str, Moment]:
     """Describe the moments of an optimizer state by path, as `Layout.moments` does."""
     found = places(opt_state, tree.unflatten(structure, [leaf.path for leaf in leaves]))
     by_path = {leaf.path: leaf for leaf in leaves}
-    result: dict[str, Entry] = {}
+    result: dict[str, Moment] = {}
     for path, x in tree.named_leaves(opt_state).items():
         place = found.get(path)
         if place is None or not isinstance(x, Tensor):
@@ -90,8 +84,8 @@ def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_stat
         # A plain number, such as a count of updates, is no moment even of a parameter without dims.
         if not at_rest and not x.ndim:
             continue
-        leaf = by_path[place.param]
-        entry = entry_at(joined("opt_state", path), place, leaf, tuple(x.shape), x.dtype, local=not at_rest)
+        named = joined("opt_state", path)
+        entry = entry_at(named, place, by_path[place.param], tuple(x.shape), x.dtype, local=not at_rest)
         if entry is not None:
             result[path] = entry
     return result
@@ -99,12 +93,12 @@ def moments(leaves: Sequence[LeafLayout], structure: optree.PyTreeSpec, opt_stat
 
 def entry_at(
     path: str, place: Place, leaf: LeafLayout, shape: Sequence[int], dtype: torch.dtype, *, local: bool = False
-) -> Entry | None:
+) -> Moment | None:
     """Describe a tensor at a parameter's place; None if its shape is no moment's."""
     for full, sharding in _forms(place, leaf):
         others = [sharding.local_shape(full)] if local else [sharding.shape_at_rest(full)]
         if tuple(shape) in (full, *others):
-            return Entry(path, full, dtype, replace(sharding, memory=leaf.moment_memory), "moment", leaf)
+            return Moment(path, full, dtype, replace(sharding, memory=leaf.moment_memory), leaf)
     return None
 
 
@@ -154,6 +148,7 @@ def _places(opt_state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> dict[str
 
 def places_in(node: Outline, params: Outline, mean_over: int | None = None) -> Iterator[tuple[str, Place]]:
     """Find the subtrees with the structure of the parameters, the largest first, and pair their leaves."""
+    # What is inside of such a tree is a parameter's: a parameter may be called as a field, such as `mu`.
     if _alike(node, params):
         yield from _paired(node, params, mean_over)
         return
@@ -195,8 +190,3 @@ def outline(node: Tree, path: str = "") -> Outline:
         return Outline(LEAF, path, {})
     parts = {key: outline(child, joined(path, key)) for key, child in children.items()}
     return Outline(type(node).__name__, path, parts, means=dict(getattr(type(node), "MEANS_OVER", ())))
-
-
-def joined(path: str, key: str) -> str:
-    """Join two dotted paths, of which one may be empty."""
-    return ".".join(filter(None, (path, key)))

@@ -28,8 +28,8 @@ from fsharding.formats.precision import FP32, PatternLeaf, Precision, check_prec
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.block_scales import has_codes, plan_scales
-from fsharding.sharding.entries import Entry, joined, moments
-from fsharding.sharding.leaf_names import MEND, objections_to_names
+from fsharding.sharding.entries import Entry, Moment, moments
+from fsharding.sharding.leaf_names import MEND, joined, objections_to_names
 from fsharding.sharding.leaf_plan import (
     LAYERS,
     LeafLayout,
@@ -248,10 +248,10 @@ class Layout:
         result: list[Entry] = []
         for leaf in self.leaves:
             dtype = self.param_dtype(leaf)
-            result.append(Entry(leaf.path_in("params"), leaf.shape, dtype, leaf.params, "params", leaf))
+            result.append(Entry(leaf.path_in("params"), leaf.shape, dtype, leaf.params, leaf))
             if leaf.trainable and self.has_main:
                 dtype = self.precision.main_dtype(leaf.init)
-                result.append(Entry(leaf.path_in("main"), leaf.shape, dtype, leaf.main, "main", leaf))
+                result.append(Entry(leaf.path_in("main"), leaf.shape, dtype, leaf.main, leaf))
         if opt is None:
             return tuple(result)
         check_optimizer(opt)
@@ -260,12 +260,12 @@ class Layout:
         known = self.moments(state)
         for path, x in tree.named_leaves(state).items():
             if isinstance(x, Tensor):
-                other = Entry(joined("opt_state", path), tuple(x.shape), x.dtype, None, "other", None)
+                other = Entry(joined("opt_state", path), tuple(x.shape), x.dtype, None, None)
                 # Tensors that an `init` makes on a device are the same on every rank.
                 result.append(known.get(path, other) if x.is_meta else other)
         return tuple(result)
 
-    def moments(self, opt_state: Tree) -> dict[str, Entry]:
+    def moments(self, opt_state: Tree) -> dict[str, Moment]:
         """Describe the moments of an optimizer state by their path in it.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["MARKS", "MEND", "RESERVED", "objections_to_names"]
+__all__ = ["MARKS", "MEND", "RESERVED", "joined", "objections_to_names"]
 
 MARKS = ("{i}", "{j}", "{k}")
 """Placeholders for the indices of stacked leaves in tables of names."""
@@ -17,6 +17,11 @@ RESERVED = "__metadata__"
 """The entry of a safetensors header that is no tensor."""
 
 MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts, checkpoints and exported files."
+
+
+def joined(*parts: str | None) -> str:
+    """Join the parts of a dotted path; empty ones are left out."""
+    return ".".join(filter(None, parts))
 
 
 def objections_to_names(paths: Sequence[str]) -> list[str]:

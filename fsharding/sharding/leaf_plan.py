@@ -23,6 +23,7 @@ from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.assigned import Assigned
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, rule_name
@@ -81,7 +82,7 @@ class LeafLayout:
 
     def path_in(self, field: str) -> str:
         """Its path in a field of a state, such as `params.blocks.wq`."""
-        return f"{field}.{self.path}" if self.path else field
+        return joined(field, self.path)
 
     @property
     def home(self) -> NamedSharding:

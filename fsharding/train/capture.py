@@ -107,11 +107,12 @@ class _Recorded(NamedTuple):
 
 
 class CapturedStep:
-    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`."""
+    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`.
 
-    # The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
-    # it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
-    # `skipped` of the metrics are copies; aux is the graph's own memory, too.
+    The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
+    it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
+    `skipped` of the metrics are copies; aux is the graph's own memory, too.
+    """
 
     # `_state` and `_batch` are the static memory that the graph reads, and `_state` is what it writes; `_stop` is this
     # rank's bit of `fs.preemption`. `_unchecked` is the verdict on the last call, until the next has looked at it, and
@@ -142,7 +143,21 @@ class CapturedStep:
 
     @public("captured step")
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """One step. Collective."""
+        """Run one step. Collective.
+
+        Args:
+            state: in the layout that the step was captured in; not to be used again.
+            batch: this rank's part: the tree, shapes and dtypes of the batch that it was captured with.
+
+        Raises:
+            ArgumentError: no state, one with another key, or one whose parameters were changed in place.
+            LayoutError: the state is in another layout, or is not what its layout says.
+            TreeError: the state of another optimizer.
+            BatchError: the batch has other leaves.
+            DonatedError: the state was donated.
+            NonFiniteError: the step before was refused, as with `make_train_step(check="async")`.
+            RankError: a rank is gone.
+        """
         assert self._graph is not None and self._recorded is not None and self._plan.check is not None
         if not isinstance(state, TrainState):
             mend = f"Call it as the step itself: state, metrics = step(state, batch); it got {kind_of(state)}."

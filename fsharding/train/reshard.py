@@ -116,12 +116,7 @@ def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = 
 
 
 def _move(
-    moved: list[Moving],
-    rebuild: reshard_leaves.Rebuild,
-    meshes: Sequence[Mesh],
-    *,
-    given: Tree,
-    budget: int,
+    moved: list[Moving], rebuild: reshard_leaves.Rebuild, meshes: Sequence[Mesh], *, given: Tree, budget: int
 ) -> Any:
     plan = plan_routes(tuple(m.leaf for m in moved), budget)
     group = _group(meshes, plan.ranks)

@@ -25,7 +25,7 @@ from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
 from fsharding.optim.stacked import whole_shape
-from fsharding.sharding.entries import Entry, entry_at, places
+from fsharding.sharding.entries import Moment, entry_at, places
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
@@ -200,11 +200,11 @@ def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     return moved, rebuild
 
 
-def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Entry, Entry]]:
+def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Moment, Moment]]:
     """By path, each moment of a state as it is and as it will be."""
     found = places(state.opt_state, state.params)
     leaves = {leaf.path: leaf for leaf in layout.leaves}
-    result: dict[str, tuple[Entry, Entry]] = {}
+    result: dict[str, tuple[Moment, Moment]] = {}
     for path, old in state.layout.moments(state.opt_state).items():
         place = found[path]
         new = entry_at(old.path, place, leaves[place.param], old.shape, old.dtype)
@@ -214,7 +214,7 @@ def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Entry, E
 
 
 def _other(
-    path: str, x: Any, moment: tuple[Entry, Entry] | None, old: Layout, new: Layout, ranks: Sequence[int]
+    path: str, x: Any, moment: tuple[Moment, Moment] | None, old: Layout, new: Layout, ranks: Sequence[int]
 ) -> Moving:
     """A leaf that is no parameter: a moment goes with its parameter, a plain tensor to all ranks."""
     if not isinstance(x, DTensor):
@@ -223,9 +223,8 @@ def _other(
         return Moving(path, tuple(x.shape), here, there, x.dtype, x, plain=True)
     if moment is None:
         return Moving(path, tuple(x.shape), sharding_of(x), NamedSharding(new.mesh), x.dtype, local_of(x))
-    source, target = (entry.sharding for entry in moment)
-    assert source is not None and target is not None, "moments have shardings"
-    return Moving(path, moment[0].shape, source, target, x.dtype, local_of(x))
+    source, target = moment
+    return Moving(path, source.shape, source.sharding, target.sharding, x.dtype, local_of(x))
 
 
 def _placed(moving: Moving, local: Tensor) -> Tensor:

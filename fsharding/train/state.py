@@ -437,7 +437,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
 
         def place(path: str, x: Any) -> Any:
             entry = known.get(path) if isinstance(x, DTensor) else None
-            if entry is None or entry.sharding is None or local_of(x).is_meta:
+            if entry is None or local_of(x).is_meta:
                 return x
             return like(x, to_memory(local_of(x), entry.sharding))
 
@@ -624,12 +624,7 @@ def params_from_main(
 
 
 def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
-    """Return the key that rounds weights after `step` updates, the same in every layout; None without keyed rounding.
-
-    Args:
-        step: its number of updates, on any device; it is not read by the host.
-        precision: of the call, which may round terms of gradients otherwise; by default the layout's.
-    """
+    """Return the key that rounds weights after `step` updates, which the host does not read; None without one."""
     keyed = layout.precision.keyed_weights or (precision or layout.precision).keyed_terms
     return random.fold_in_count(key, step) if keyed else None
 

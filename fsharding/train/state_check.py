@@ -147,7 +147,7 @@ def _moments(values: Tree, layout: Layout) -> list[str]:
     known = layout.moments(values)
     for path, x in tree.named_leaves(values).items():
         entry = known.get(path)
-        if entry is not None and entry.sharding is not None:
+        if entry is not None:
             result += _objection(entry.path, x, (entry.shape, None, entry.sharding))
         elif isinstance(x, DTensor):
             result += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))

@@ -333,9 +333,7 @@ class Verdict(NamedTuple):
 class TrainStep:
     """The step of a run: `step(state, batch) -> (state, metrics)`, made by `make_train_step`."""
 
-    # It keeps nothing of a state. Between calls it keeps the plan of each layout that it was called with, so that a
-    # state may change its layout from one call to the next.
-
+    # It keeps nothing of a state, but the plan of each layout that it was called with: a state may change its layout.
     # `_unchecked` is the verdict on the last call with `check="async"`, until the next call has looked at it.
 
     @named("train step")
@@ -371,7 +369,12 @@ class TrainStep:
     @public("train step")
     @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """One step; `make_train_step` says what it raises."""
+        """Run one step; `make_train_step` says what it raises.
+
+        Args:
+            state: in any layout; not to be used again if the step was made with `donate=True`.
+            batch: this rank's part, a tree of tensors `[B, ...]`.
+        """
         refuse_compiled(_COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
@@ -493,16 +496,8 @@ class TrainStep:
 
     @named("train step")
     def prepare(self, layout: Layout) -> StepPlan:
-        """Decides for a layout: whether the step computes in this layout, its precision, pipeline or scan, and buffers.
-
-        The first call in a layout does this, after all ranks have agreed on layout and settings. It allocates nothing.
-
-        Raises:
-            ConfigError: a `Model` on a mesh with an axis that it does not compute over, or a strict precision with a
-                pipeline.
-            ScheduleError: the schedule cannot have so many ranks or microbatches.
-            TreeError: a layout of a model with other parameters.
-        """
+        """Decide for a new layout, on which all ranks agree, how the step computes in it, or refuse it."""
+        # It allocates nothing: gradient buffers come with the first step.
         schedule = None
         if self._is_model:
             refuse_model(self._model, layout)

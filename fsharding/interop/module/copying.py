@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fsharding.base import _compat
 from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.sharding.leaf_names import joined
 
 __all__ = ["copy_module"]
 
@@ -45,8 +46,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 value.update({number: rebinding(hook) for number, hook in value.items()})
             elif key not in _OWN:
                 vars(part)[key] = rebinding(value)
-            where = ".".join(filter(None, (path, key)))
-            rows += [f"{where} is a function that reads {name!r}, a global" for name in rebinding.globals]
+            rows += [f"{joined(path, key)} is a function that reads {name!r}, a global" for name in rebinding.globals]
     if rows:
         rule = f"cannot copy {type(module).__name__}: functions on it read its layers from globals."
         mend = "Make each a method of its layer: layer.forward = types.MethodType(forward, layer), which gets self."

@@ -20,6 +20,7 @@ from fsharding.interop.module.problems import FUNCTION
 from fsharding.interop.module.structure import ModuleLeaf
 from fsharding.mesh.consistency import checksum
 from fsharding.sharding import random
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = [
@@ -158,7 +159,7 @@ def _drawn(owner: nn.Module, path: str, name: str, method: Reset, key: Tensor) -
     with seeded(seed_of(key)):
         filled = getattr(_reset_copy(owner, method), name)
     if filled.is_floating_point() and bool(filled.isnan().any()):
-        rows = [f"{'.'.join(filter(None, (path, name)))} of {type(owner).__name__}"]
+        rows = [f"{joined(path, name)} of {type(owner).__name__}"]
         mend = "Pass reset=, a function that fills every parameter of a submodule."
         raise ConfigError(report(f"{FUNCTION} finds a parameter that its reset leaves without values.", rows, mend))
     return filled.detach()
@@ -189,7 +190,7 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
         method = _reset_of(owner, reset) if named else None
         filled = None if method is None else _reset_copy(owner, method)
         for name, buffer in named.items():
-            full = ".".join(filter(None, (path, name)))
+            full = joined(path, name)
             value = getattr(filled, name, None)
             if value is None or (value.is_floating_point() and bool(value.isnan().any())):
                 wrong.append(f"{full} is {type_text(tuple(buffer.shape), buffer.dtype)} of {type(owner).__name__}")

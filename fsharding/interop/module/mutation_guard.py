@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsharding.base import _compat, _functorch
 from fsharding.base.errors import ConfigError, message
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import type_text
 
 __all__ = ["Watch", "unlike_blocks"]
@@ -229,7 +230,7 @@ class Watch:
         homes = {path: (vars(m)["_buffers"], vars(m)) for path, m in modules.items()}
         self._seen = [_Seen(path, two, (dict(two[0]), dict(two[1]))) for path, two in homes.items()]
         self._held: dict[tuple[int, str], _Held] = {
-            (id(home), key): _Held(_path(seen.path, key), home, key, x)
+            (id(home), key): _Held(joined(seen.path, key), home, key, x)
             for seen in self._seen
             for home in seen.homes
             for key, x in home.items()
@@ -281,7 +282,7 @@ class Watch:
                     rows[held.name] = now if isinstance(now, Tensor) else held.value
                     home[key] = held.value
                 elif held is None and isinstance(now, Tensor) and now is not before.get(key):
-                    rows[_path(seen.path, key)] = now
+                    rows[joined(seen.path, key)] = now
                     home.pop(key) if key not in before else home.update({key: before[key]})
         return rows
 
@@ -293,7 +294,3 @@ class Watch:
             held.value = held.home[held.key] = own.to(device) if held.real is None else _compat.copied(own).to(device)
         for seen in self._seen:
             seen.keep()
-
-
-def _path(path: str, key: str) -> str:
-    return ".".join(filter(None, (path, key)))

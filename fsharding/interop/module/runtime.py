@@ -38,6 +38,7 @@ from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size, set_mesh
 from fsharding.mesh.failures import order_here
 from fsharding.mesh.unit_order import SAME_CONSTANTS
 from fsharding.sharding import random
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import current_context, is_evaluating, prefetch_depth
@@ -162,17 +163,15 @@ class Engine:
         """The names of written buffers by every name that a state dict has for them."""
         names = {(id(place.owner), place.key): name for name, place in self.places.items() if name in self.written}
         return {
-            ".".join(filter(None, (path, key))): names[id(owner), key]
+            joined(path, key): names[id(owner), key]
             for path, owner in self.module.named_modules(remove_duplicate=False)
             for key in _compat.persistent_buffers(owner)
             if (id(owner), key) in names
         }
 
     def names_in(self, member: str | None) -> dict[str, str]:
-        """The names of the buffers that a member's forward runs with, by their names under `inner`; None is the root.
-
-        A buffer belongs to the innermost members that contain it.
-        """
+        """Map names under `inner` to names of the buffers with which the forward of a member runs; None is the root."""
+        # A buffer belongs to the innermost members that contain it; the root has those that no member contains.
         inner = self.module if member is None else self.module.get_submodule(member)
         paths = {id(part): path for path, part in reversed([*inner.named_modules()])}
         result: dict[str, str] = {}
@@ -180,7 +179,7 @@ class Engine:
             around = [path for path, parts in self._inside.items() if id(place.owner) in parts]
             least = min((len(self._inside[path]) for path in around), default=0)
             if (member is None and not around) or (member in around and len(self._inside[member]) == least):
-                result[".".join(filter(None, ("inner", paths[id(place.owner)], place.key)))] = name
+                result[joined("inner", paths[id(place.owner)], place.key)] = name
         return result
 
     @contextmanager
@@ -198,7 +197,7 @@ class Engine:
     def persistent(self) -> dict[str, Tensor]:
         """The buffers that a state dict has, by every name."""
         return {
-            ".".join(filter(None, (path, name))): buffer
+            joined(path, name): buffer
             for path, owner in self.module.named_modules(remove_duplicate=False)
             for name, buffer in _compat.persistent_buffers(owner).items()
         }
@@ -211,13 +210,8 @@ class Engine:
 
     @contextmanager
     def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
-        """Brings constants to the device of some leaves; what runs inside must not change them, nor draw without a key.
-
-        Under `fs.evaluate` the module is in eval mode inside.
-
-        Raises:
-            TransformError: it does; all is listed.
-        """
+        """Bring constants to the device of some leaves; refuse that the block changes them, or draws without a key."""
+        # Under `fs.evaluate` the module is in eval mode inside, where nothing is dropped and no key is needed.
         if self.drops and not keyed and not is_evaluating():
             raise TransformError(_keyless(self.drops))
         found = (x.device if isinstance(x, Tensor) else _device_of(x) for x in leaves if isinstance(x, Local | Tensor))

@@ -18,6 +18,7 @@ from fsharding.base.errors import ConfigError, FshardingError, LayoutError, Tree
 from fsharding.base.tree import Tree
 from fsharding.foreign.name_map import Rows
 from fsharding.interop.module.problems import problem, refuse_all
+from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import LAYERS, type_text
 from fsharding.sharding.partition_spec import DimName
 
@@ -180,7 +181,7 @@ def plan_module(
             if id(parameter) in places:
                 continue
             if name in stacked:
-                path = ".".join(filter(None, (unit.stack, name[len(unit.members[0]) + 1 :])))
+                path = joined(unit.stack, name[len(unit.members[0]) + 1 :])
             else:
                 path = next((n for i, n in homes[id(parameter)] if result[i].stack is None), name)
             rows = sources.setdefault((path, name in stacked), [])
@@ -263,7 +264,7 @@ def _uses(modules: Mapping[str, nn.Module], groups: Sequence[_Found]) -> list[di
     """For each unit its parameters by name, with every name of one that has several."""
     uses = [
         {
-            ".".join(filter(None, (member, inner, name))): parameter
+            joined(member, inner, name): parameter
             for member in unit.members
             for inner, child in modules[member].named_modules()
             for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
@@ -272,7 +273,7 @@ def _uses(modules: Mapping[str, nn.Module], groups: Sequence[_Found]) -> list[di
     ]
     inside = {id(child) for unit in groups for member in unit.members for child in modules[member].modules()}
     uses[0] = {
-        ".".join(filter(None, (path, name))): parameter
+        joined(path, name): parameter
         for path, child in modules.items()
         if id(child) not in inside
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)

@@ -22,6 +22,7 @@ from fsharding.interop.module.problems import problem
 from fsharding.interop.module.tensor_parallel import Bare
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import axis_size
+from fsharding.sharding.leaf_names import joined
 
 __all__ = ["Place", "check_buffers", "places_of", "refuse_written", "synchronize", "written_buffers"]
 
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 def places_of(module: nn.Module) -> dict[str, Place]:
     """The places of all buffers by name; of a submodule with several paths, under the first one."""
     return {
-        ".".join(filter(None, (path, key))): Place(owner, key)
+        joined(path, key): Place(owner, key)
         for path, owner in module.named_modules()
         for key, _ in owner.named_buffers(recurse=False, remove_duplicate=False)
     }
@@ -90,7 +91,7 @@ _HOOKS: dict[type, tuple[str, str]] = {
 def _hooked_weights(module: nn.Module) -> list[FshardingError]:
     """Objections to hooks that assign a weight to a layer: its forward would not get the sharded parameters."""
     found = [
-        (".".join(filter(None, (path, getattr(hook, "name", "") or getattr(hook, "_tensor_name", "")))), entry)
+        (joined(path, getattr(hook, "name", "") or getattr(hook, "_tensor_name", "")), entry)
         for path, layer in module.named_modules()
         for hook in layer._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
         for kind, entry in _HOOKS.items()

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fsharding as fs
+from fsharding.interop.module.structure import nested
 from fsharding.testing import run_ranks
 from tests.helpers import examples, slow
 
@@ -40,18 +41,6 @@ OPTIMIZERS = {
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", fs.zero(3).with_memory(moments="host"))
 
 
-def nested(names, values):
-    """A tree with values at dotted paths."""
-    result = {}
-    for name, value in zip(names, values, strict=True):
-        *folders, last = name.split(".")
-        node = result
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[last] = value
-    return result
-
-
 def loss_fn(params, batch):
     # Each gradient follows from its own leaf, whatever its place in the tree.
     return sum((x**3).sum() for x in fs.tree.leaves(fs.gather_unit(params))) * batch["x"].sum(), len(batch["x"])
@@ -61,8 +50,10 @@ def trained(names, opt, strategy, folder):
     """Train, save, load, reshard and train; return the leaves of params and optimizer state by their place."""
     mesh = fs.make_mesh(device="cpu", dp=-1, timeout=timedelta(seconds=20))
     values = [torch.randn(4, 6 + 2 * (i % 2), generator=torch.Generator().manual_seed(i)) for i in range(len(names))]
-    params = nested(names, values)
-    dims = nested(names, [dims for dims, _ in zip(itertools.cycle((ROWS, COLUMNS)), names, strict=False)])
+    params = nested(dict(zip(names, values, strict=True)))
+    dims = nested(
+        dict(zip(names, [dims for dims, _ in zip(itertools.cycle((ROWS, COLUMNS)), names, strict=False)], strict=True))
+    )
     layout, other = (fs.plan_layout(params, mesh, RULES, s, names=dims) for s in (strategy, "zero1"))
     # A rule of the user's is no optimizer of ours, which a checkpoint could name.
     known, opt = opt != "elementwise", OPTIMIZERS[opt]()

@@ -20,7 +20,7 @@ from fsharding import checkpoint as ck
 from fsharding.base.errors import CheckpointError, DonatedError, LayoutError
 from fsharding.checkpoint import directory
 from fsharding.checkpoint import manifest as manifests
-from fsharding.checkpoint.serialized_layout import describe, known_kinds, rebuild
+from fsharding.checkpoint.serialized_layout import describe, known_names, rebuild
 from fsharding.formats.precision import ScaleState
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import (
@@ -118,7 +118,7 @@ def test_state_of_an_unknown_class_needs_opt(tmp_path):
     name = f"{Wrapped.__module__}.Wrapped"
     assert refusal(ck.load, tmp_path / "a", layout) == (
         "fs.checkpoint.load cannot rebuild the optimizer state from the manifest alone.\n"
-        f"  opt_state is a {name}(inner, mean); known are {', '.join(known_kinds())}\n"
+        f"  opt_state is a {name}(inner, mean); known are {', '.join(known_names())}\n"
         "Pass the optimizer that made it: opt=..."
     )
 

@@ -10,7 +10,7 @@ import fsharding as fs
 from fsharding import formats
 from fsharding.checkpoint.serialized_layout import describe, outline_of
 from fsharding.optim.adam import AdamState
-from fsharding.sharding.entries import Place, outline, places, places_in
+from fsharding.sharding.entries import Moment, Place, outline, places, places_in
 
 FULL = {"w": (6, 4), "blocks": {"w": (3, 6, 4), "b": (3, 6)}, "mu": {"w": (2, 2)}}
 MODEL = fs.tree.map(torch.zeros, FULL, is_leaf=lambda x: isinstance(x, tuple))
@@ -75,9 +75,12 @@ def test_entries_are_the_leaves_of_a_state():
         *(f"params.{leaf.path}" for leaf in LAYOUT.leaves), "opt_state.count",
         *(f"opt_state.{field}.{name}" for field in ("mu", "nu") for name in NAMES),
     ]  # fmt: skip
-    assert [*{entry.role for entry in table.values()}] and table["opt_state.count"].of is None
+    kinds = {path: (entry.field, isinstance(entry, Moment)) for path, entry in table.items()}
+    assert {*kinds.values()} == {("params", False), ("opt_state", False), ("opt_state", True)}
+    assert [path for path, kind in kinds.items() if kind == ("opt_state", False)] == ["opt_state.count"]
+    assert table["opt_state.count"].of is None
     moment = table["opt_state.mu.mu.w"]
-    assert (moment.role, moment.shape, moment.of.path) == ("moment", (2, 2), "mu.w")
+    assert (moment.shape, moment.of.path) == ((2, 2), "mu.w")
     assert moment.sharding == moment.of.moments
     assert sum(entry.local_bytes() for entry in table.values()) == LAYOUT.memory(fs.adamw(1e-3)).state
 
