@@ -40,7 +40,6 @@ _SHARD = "Plan it: layout = fs.plan_layout(model, mesh, strategy={}), then fs.in
 _LOSS_GRAD = "Call fs.value_and_grad(loss_fn)(params, batch), which returns (value, grads)."
 _COLLECTIVE = "Inside a loss function call {}, by the name of an axis."
 _CLIP = "Write fs.optim.chain(fs.optim.clip_by_global_norm(1.0), opt)."
-_SAVE = "Call fs.checkpoint.save(path, state), and fs.checkpoint.load(path, layout)."
 _ELSEWHERE = {
     **dict.fromkeys(("grad", "grad_and_value", "jacrev"), _LOSS_GRAD),
     "jit": "Nothing has to be traced: call the function. torch.compile(block) compiles a block.",
@@ -55,17 +54,16 @@ _ELSEWHERE = {
     **{f"zero{level}": f"Write fs.zero({level})." for level in range(4)},
     "device_put": "Call fs.shard(tree, layout).",
     "with_sharding_constraint": "Call fs.redistribute(tree, shardings).",
-    **dict.fromkeys(("save", "load", "checkpoint"), _SAVE),
+    **dict.fromkeys(("save", "load", "checkpoint"), "Call fs.checkpoint.save(path, state) or load(path, layout)."),
     **dict.fromkeys(("adam", "Adam", "AdamW", "optim"), "Write fs.adamw(1e-3)."),
     "SGD": "Write fs.sgd(0.1).",
     **dict.fromkeys(("clip_grad_norm_", "clip_grad_norm"), _CLIP),
     "no_sync": "Give make_train_step(..., microbatches=n), which accumulates gradients.",
     **dict.fromkeys(("tree_map", "map", "tree"), "Call fs.tree.map."),
     **dict.fromkeys(("PRNGKey", "key", "manual_seed", "random"), "Make a key: fs.random.key(0)."),
-    "psum": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
+    **dict.fromkeys(("psum", "all_reduce"), _COLLECTIVE.format("fs.ops.psum(x, axis)")),
     "all_gather": _COLLECTIVE.format("fs.ops.all_gather(x, axis, dim=0)"),
     "reduce_scatter": _COLLECTIVE.format("fs.ops.reduce_scatter(x, axis, dim=0)"),
-    "all_reduce": _COLLECTIVE.format("fs.ops.psum(x, axis)"),
 }
 
 
@@ -80,6 +78,9 @@ class _Namespace(ModuleType):
         functions = [f"{self.path}.{own}" for own in self.__all__ if isroutine(getattr(self, own))]
         mend = _ELSEWHERE.get(self.path.removeprefix("fs.")) or f"Call what is in it: {listed(functions)}."
         raise ArgumentError(report(f"{self.path} is a module, not a function.", mend=mend))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return import_module, (self.__name__,)  # as cloudpickle sends a module
 
 
 def _namespace(path: str, found: object) -> object:
@@ -114,8 +115,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
             return globals().setdefault(name, _namespace(f"fs.{name}", find("namespace", name)))
         # Modules alone: `from fsharding import optim` asks for one while the names of the api are still being made.
         if find_spec(f"{__name__}.{name}") is not None:
-            found = import_module(f"{__name__}.{name}")  # lazy: so that the command line answers before torch is there
-            return _namespace(f"fs.{name}", found)
+            return _namespace(f"fs.{name}", import_module(f"{__name__}.{name}"))  # lazy: the command line waits for it
         api = import_module(f"{__name__}.api")  # lazy: as above
         public = sorted([*api.__all__, *names_of("namespace")])
         globals().update({own: _namespace(f"fs.{own}", getattr(api, own)) for own in api.__all__}, __all__=public)
