@@ -10,7 +10,7 @@ from fsharding.base.registry import find, names_of, register
 from fsharding.base.version import own_version
 
 __version__ = own_version()
-
+register("api", "fs", "fsharding.api")
 # In the order in which a group of gloo tries them.
 register("transport", "shared_memory", "fsharding.contrib.shared_memory.transport:SharedMemory")
 register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")

@@ -305,23 +305,23 @@ def offences_of_measures(module: Module) -> list[str]:
 # lowers its budget to the new size plus one percent; none raises it. The goals are 41,000 for the library, 48,000 in all.
 LINES = {
     "": 293,
-    "base": 2_664,
-    "formats": 1_693,
-    "mesh": 3_513,
-    "sharding": 3_695,
-    "comm": 5_443,
+    "base": 2_663,
+    "formats": 1_692,
+    "mesh": 3_502,
+    "sharding": 3_681,
+    "comm": 5_437,
     "ops": 3_179,
-    "transforms": 4_630,
-    "optim": 3_686,
-    "models": 2_112,
-    "pipeline": 2_250,
-    "train": 5_070,
-    "checkpoint": 4_665,
-    "foreign": 1_679,
-    "interop": 5_434,
-    "testing": 1_608,
-    "contrib": 3_738,
-    "apps": 3_284,
+    "transforms": 4_622,
+    "optim": 3_663,
+    "models": 2_109,
+    "pipeline": 2_246,
+    "train": 5_050,
+    "checkpoint": 4_650,
+    "foreign": 1_677,
+    "interop": 5_421,
+    "testing": 1_606,
+    "contrib": 3_727,
+    "apps": 3_274,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
 
@@ -333,8 +333,8 @@ COUNTS = {
     "files that know low precision": 31,
     "records of a leaf and where it is": 13,
     "functions of nine parameters or more": 13,
-    "functions of more than 80 lines": 14,
-    "marks of public names": 308,
+    "functions of more than 80 lines": 13,
+    "marks of public names": 0,
 }
 COMMENTS = 682
 

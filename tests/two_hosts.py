@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, RankError, message, report
+from fsharding.base.errors import ConfigError, RankError, report
 
 __all__ = ["Host", "HostPair"]
 
@@ -162,12 +161,11 @@ class Host:
     def _net_option(self) -> str:
         return f"--net=/proc/{os.getpid()}/fd/{self._network}"
 
-    @named("Host.popen")
     def popen(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **kwargs: Any) -> Any:
         """Start a command in it, in the directory of this process; killing the returned process leaves the command."""
         if not self.alive:
             rule = f"cannot start {command[0]} on {self.name}, which does not run."
-            raise ConfigError(message(rule, mend="Call its start() first."))
+            raise ConfigError(report(f"Host.popen {rule}", mend="Call its start() first."))
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -199,12 +197,11 @@ class HostPair:
             names = [run.stdout for run in pair.run(["cat", "/proc/sys/kernel/hostname"])]
     """
 
-    @named("HostPair")
     def __init__(self, *, shared: Sequence[Path | str] = (), mtu: int = 1500) -> None:
         if reason := self.unavailable():
             raise _failure("cannot make two hosts.", [reason])
         if missing := [str(path) for path in shared if not Path(path).is_dir()]:
-            raise ConfigError(message("got a shared= directory that is not there.", missing, "Make it."))
+            raise ConfigError(report("HostPair got a shared= directory that is not there.", missing, "Make it."))
         self._resources = ExitStack()
         try:
             addresses = {f"host{i}": f"{_NETWORK}.{i + 1}" for i in range(2)}
@@ -248,7 +245,6 @@ class HostPair:
         size = ["--nnodes", "2", "--nproc-per-node", str(ranks)]
         return [sys.executable, "-m", "torch.distributed.run", *size, *options, *where, *arguments]
 
-    @named("HostPair.run")
     def run(
         self,
         command: Sequence[str],
@@ -284,7 +280,7 @@ class HostPair:
                     for line in (out + err).splitlines()[-_LAST_LINES:]
                 ]
                 rule = f"has killed {command[0]}, which had not ended after {timeout:g} s."
-                raise RankError(message(rule, rows[-8:], "Give it more seconds with timeout=."))
+                raise RankError(report(f"HostPair.run {rule}", rows[-8:], "Give it more seconds with timeout=."))
         return [
             subprocess.CompletedProcess([*command], process.returncode, out, err)
             for process, (out, err) in zip(started, texts, strict=True)

@@ -17,14 +17,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fsharding.base.calls import named
 from fsharding.base.errors import DataError, message, report
 from fsharding.base.local_paths import check_local
-from fsharding.base.public import kind_of
+from fsharding.base.public import kind_of, public
 from fsharding.base.untrusted import open_plain, read_json, read_plain
 from fsharding.train.shard import WHOLE, Data, Shard
 
-__all__ = ["Data", "Packed", "Shard", "Tokens", "open_data", "packed"]
+__all__ = ["packed", "Data", "Packed", "Shard", "Tokens", "open_data"]
 
 Stream: TypeAlias = npt.NDArray[np.integer[Any]]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -72,7 +71,7 @@ class Tokens:
     source: str = "an array"
     begins: Ids | None = dataclasses.field(default=None, repr=False)
 
-    @named("Tokens")
+    @public
     def __post_init__(self) -> None:
         _check_sizes(self.seed, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size)
         if self.stream.dtype.kind not in "iu" or self.stream.ndim != 1:
@@ -93,7 +92,7 @@ class Tokens:
         words = np.random.Philox(key=self.seed, counter=first).random_raw(4 * count)[::4]
         return (words % np.uint64(self.stream.size - self.seq_len)).astype(np.int64)
 
-    @named("Tokens.batch")
+    @public
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
         """The rows of `shard` at `step`, from 0; only these are read.
 
@@ -146,7 +145,7 @@ def _check_sizes(seed: int | None, **sizes: int | None) -> None:
         raise DataError(message("got arguments out of range.", rows, "Give positive sizes and a seed >= 0."))
 
 
-@named("open_data")
+@public
 def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False) -> Tokens:
     """Opens the data that a command line names.
 
@@ -314,7 +313,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     seed: int | None = 0
     boundaries: bool = False
 
-    @named("fs.data.packed")
+    @public
     def __post_init__(self) -> None:
         _check_sizes(self.seed, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size)
         if isinstance(self.documents, str | bytes | Mapping) or not hasattr(self.documents, "__getitem__"):
@@ -336,7 +335,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_reading": {}}
 
-    @named("fs.data.packed")
+    @public
     def __iter__(self) -> Self:
         if (worker := get_worker_info()) is not None and worker.num_workers > 1:
             rule = f"cannot divide its rows among {worker.num_workers} workers of a loader."
@@ -346,7 +345,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     def __next__(self) -> dict[str, torch.Tensor]:
         return self.batch(self._next.step)
 
-    @named("Packed.batch")
+    @public
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
         """The rows of `shard` at `step`, as `Tokens.batch` gives them; the position is then the one after that step.
 
@@ -366,7 +365,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         """The position of the next batch, for a checkpoint: a few numbers, and what they depend on."""
         return {**self._next._asdict(), "data": {**self._facts}}
 
-    @named("Packed.load_state_dict")
+    @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a position that `state_dict` gave, of this data set or one of the same documents and sizes.
 

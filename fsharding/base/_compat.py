@@ -34,7 +34,6 @@ from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsharding.base import devices
-from fsharding.base.calls import named
 from fsharding.base.errors import LayoutError, message
 
 __all__ = [
@@ -202,14 +201,12 @@ def cache_on_its_mesh(maxsize: int = 4096) -> Callable[[_Function], _Function]:
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
-@named("foreach_add")
 def foreach_add(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     """Adds the tensors of two lists pairwise; unlike torch's, takes empty lists, as do the others here."""
     _refuse_other_sizes(xs, ys)
     return list(torch._foreach_add(list(xs), list(ys))) if xs else []
 
 
-@named("foreach_add_")
 def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Adds the second list to the first in place."""
     _refuse_other_sizes(xs, ys)
@@ -217,7 +214,6 @@ def foreach_add_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
         torch._foreach_add_(list(xs), list(ys))
 
 
-@named("foreach_copy_")
 def foreach_copy_(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     """Copies the second list into the first, casting as needed."""
     _refuse_other_sizes(xs, ys)
@@ -343,7 +339,6 @@ def same_glances(now: Sequence[tuple[Any, ...]], before: Sequence[tuple[Any, ...
     return len(now) == len(before) and all(same)
 
 
-@named("packed")
 def packed(xs: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype one after the other, flat, in one call."""
     if len({x.dtype for x in xs}) > 1:
@@ -351,7 +346,6 @@ def packed(xs: Sequence[Tensor]) -> Tensor:
     return torch._utils._flatten_dense_tensors(tuple(xs))
 
 
-@named("unpack")
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of it, in the shapes of what it was packed from; it may be longer."""
     if flat.numel() < sum(map(Tensor.numel, like)):
@@ -739,7 +733,6 @@ def torch_pipeline_order(name: str, ranks: int, local: int, microbatches: int) -
     ]
 
 
-@named("fused_adamw_")
 def fused_adamw_(
     params: list[Tensor],
     grads: list[Tensor],

@@ -1,60 +1,86 @@
-"""The public name of a call: errors begin with it, and no function passes it down.
-
-Guarantee: a call that succeeds pays nothing for its name.
-"""
+"""The public calls that each thread is in: the name of the innermost begins the errors that are raised in it."""
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from threading import get_ident
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["LIBRARY", "call_as", "name_of", "named", "public_name"]
+from fsharding.base.registry import find, loaded
+
+__all__ = ["LIBRARY", "call_as", "calls_here", "innermost_call", "path_of", "public_name"]
 
 _Args = ParamSpec("_Args")
-_F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
-
-LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
-"""The folder of the package: files below it are ours."""
-
-_names: dict[CodeType, str] = {}
-"""By the code of a function: the name by which users call it."""
+LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # files that begin with it are the package's
 
 
-def named(name: str) -> Callable[[_F], _F]:
-    """Mark a function as the one that users call by `name`, which begins the errors that it raises."""
-    # Nothing is wrapped, so calls cost nothing: the name is looked for on the stack when an error is worded. The errors
-    # of "fs.adamw(...).update" begin with "fs.adamw", which is all that a user has typed.
-
-    def mark(fn: _F) -> _F:
-        _names[fn.__code__] = name.partition("(")[0]
-        return fn
-
-    return mark
+class _OfThreads(dict[int, list[Any]]):
+    def __missing__(self, thread: int) -> list[Any]:
+        return self.setdefault(thread, [])
 
 
-def name_of(code: CodeType) -> str:
-    """Return the public name of a function; "" if it isn't marked."""
-    return _names.get(code, "")
+_calls = _OfThreads()  # public functions and names, the innermost last
+
+
+def calls_here() -> list[Any]:
+    """Return the public calls that this thread is in, a list that `public` and `call_as` alone change."""
+    return _calls[get_ident()]
 
 
 def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
-    """Call a function whose errors begin with `name`: for names that are known at the call alone."""
-    return fn(*args, **kwargs)
+    """Call a function whose errors begin with `name`: a command, or work for a call of another thread."""
+    calls = calls_here()
+    calls.append(name)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        calls.pop()
 
 
-def public_name(frame: FrameType | None = None) -> str:
-    """Return the name of the innermost public call on a stack, by default the caller's; "fsharding" outside of any."""
-    inner = frame or sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while inner is not None:
-        if inner.f_code is call_as.__code__:
-            return inner.f_locals["name"]
-        if name := name_of(inner.f_code):
-            return name
-        inner = inner.f_back
-    return "fsharding"
+def innermost_call(thread: int) -> str:
+    """Return the name of the innermost public call that a thread is in; "" outside of any."""
+    call = next(reversed(_calls[thread]), "")
+    return call if isinstance(call, str) else path_of(call)
+
+
+def public_name() -> str:
+    """Return the name with which an error of this thread begins; "fsharding" outside of any public call."""
+    return innermost_call(get_ident()) or "fsharding"
+
+
+@functools.cache
+def path_of(fn: Callable[..., Any]) -> str:
+    """Return the name by which users call a function, such as "fs.adamw", "fs.Layout.with_mesh" or "train step"."""
+    # A function inside of another has the name of the outer one: of fs.adamw(1e-3).update a user has typed that.
+    first, *rest = fn.__qualname__.split(".")
+    owner = getattr(sys.modules[fn.__module__], first)
+    path = _path_in_fs(owner)
+    if not isinstance(owner, type):
+        return path
+    if rest[0] == "__call__":  # of a value that has a name of the user's own
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", first).lower()
+    return path if rest[0].startswith("__") else f"{path}.{rest[0]}"
+
+
+def _path_in_fs(found: Any) -> str:
+    """Return the shortest path at which `fs` has a function or a class, or its own name."""
+    api, others = find("api", "fs"), loaded("namespace")
+    spaces = [("fs", {**vars(api), **others}, [*api.__all__, *others])]
+    for path, members, names in spaces:
+        for name in names:
+            member = members.get(name)
+            if member is found:
+                return f"{path}.{name}"
+            if isinstance(member, ModuleType):
+                spaces.append((f"{path}.{name}", vars(member), member.__all__))  # shorter paths come first
+    room = sys.modules[".".join(found.__module__.split(".")[:2])]
+    public = found.__name__ in getattr(room, "__all__", ())
+    return f"fs.{room.__name__.partition('.')[2]}.{found.__name__}" if public else found.__name__

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -183,14 +182,8 @@ class RankError(FshardingError, RuntimeError):
 
 
 def message(rule: str, rows: Iterable[str] = (), mend: str = "") -> str:
-    """Word an error of the public call that is under way, whose name begins the text.
-
-    Args:
-        rule: what it cannot do, as the rest of a sentence that begins with the name.
-        rows: as in `report`.
-        mend: as in `report`.
-    """
-    return report(f"{public_name(sys._getframe(1))} {rule}", rows, mend)  # pyright: ignore[reportPrivateUsage]
+    """Word an error of the innermost public call: its name, then `rule` as the rest of the sentence; see `report`."""
+    return report(f"{public_name()} {rule}", rows, mend)
 
 
 def report(text: str, rows: Iterable[str] = (), mend: str = "") -> str:
@@ -218,12 +211,7 @@ def report(text: str, rows: Iterable[str] = (), mend: str = "") -> str:
 
 
 def listed(names: Iterable[str], *, none: str = "none") -> str:
-    """Names in a sentence: `a, b, c`; of more than ten the first ten and how many there are more.
-
-    Args:
-        names: all of them.
-        none: the word for no names.
-    """
+    """Join names, such as "a, b, c"; of more than ten the first ten and the number of the others."""
     rest = iter(names)
     first = [*islice(rest, _MOST_ROWS)]
     left = sum(1 for _ in rest)
@@ -231,12 +219,7 @@ def listed(names: Iterable[str], *, none: str = "none") -> str:
 
 
 def printable(text: str, longest: int = _LONGEST_LINE) -> str:
-    """A text on one line that no terminal acts on: a control character becomes its escape, as Python writes it.
-
-    Args:
-        text: to be printed.
-        longest: of a longer one the ends are kept, and it is said how long it was.
-    """
+    """Escape control characters, as Python writes them; keep only both ends of a text of more than `longest`."""
     if len(text) > longest:
         # Cut first: what is left out is not looked at.
         return f"{printable(text[:_HEAD])} ... {printable(text[-_TAIL:])} ({len(text):,} characters)"
@@ -254,12 +237,6 @@ def _lines(text: str, longest: int = _LONGEST_LINE) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """A sentence to put after others, about the known name that is most like an unknown one; "" where none is.
-
-    Args:
-        name: the unknown one.
-        known: what there is.
-        cutoff: how like it has to be, from 0 to 1.
-    """
+    """Return " Did you mean 'x'?" for the known name that is most like `name`; "" if none is. `cutoff`: 0 to 1."""
     close = difflib.get_close_matches(name, list(known), 1, cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

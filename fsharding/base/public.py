@@ -1,7 +1,4 @@
-"""Public functions: how a wrong argument is refused, and an unforeseen failure explained.
-
-Guarantee: a call that succeeds pays nothing for it.
-"""
+"""Public functions: how a wrong argument is refused, and an unforeseen failure explained."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import functools
 import inspect
 import os
 import re
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import LIBRARY, call_as, named, public_name
+from fsharding.base.calls import LIBRARY, calls_here, public_name
 from fsharding.base.errors import (
     ArgumentError,
     FrozenError,
@@ -62,49 +60,52 @@ _Result = TypeVar("_Result")
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).parent))
 
 
-def public(name: str) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """Marks a public function."""
+def public(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Mark a public function: its name begins the errors raised in it, and wrong arguments are explained."""
+    # A function made inside of a public call has its name: a user who calls fs.adamw(1e-3).update has typed fs.adamw.
+    outer = calls_here()[-1:] if "<locals>" in fn.__qualname__ else []
+    mark = outer[0] if outer else fn
 
-    def mark(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        @functools.wraps(fn)
-        def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-            try:
-                return fn(*args, **kwargs)
-            except FshardingError:
+    @functools.wraps(fn)
+    def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            return fn(*args, **kwargs)
+        calls = calls_here()
+        calls.append(mark)
+        try:
+            return fn(*args, **kwargs)
+        except FshardingError:
+            raise
+        except Exception as error:
+            # The call is still on the list: its name begins the explanation.
+            if (result := _explanation(fn, args, kwargs, error)) is None:
                 raise
-            except Exception as error:
-                if (result := _explanation(name, fn, args, kwargs, error)) is None:
-                    raise
-                raise ArgumentError(result) from error
+            raise ArgumentError(result) from error
+        finally:
+            calls.pop()
 
-        named(name)(fn)
-        return _compat.left_to_python(call)
-
-    return mark
+    return _compat.left_to_python(call)
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the library raised, or a library that it called; not a function of the user that it called."""
-    trace = error.__traceback__
-    files = list[str]()
-    while trace is not None:
-        files.append(trace.tb_frame.f_code.co_filename)
-        trace = trace.tb_next
+    """Return whether an error came up in the library, torch or optree, and not in a function of the user."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [file for file in files if not file.startswith(_LIBRARIES)]
     return bool(inside) and inside[-1].startswith(LIBRARY)
 
 
-def _explanation(
-    name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
-) -> str | None:
-    """Finds what is wrong with the arguments of a call; None where nothing can be told."""
+def _explanation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> str | None:
+    """Explain which arguments of a failed call are wrong; return None if the cause is unknown."""
     signature = inspect.signature(fn)
+    name = public_name()
+    if "<locals>" in fn.__qualname__:  # such as fs.value_and_grad(...) and fs.adamw(...).update
+        name += "(...)" if fn.__name__ == "run" else f"(...).{fn.__name__}"
     mend = f"Call it as {name.rpartition(' ')[2]}{_short(signature)}."
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as unfit:
         if _holds_parameters(signature, args):
-            return str(call_as(name, without_parameters))
+            return str(without_parameters())
         if "too many positional" in str(unfit) and (call := _call_of(typing.get_type_hints(fn).get("return"))):
             mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
         return report(f"{name} cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
@@ -127,19 +128,19 @@ def _explanation(
 
 
 def _is_one_of(x: Any, classes: tuple[type, ...]) -> bool:
-    """Whether an argument has one of some classes; a string is one only where a string is meant."""
+    """Return whether an argument has one of some classes; a string is a sequence only where `str` is meant."""
     return isinstance(x, classes) and (not isinstance(x, str) or str in classes)
 
 
 def _short(signature: inspect.Signature) -> str:
-    """The parameters that have to be given."""
+    """Return the parameters without a default, such as "(params, batch)"."""
     parameters = (p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self")
     needed = [f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters if p.default is p.empty]
     return f"({', '.join(needed)})"
 
 
 def _call_of(result: Any) -> str:
-    """The arguments of a function by its type; "" for results that are not functions."""
+    """Return the arguments of a function by its type; "" for results that are not functions."""
     if isinstance(result, type) and "__call__" in vars(result):
         return _short(inspect.signature(vars(result)["__call__"]))
     return "(...)" if typing.get_origin(result) is collections.abc.Callable else ""
@@ -163,11 +164,11 @@ _ALIASES = {
     "donate_argnums": ("donate",),
     "dtype": ("precision",),
 }
-"""Our arguments by the names that other libraries give them; those that a function does not have are passed over."""
+"""Arguments by the names that other libraries give them."""
 
 
 def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
-    """Sentences about keywords that a function does not have: the argument that is meant, or all that there are."""
+    """Word which argument each unknown keyword means, or list all arguments."""
     named = [p.name for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     unknown = [name for name in kwargs if name not in named]
     if not unknown or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
@@ -175,25 +176,25 @@ def _other_names(signature: inspect.Signature, kwargs: dict[str, Any]) -> str:
     hints: list[str] = []
     for name in unknown:
         ours = [other for other in _ALIASES.get(name, ()) if other in named]
-        hints.append(f" In the place of {name}= it takes {' and '.join(ours)}." if ours else did_you_mean(name, named))
+        hints.append(f" Instead of {name}= it takes {' and '.join(ours)}." if ours else did_you_mean(name, named))
     return "".join(hint for hint in hints if hint) or f" Its arguments are {', '.join(named)}."
 
 
 def without_parameters() -> ArgumentError:
-    """The error for parameters that an optimizer is given, as one of torch wants them."""
+    """Make the error for parameters given to an optimizer, as torch's take them."""
     mend = f"Write {public_name()}(1e-3): opt.init(params), or fs.init_state, makes its state for them."
     return ArgumentError(message("takes a learning rate, and no parameters.", mend=mend))
 
 
 def _holds_parameters(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
-    """Whether an optimizer was given parameters in the place of its learning rate, as one of torch is."""
+    """Return whether an optimizer got parameters instead of its learning rate."""
     first = next(iter(signature.parameters), "")
     return first == "learning_rate" and bool(args) and isinstance(args[0], Iterable) and not isinstance(args[0], str)
 
 
 def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
     """Return the classes of an annotation such as "Layout | None" or "Sequence[Tree]"; none if it says more."""
-    known = {**vars(builtins), **fn.__globals__, "None": type(None)}
+    known = {**vars(builtins), **inspect.unwrap(fn).__globals__, "None": type(None)}
     named = [known.get(word.partition("[")[0]) for word in str(fn.__annotations__.get(arg, "")).split(" | ")]
     # An alias such as Mesh is a union.
     found = [x for one in named for x in (typing.get_args(one) if isinstance(one, types.UnionType) else (one,))]
@@ -202,14 +203,14 @@ def _classes(fn: Callable[..., Any], arg: str) -> tuple[type, ...]:
 
 
 def _is_about_arguments(error: Exception) -> bool:
-    """Whether an error can come of arguments; errors of communication have types, texts or marks of their own."""
+    """Return whether arguments can be the cause; communication errors have types, texts or marks of their own."""
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
         return type(error) is RuntimeError and "gloo/" not in str(error) and not hasattr(error, "_fsharding_peers")
     return isinstance(error, TypeError | AttributeError | ValueError | LookupError | NotImplementedError)
 
 
 def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
-    """The leaves of a tree that are no tensors or hold no values; where the error speaks of it, of other dtypes too."""
+    """Yield the leaves of a tree that are not tensors, hold no values, or are of a dtype that the error names."""
     text = str(error)
     for path, leaf in tree.named_leaves(x).items():
         place = f"{name}.{path}" if path else name
@@ -225,7 +226,7 @@ def _odd_leaves(name: str, x: Any, error: Exception) -> Iterator[str]:
 
 # ----------------------------------------------------------------------------------------------- checks of arguments
 def kind_of(x: Any) -> str:
-    """Describes a value, for an error."""
+    """Describe a value, for an error."""
     name = type(x).__name__
     if isinstance(x, type):
         return f"the class {x.__name__}"
@@ -247,24 +248,24 @@ YIELDS = "Call it for each batch: for batch in loader: state, metrics = step(sta
 
 
 def yields_batches(x: Any) -> bool:
-    """Whether something is a data loader, a data set or a generator of batches instead of one batch."""
+    """Return whether `x` is a data loader, a data set or a generator of batches instead of one batch."""
     return isinstance(x, Iterator | DataLoader | Dataset)
 
 
 def refuse(what: str, x: Any, mend: str) -> ArgumentError:
-    """The error for an argument of another kind."""
+    """Make the error for an argument of another kind."""
     return ArgumentError(message(f"takes {what}, got {kind_of(x)}.", mend=mend))
 
 
 @_compat.left_to_python
 def refuse_compiled(mend: str) -> None:
-    """Refuses to run inside of what `torch.compile` has compiled."""
+    """Refuse to run inside of what `torch.compile` has compiled."""
     if _compat.is_compiled_caller():
         raise TransformError(message("cannot run inside of torch.compile.", mend=mend))
 
 
 def missing_name(owner: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that is not there; for a private one Python's own, since much asks for those."""
+    """Make the error for an unknown attribute; for a private one Python's own, since many tools ask for those."""
     if name.startswith("_"):
         return AttributeError(f"{owner} has no attribute {name!r}")
     known = [*known]
@@ -303,20 +304,20 @@ class Immutable:
 
 
 def refuse_module(x: Any) -> None:
-    """Refuses a module, whose parameters are no tree."""
+    """Refuse a module, whose parameters are not a tree."""
     if isinstance(x, nn.Module) or (isinstance(x, type) and issubclass(x, nn.Module)):
         mend = "Make a function of it first, net = fs.functionalize(module); it takes the place of the module."
         raise refuse("a pure function or a tree", x, mend)
 
 
 def refuse_state(x: Any) -> None:
-    """Refuses a whole state where a tree of its parameters, or of their gradients, belongs."""
+    """Refuse a state where a tree of parameters or gradients belongs."""
     if hasattr(x, "opt_state"):
         raise refuse("a tree of parameters", x, "Give it the parameters alone: state.params.")
 
 
 def check_path(what: str, path: Any, call: str) -> None:
-    """Refuses what is no path where one comes first, and URLs."""
+    """Refuse a first argument that is not a path, and URLs."""
     if not isinstance(path, str | os.PathLike):
         raise refuse(what, path, f"Give the directory first: {call}.")
     check_local(path)
@@ -330,7 +331,7 @@ def check_timeout(timeout: Any) -> None:
 
 
 def is_optimizer(x: Any) -> bool:
-    """Whether something can be the optimizer of a step: a pair of functions, `init` and `update`."""
+    """Return whether `x` can be the optimizer of a step: a pair of functions, `init` and `update`."""
     if isinstance(x, type | nn.Module | Tensor):
         return False
     needed = all(callable(getattr(x, name, None)) for name in ("init", "update", "start"))
@@ -338,7 +339,7 @@ def is_optimizer(x: Any) -> bool:
 
 
 def check_optimizer(opt: Any) -> None:
-    """Refuses what is no pair of functions `init` and `update`."""
+    """Refuse what is not a pair of functions `init` and `update`."""
     if is_optimizer(opt):
         return
     pair = not isinstance(opt, type | nn.Module) and all(callable(getattr(opt, n, None)) for n in ("init", "update"))
@@ -361,7 +362,7 @@ def check_optimizer(opt: Any) -> None:
 
 
 def check_function(what: str, fn: Callable[..., Any], count: int, *, exactly: bool = False) -> None:
-    """Refuses what cannot be called with so many arguments."""
+    """Refuse what cannot be called with `count` arguments."""
     refuse_module(fn)
     if not callable(fn) or isinstance(fn, type):
         raise refuse(what, fn, f"Give {what}.")

@@ -5,10 +5,12 @@ Guarantee: names of a kind come in the order of their registration, and register
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-__all__ = ["find", "names_of", "register"]
+__all__ = ["find", "loaded", "names_of", "register"]
 
 _places: dict[str, dict[str, str]] = {}
 
@@ -21,6 +23,11 @@ def register(kind: str, name: str, place: str) -> None:
 def names_of(kind: str) -> tuple[str, ...]:
     """Return the registered names of a kind."""
     return tuple(_places.get(kind, ()))
+
+
+def loaded(kind: str) -> dict[str, ModuleType]:
+    """Return the modules of a kind that are imported already, by name."""
+    return {name: sys.modules[place] for name, place in _places.get(kind, {}).items() if place in sys.modules}
 
 
 def find(kind: str, name: str) -> Any:

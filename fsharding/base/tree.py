@@ -12,8 +12,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 
-from fsharding.base.calls import named, public_name
-from fsharding.base.errors import TreeError, listed, message
+from fsharding.base.errors import TreeError, listed, message, report
 
 __all__ = [
     "NAMESPACE",
@@ -109,7 +108,6 @@ def paths(tree: Tree, *, is_leaf: IsLeaf = None) -> tuple[str, ...]:
     return _paths_of(optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE))
 
 
-@named("fs.tree.named_leaves")
 def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
     """The leaves of a tree by path: the form in which checkpoints hold a state.
 
@@ -126,11 +124,10 @@ def named_leaves(tree: Tree, *, is_leaf: IsLeaf = None) -> dict[str, Any]:
         names = _paths_of(spec)
         rows = [f"{path!r} is the path of {n} leaves" for path, n in Counter(names).items() if n > 1]
         mend = "Rename keys: the keys of a leaf, joined by dots, are its path."
-        raise TreeError(message("got leaves whose paths collide.", rows, mend))
+        raise TreeError(report("fs.tree.named_leaves got leaves whose paths collide.", rows, mend))
     return result
 
 
-@named("tree.map")
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
     """Applies `fn` to the leaves of `tree` and to what stands at the same place in each of `rest`.
 
@@ -142,13 +139,12 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None)
         >>> fs.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         {'w': 0.0, 'b': 1.0}
     """
-    _check_function(fn)
+    _check_function("fs.tree.map", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
     others = [flatten_up_to(spec, other) for other in rest]
     return unflatten(spec, [fn(*group) for group in zip(flat, *others, strict=True)])
 
 
-@named("tree.map_with_path")
 def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLeaf = None) -> Tree:
     """As `map`; `fn` gets the dotted path of the leaf first.
 
@@ -156,7 +152,7 @@ def map_with_path(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: IsLe
         >>> fs.tree.map_with_path(lambda path, x: 0 if path.endswith("bias") else x, {"w": 1, "bias": 2})
         {'w': 1, 'bias': 0}
     """
-    _check_function(fn)
+    _check_function("fs.tree.map_with_path", fn)
     flat, spec = flatten(tree, is_leaf=is_leaf)
     others = [flatten_up_to(spec, other) for other in rest]
     return unflatten(spec, [fn(*group) for group in zip(_paths_of(spec), flat, *others, strict=True)])
@@ -195,10 +191,10 @@ def _mismatch(spec: optree.PyTreeSpec, other: optree.PyTreeSpec, labels: tuple[s
     return TreeError(message(f"got {what} that do not match.", rows, f"Give {both} the same keys."))
 
 
-def _check_function(fn: Any) -> None:
+def _check_function(name: str, fn: Any) -> None:
     if not callable(fn):
-        mend = f"Call it as {public_name()}(fn, tree)."
-        raise TreeError(message(f"takes a function, then trees, got {type(fn).__name__}.", mend=mend))
+        text = f"{name} takes a function, then trees, got {type(fn).__name__}."
+        raise TreeError(report(text, mend=f"Call it as {name}(fn, tree)."))
 
 
 def match(first: Tree, second: Tree, labels: tuple[str, str] = _TWO_TREES) -> None:
@@ -291,7 +287,6 @@ def children(node: Tree) -> dict[str, Any] | None:
     return dict(zip(_map(str, getattr(node, "_fields", entries)), parts, strict=True))
 
 
-@named("tree.at")
 def at(tree: Tree, path: str) -> Any:
     """The subtree at a dotted path.
 
@@ -305,7 +300,7 @@ def at(tree: Tree, path: str) -> Any:
     """
     if not isinstance(path, str):
         mend = 'Give keys, fields and positions joined by dots: "blocks.wq".'
-        raise TreeError(message(f"takes a tree, then a path, got {type(path).__name__}.", mend=mend))
+        raise TreeError(report(f"fs.tree.at takes a tree, then a path, got {type(path).__name__}.", mend=mend))
     node = tree
     for part in path.split(".") if path else ():
         try:
@@ -318,7 +313,7 @@ def at(tree: Tree, path: str) -> Any:
             if found := _children_at(tree, path):
                 return found[0]
             mend = f"The paths are {listed(paths(tree))}."
-            raise TreeError(message(f"finds no {path!r}.", mend=mend)) from error
+            raise TreeError(report(f"fs.tree.at finds no {path!r}.", mend=mend)) from error
     return node
 
 

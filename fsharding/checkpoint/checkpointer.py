@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, ConfigError, message
+from fsharding.base.public import public
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, settle
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
@@ -53,7 +53,7 @@ class Checkpointer:
         4
     """
 
-    @named("fs.checkpoint.Checkpointer")
+    @public
     def __init__(
         self,
         directory: StrPath,
@@ -90,8 +90,8 @@ class Checkpointer:
                 raise
             error.add_note(str(failed))
 
+    @public
     @called_by_all
-    @named("fs.checkpoint.Checkpointer.save")
     def save(self, state: TrainState, extra: Any = None, *, number: int | None = None) -> None:
         """Saves to `directory/<number>`, and then removes what is too old; see `save_async`.
 
@@ -136,7 +136,7 @@ class Checkpointer:
         settle()
         return latest(self.directory)
 
-    @named("fs.checkpoint.Checkpointer.load")
+    @public
     def load(self, layout: Layout, *, opt: GradientTransformation | None = None) -> TrainState:
         """The newest complete checkpoint in a layout, and `data` at its position; see `load`.
 

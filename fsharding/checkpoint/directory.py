@@ -15,9 +15,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, TypeAlias
 
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, message, report
 from fsharding.base.local_paths import check_local
+from fsharding.base.public import public
 from fsharding.base.untrusted import read_json, read_plain
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
@@ -47,7 +47,6 @@ __all__ = [
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _SAVE = "fs.checkpoint.save"
-_LATEST = "fs.checkpoint.latest"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
 _STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
@@ -431,7 +430,7 @@ def _megatron(folder: Path) -> str:
     return "zarr" if any((folder / name / ".zarray").is_file() for name in ("", *os.listdir(folder))) else ""
 
 
-@named("fs.checkpoint.metadata")
+@public
 def metadata(path: StrPath) -> Manifest:
     """Reads the description that a checkpoint has of itself, and no other file; any process can call it.
 
@@ -449,7 +448,7 @@ def metadata(path: StrPath) -> Manifest:
         return read_manifest(find(path))
 
 
-@named(_LATEST)
+@public
 def latest(directory: StrPath) -> Path | None:
     """The complete checkpoint of a directory with the highest step; None if there is none.
 
@@ -498,7 +497,6 @@ def survey(directory: StrPath) -> list[Seen]:
     return sorted(result, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
 
 
-@named(_LATEST)
 def _problem(folder: Path) -> str:
     """Why a directory is no complete checkpoint, in one line."""
     if not os.path.lexists(folder / MANIFEST):
@@ -539,7 +537,6 @@ def retire(root: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-@named(_LATEST)
 def _complete(folder: Path) -> int | None:
     """The step of a complete checkpoint, else None."""
     if not os.path.lexists(folder / MANIFEST):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, printable
+from fsharding.base.public import public
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.directory import StrPath
@@ -25,7 +25,6 @@ from fsharding.sharding.named_sharding import LeafType
 __all__ = ["Inspection", "inspect"]
 
 _WIDTH = 80
-_FUNCTION = "fs.checkpoint.inspect"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Inspection:
         return "\n".join(lines)
 
 
-@named(_FUNCTION)
+@public
 def inspect(path: StrPath) -> Inspection:
     """Looks at a checkpoint, and reads all of its files once to compare checksums. On one process.
 

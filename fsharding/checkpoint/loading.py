@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.public import check_path, public, refuse
 from fsharding.base.tree import Tree
@@ -48,13 +47,11 @@ from fsharding.train.state import TrainState, refrozen, rounding_key, sealed, sp
 
 __all__ = ["load", "load_leaves"]
 
-_FUNCTION = "fs.checkpoint.load"
-_LEAVES = "fs.checkpoint.load_leaves"
 _CPU = torch.device("cpu")
 
 
+@public
 @called_by_all
-@public(_FUNCTION)
 def load(
     path: StrPath,
     layout: Layout,
@@ -124,7 +121,7 @@ def load(
     return result
 
 
-@named(_LEAVES)
+@public
 def load_leaves(
     path: StrPath, paths: str | Sequence[str], layout: Layout | None = None, *, cast: bool = False
 ) -> dict[str, Tensor]:
@@ -166,7 +163,6 @@ def load_leaves(
 
 
 @called_by_all
-@named(_LEAVES)
 def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: bool) -> dict[str, Tensor]:
     """Leaves in a layout."""
     device_of(layout)

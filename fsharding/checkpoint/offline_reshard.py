@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, MeshError, message
+from fsharding.base.public import public
 from fsharding.base.version import own_version
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
@@ -33,10 +33,8 @@ from fsharding.sharding.strategy import Strategy
 
 __all__ = ["reshard_checkpoint"]
 
-_FUNCTION = "fs.checkpoint.reshard_checkpoint"
 
-
-@named(_FUNCTION)
+@public
 def reshard_checkpoint(
     source: StrPath, target: StrPath, axes: Mapping[str, int], strategy: Strategy | None = None
 ) -> Manifest:

@@ -30,8 +30,8 @@ SharedBox: TypeAlias = tuple[str, Box, Tensor]
 """Path of a leaf, a box of it, and this rank's tensor of that box."""
 
 
+@public
 @called_by_all
-@public("fs.debug.check_replicas")
 def check_replicas(state: TrainState, model: Any = None) -> None:
     """Compares what several ranks hold of a state, bit by bit. Collective.
 

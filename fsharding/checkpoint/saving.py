@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsharding.base.calls import named
+from fsharding.base.calls import call_as, public_name
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.public import check_path, public, refuse
 from fsharding.base.version import own_version
@@ -42,13 +43,11 @@ from fsharding.train.state_check import check_state
 
 __all__ = ["Job", "finish", "in_background", "plan_save", "save", "save_async"]
 
-_FUNCTION = "fs.checkpoint.save"
-_ASYNC = "fs.checkpoint.save_async"
 _LARGEST_EXTRA = 16 << 20
 
 
+@public
 @called_by_all
-@public(_FUNCTION)
 def save(
     path: StrPath,
     state: TrainState,
@@ -96,8 +95,8 @@ def save(
     plan_save(path, state, extra, data=data, group=group).run(group)
 
 
+@public
 @called_by_all
-@public(_ASYNC)
 def save_async(
     path: StrPath,
     state: TrainState,
@@ -144,12 +143,11 @@ def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
     """Runs what is left of a save beside the training, from a copy of what this rank writes."""
     copied = job.copied()
 
-    @named(_ASYNC)
     def run() -> None:
-        with naming_lost(_ASYNC, range(world_size())):
+        with naming_lost(public_name(), range(world_size())):
             copied.run(group)
 
-    return start(run)
+    return start(functools.partial(call_as, public_name(), run))
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -169,7 +167,6 @@ class Job:
         writes = tuple((path, shape, box, _unchanging(x)) for path, shape, box, x in self.writes)
         return dataclasses.replace(self, writes=writes)
 
-    @named(_FUNCTION)
     def run(self, group: dist.ProcessGroup | None = None) -> None:
         """Do everything that touches the disk. Collective."""
         write_together(self.target, lambda: Partial(self.target), self._write, self._finish, group)
@@ -220,7 +217,6 @@ class _Answer(NamedTuple):
     position: tuple[int, int, Any] | None  # of its data
 
 
-@named(_FUNCTION)
 def plan_save(
     path: StrPath,
     state: TrainState,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fsharding.base import tree
-from fsharding.base.calls import named, public_name
+from fsharding.base.calls import public_name
 from fsharding.base.errors import CheckpointError, FshardingError, listed, message
+from fsharding.base.public import public
 from fsharding.base.registry import find, names_of
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
@@ -100,7 +101,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
     }
 
 
-@named("fs.checkpoint.layout_of")
+@public
 def layout_of(
     manifest: Manifest, mesh: Mesh, strategy: Strategy | None = None, stages: Mapping[str, Any] | None = None
 ) -> Layout:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
@@ -99,7 +98,6 @@ class Want(NamedTuple):
         return StateLeaf(self.shape, self.sharding, fill(self.sharding, size, self.dtype))
 
 
-@named("fs.checkpoint.save")
 def content(state: TrainState) -> dict[str, StateLeaf]:
     """Return every leaf of a state by path."""
     layout = state.layout

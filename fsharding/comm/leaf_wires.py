@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.tree import Tree
 from fsharding.comm.wires import Plain, Quantizing, SumWire, Wire
@@ -158,7 +157,6 @@ class _FormatWires:
     def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
         return self._noise(self.key, index, sharding, shape, device)
 
-    @named("fs.value_and_grad")
     def term_noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device
     ) -> Tensor:

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
 from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
-from fsharding.base.calls import named
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
@@ -68,7 +67,7 @@ def memory_for(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     return _compat.fresh(shape, dtype, device)
 
 
-@public("fs.redistribute")
+@public
 def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tree = None) -> Tree:
     """Move a tree of DTensors to other shardings on its mesh, by slices and all-gathers along data axes.
 
@@ -94,7 +93,6 @@ def redistribute(values: Tree, shardings: Tree, *, dtypes: Tree = None, into: Tr
     return send(values, shardings, BucketQueue(0), dtypes=dtypes, into=into).wait()
 
 
-@named("fs.redistribute")
 def send(
     values: Tree,
     shardings: Tree,

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.errors import MeshError, message
 from fsharding.base.registry import find, names_of
 from fsharding.comm.bucket import Bucket
@@ -128,7 +127,6 @@ def choice_for(group: Group, device: torch.device) -> Choice:
     return Choice(Native, reason)
 
 
-@named("fs.make_mesh")
 def _refusal(asked: str, reason: str) -> MeshError:
     rule = f'cannot use transport="{asked}".'
     return MeshError(message(rule, [reason], 'Leave transport="auto", or ask for another one.'))

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named, public_name
+from fsharding.base.calls import public_name
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import CheckpointError, ConfigError, message
-from fsharding.base.public import check_path, refuse
+from fsharding.base.public import check_path, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
@@ -58,21 +58,14 @@ from fsharding.train.state import TrainState, state_from_params
 
 __all__ = ["Saved", "load", "load_state", "save"]
 
-_LOAD = "fs.megatron.load"
-_LOAD_STATE = "fs.megatron.load_state"
-_SAVE = "fs.megatron.save"
-_CALLS = {
-    _LOAD: "fs.megatron.load(path, layout, config)",
-    _LOAD_STATE: "fs.megatron.load_state(path, opt, key, layout, config)",
-}
 _CONFIG = "metadata.json"
 _FORMATS = ("torch_dist", "fsdp_dtensor")
 _IMPLS = ("transformer_engine", "local")
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
+@public
 @called_by_all
-@named(_LOAD)
 def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse", "ignore"] = "refuse") -> Tree:
     """Read the parameters of a Megatron checkpoint. Collective over all ranks, which must see one file system.
 
@@ -112,8 +105,8 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
     return _load(path, layout, config, strict=extra == "refuse", moments=False)[0]
 
 
+@public
 @called_by_all
-@named(_LOAD_STATE)
 def load_state(
     path: StrPath, opt: GradientTransformation, key: Tensor, layout: Layout, config: Any, *, step: int | None = None
 ) -> TrainState:
@@ -165,7 +158,8 @@ def load_state(
 def _load(
     path: StrPath, layout: Layout, config: Any, *, strict: bool, moments: bool
 ) -> tuple[Tree, Opened, dict[str, list[Piece]]]:
-    check_path("a path, then a Layout", path, _CALLS[public_name()])
+    call = f"{public_name()}(path, {'opt, key, ' if moments else ''}layout, config)"
+    check_path("a path, then a Layout", path, call)
     config = decoder_config(config)
     refuse_others(config)
     wants = main_wants(layout)
@@ -312,8 +306,8 @@ class _Kind(NamedTuple):
     dtype: torch.dtype | None
 
 
+@public
 @called_by_all
-@named(_SAVE)
 def save(
     path: StrPath,
     state: TrainState,

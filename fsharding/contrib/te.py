@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import formats
 from fsharding.base import _compat, _functorch, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, TransformError, TreeError, message, report
+from fsharding.base.public import public
 from fsharding.base.scoped import scoped
 from fsharding.base.tree import Tree
 from fsharding.formats import Blocks
@@ -38,8 +38,6 @@ from fsharding.transforms.gather_unit import gather_unit
 
 __all__ = ["STATE", "TeModule", "functionalize", "scaled_linear", "value_and_grad"]
 
-_FUNCTION = "fs.te.functionalize"
-_LINEAR = "fs.te.scaled_linear"
 _GRADS = "fs.te.value_and_grad"
 STATE = "fp8_state"
 """The key of a `TeModule`'s parameter tree under which its fp8 state is."""
@@ -146,7 +144,6 @@ class TeModule(PureModule):
         params = super().init(key)
         return {**params, STATE: self._first()} if self.layers else params
 
-    @named(_FUNCTION)
     def check(self, mesh: Mesh, rules: AxisRules) -> None:
         """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
 
@@ -158,8 +155,8 @@ class TeModule(PureModule):
             mend = "Make the recipe with reduce_amax=True: the state is one value for all ranks."
             raise ConfigError(message(f"got a recipe of one rank on the mesh {abstract(mesh)}.", mend=mend))
 
+    @public
     @_compat.outside_of_graphs
-    @named(_FUNCTION)
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
         """Calls the module with these parameters, and its state, under its recipe.
 
@@ -313,7 +310,7 @@ _KNOWN = (
 )
 
 
-@named(_FUNCTION)
+@public
 def functionalize(
     module: nn.Module, recipe: Any, units: UnitPatterns = (), *, names: NameTable | None = None
 ) -> TeModule:
@@ -435,7 +432,7 @@ def _following() -> Generator[_Call]:
         yield call
 
 
-@named(_LINEAR)
+@public
 def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` by a linear of Transformer Engine that rounds both sides to a format.
 

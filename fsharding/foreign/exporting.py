@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, message
+from fsharding.base.public import public
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.directory import StrPath
@@ -36,7 +36,6 @@ from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["FORMATS", "Exported", "export"]
 
-_FUNCTION = "fs.foreign.export"
 
 _WHAT = ("params", "all", "fsdp2")
 FORMATS = ("torch", "safetensors", "dcp")
@@ -85,7 +84,7 @@ class _Item(NamedTuple):
         return math.prod(self.part.shape) * self.dtype.itemsize
 
 
-@named(_FUNCTION)
+@public
 def export(
     source: StrPath,
     target: StrPath,

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import call_as, named, public_name
+from fsharding.base.calls import call_as, public_name
 from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
+from fsharding.base.public import public
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
 from fsharding.checkpoint.byte_ranges import Range, Window, read_range
 from fsharding.checkpoint.chunks import record_places
@@ -106,7 +107,7 @@ def not_cast(stored: LeafType, dtype: torch.dtype) -> str:
     return f"{what}; read it as {stored.dtype}, or save the numbers that they stand for"
 
 
-@named(_FUNCTION)
+@public
 def open_weights(path: StrPath, prefix: str = "") -> Weights:
     """Finds out what is at a path and where its tensors are. Reads no tensor.
 

@@ -36,11 +36,9 @@ from fsharding.sharding.named_sharding import LeafType, local_of, sharding_of
 
 __all__ = ["load_weights"]
 
-_FUNCTION = "fs.foreign.load_weights"
 
-
+@public
 @called_by_all
-@public(_FUNCTION)
 def load_weights(
     path: StrPath,
     like: Layout | Tree,

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 from fsharding.formats.elements import E2M1, E4M3, E5M2, ELEMENTS, Element
 
 __all__ = [
@@ -57,7 +57,7 @@ class Blocks:
     scale: ScaleKind = "float32"
     rounding: Rounding = "nearest"
 
-    @named("fs.formats.Blocks")
+    @public
     def __post_init__(self) -> None:
         rows: list[str] = []
         if self.dtype not in ELEMENTS:

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 
 __all__ = ["E2M1", "E4M3", "E5M2", "ELEMENTS", "Element", "register_element"]
 
@@ -148,7 +148,7 @@ ELEMENTS: dict[torch.dtype, Element] = {
 _OWN = frozenset(ELEMENTS)
 
 
-@named("fs.formats.register_element")
+@public
 def register_element(dtype: torch.dtype, element: Element) -> None:
     """Make a dtype usable in `fs.formats.Blocks`: for gathers, sums of gradients and moments. Call it on every rank.
 

@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.dtypes import FLOATS, wide
 from fsharding.base.errors import ConfigError, LayoutError, did_you_mean, listed, message
-from fsharding.base.public import refuse
+from fsharding.base.public import public, refuse
 from fsharding.formats import blocks
 from fsharding.formats.blocks import Blocks, Rounding
 
@@ -63,7 +62,7 @@ class LossScale:
     interval: int = 2000
     least: float = 1.0
 
-    @named("fs.formats.LossScale")
+    @public
     def __post_init__(self) -> None:
         if not (self.initial >= self.least > 0 and self.interval > 0):
             mend = "Numbers are above 0, and initial is at least as large as least."
@@ -162,7 +161,7 @@ class Precision:
     columnwise: tuple[str, ...] = ()
     rounded: bool = False
 
-    @named("Precision")
+    @public
     def __post_init__(self) -> None:
         if self.sums not in get_args(Sums):
             mend = f"Use one of {', '.join(get_args(Sums))}."

@@ -16,8 +16,8 @@ from torch.autograd.function import Function
 from torch.utils import _pytree as torch_pytree
 
 from fsharding.base import _compat, _functorch, tree
-from fsharding.base.calls import named
-from fsharding.base.errors import ArgumentError, ConfigError, NotDequantizedError, message
+from fsharding.base.errors import ArgumentError, ConfigError, NotDequantizedError, message, report
+from fsharding.base.public import public
 from fsharding.base.scoped import scoped
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
@@ -59,12 +59,13 @@ def _refuses(use: str) -> Any:
     return refuse
 
 
-@named("fs.formats.dequantize")
 def _not_dequantized(node: Quantized, use: str) -> NotDequantizedError:
     mend = (
         "Write fs.formats.dequantize(w) for its numbers, or fs.ops.scaled_matmul(x, w, 1) for x @ w.T, and 0 for x @ w."
     )
-    return NotDequantizedError(message(f"was not called for a tensor that {use}.", [repr(node)], mend))
+    return NotDequantizedError(
+        report(f"fs.formats.dequantize was not called for a tensor that {use}.", [repr(node)], mend)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,15 +221,14 @@ def _flatten(node: Quantized) -> tuple[list[Tensor], _Aux]:
     return [getattr(node, name) for name in names], (_held(node), names)
 
 
-@named("fs.formats.Quantized")
 def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantized:
     held, names = aux
     given = dict(zip(names, children, strict=True))
     codes = given.get("values")
     if isinstance(codes, Tensor) and codes.dtype != torch.uint8:
-        rule = f"cannot have codes in {codes.dtype}: a function of trees has changed them."
+        rule = f"fs.formats.Quantized cannot have codes in {codes.dtype}: a function of trees has changed them."
         mend = "Dequantize first, fs.formats.dequantize(w), and quantize the result."
-        raise ArgumentError(message(rule, mend=mend))
+        raise ArgumentError(report(rule, mend=mend))
     return Quantized(
         given.get("values"), given.get("scales"), held.format, held.dtype, held.block, held.columns, given.get("outer"),
         given.get("carrier"), held.start, held.strict, held.columnwise,
@@ -245,8 +245,8 @@ torch_pytree.register_pytree_node(Quantized, _flatten, _unflatten)
 
 
 # ----------------------------------------------------------------------------------------------------------- in and out
+@public
 @_compat.outside_of_graphs
-@named("fs.formats.quantize")
 def quantize(
     x: Tensor,
     format: Blocks,
@@ -297,8 +297,8 @@ def quantize(
     return Quantized(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
 
 
+@public
 @_compat.outside_of_graphs
-@named("fs.formats.dequantize")
 def dequantize(q: Quantized | Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers that a node holds; a plain tensor is its own.
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, MeshError, message
+from fsharding.base.errors import ConfigError, MeshError, message, report
 
 __all__ = ["AXES", "DATA_AXES", "AbstractMesh", "make_shape", "parse_axes", "unknown_axis"]
 
@@ -48,7 +47,6 @@ class AbstractMesh:
     sizes: tuple[int, ...]
     ranks: tuple[int, ...] = ()
 
-    @named("fs.AbstractMesh")
     def __new__(cls, *args: Any, **given: Any) -> AbstractMesh:
         """Refuses the arguments of `make_mesh`; a copy is made without any."""
         odd = [f"{name}={size!r}" for name, size in given.items() if name not in {x.name for x in fields(cls)}]
@@ -56,14 +54,13 @@ class AbstractMesh:
             axes = {name: size for name, size in given.items() if name in AXES} or {"dp": 8}
             text = ", ".join(odd) or ", ".join(map(repr, (*args, *given.values())))
             mend = f"Write fs.AbstractMesh({tuple(axes)!r}, {tuple(axes.values())!r})."
-            raise MeshError(message(f"takes names of axes, then sizes, got {text}.", mend=mend))
+            raise MeshError(report(f"fs.AbstractMesh takes names of axes, then sizes, got {text}.", mend=mend))
         return super().__new__(cls)
 
-    @named("fs.AbstractMesh")
     def __post_init__(self) -> None:
         if wrong := _faults(self.names, self.sizes, self.ranks):
             mend = 'Write fs.AbstractMesh(("dp", "tp"), (4, 2)): each axis once, each size at least 1.'
-            raise MeshError(message("cannot be made.", wrong, mend))
+            raise MeshError(report("fs.AbstractMesh cannot be made.", wrong, mend))
 
     @property
     def size(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.base.calls import LIBRARY, name_of
+from fsharding.base.calls import LIBRARY, innermost_call
 from fsharding.base.errors import printable
 
 __all__ = [
@@ -179,8 +179,8 @@ def innermost(frame: FrameType | None) -> str:
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def loose_call(frame: FrameType | None, *, waits: bool) -> Call:
-    """Return the call of the library, or of torch, that a stack is in without a `naming_lost`."""
+def loose_call(frame: FrameType | None, thread: int, *, waits: bool) -> Call:
+    """Return the call of the library, or of torch, that a thread is in without a `naming_lost`."""
     # A stack that is not known to wait in the library can be seen in a collective of torch alone.
     inside: list[FrameType] = []
     for outer in _outwards(frame):
@@ -190,10 +190,9 @@ def loose_call(frame: FrameType | None, *, waits: bool) -> Call:
     where = LIBRARY if waits else _DISTRIBUTED
     codes = [outer.f_code for outer in reversed(inside) if outer.f_code.co_filename.startswith(where)]
     if waits:
-        known = next(filter(None, map(name_of, codes)), "")
         backward = any(code.co_name == "backward" for code in codes)
         inner = "a backward pass" if backward else codes[0].co_qualname.replace("<locals>.", "") if codes else ""
-        function = known or inner
+        function = innermost_call(thread) or inner
     else:
         function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
     return Call(function, function, site(frame))

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices
 from fsharding.base._compat import cache_on_mesh, kept_by
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, MeshError, RankError, message
 from fsharding.base.public import check_timeout, public, refuse
 from fsharding.base.registry import names_of
@@ -82,7 +81,6 @@ class AxisSizes(TypedDict, total=False):
     tp: int
 
 
-@named("fs.abstract")
 def abstract(mesh: Mesh) -> AbstractMesh:
     """The shape of a mesh as a pure value; an `AbstractMesh` is its own."""
     return mesh if isinstance(mesh, AbstractMesh) else _abstract(mesh)
@@ -102,7 +100,7 @@ def _abstract(mesh: DeviceMesh) -> AbstractMesh:
     return AbstractMesh(tuple(names), tuple(mesh.mesh.shape), () if standard else ranks)
 
 
-@public("fs.make_mesh")
+@public
 def make_mesh(
     *unnamed: Never,
     order: Sequence[str] = AXES,
@@ -370,7 +368,7 @@ def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     return part
 
 
-@public("fs.is_member")
+@public
 def is_member(mesh: Mesh) -> bool:
     """Whether this process is one of the mesh's ranks.
 
@@ -381,7 +379,7 @@ def is_member(mesh: Mesh) -> bool:
     return isinstance(mesh, AbstractMesh) or mesh.get_coordinate() is not None
 
 
-@public("fs.is_rank0")
+@public
 def is_rank0() -> bool:
     """Whether this process is rank 0 of all: the one that prints and writes what is the same on every rank.
 
@@ -394,7 +392,7 @@ def is_rank0() -> bool:
     return own_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", "0")) == 0
 
 
-@public("fs.print0")
+@public
 def print0(*values: Any, **options: Any) -> None:
     """`print` on rank 0; nothing on the others.
 
@@ -413,7 +411,6 @@ def print0(*values: Any, **options: Any) -> None:
         print(*values, **options)
 
 
-@named("fs.coordinate")
 def coordinate(mesh: Mesh) -> dict[str, int]:
     """This process's coordinate along each axis; all zeros on an `AbstractMesh`."""
     shape = abstract(mesh)
@@ -430,7 +427,7 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in DATA_AXES if shape.axis_size(axis) > 1)
 
 
-@public("fs.data_rank_and_size")
+@public
 def data_rank_and_size(mesh: Mesh, *, cp: bool = False) -> tuple[int, int]:
     """Which part of the global batch this process reads: (index, count) over replica, dp and ep, in rank order.
 
@@ -508,7 +505,6 @@ def _index_of(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 @cache_on_mesh(256)
-@named("fs.axis_group")
 def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """This process's group along some axes. Every rank has to ask for the same axes in the same order of calls."""
     shape = abstract(mesh)
@@ -612,7 +608,7 @@ class _Setting:
         _current.set(self._before)
 
 
-@named("fs.set_mesh")
+@public
 def set_mesh(mesh: Mesh) -> AbstractContextManager[None]:
     """Set the mesh that `fs.ops` collectives use, in this thread, as `jax.set_mesh` does.
 

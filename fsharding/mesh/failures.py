@@ -84,10 +84,9 @@ _TEXTS = {
 _IF_SLOW = " If the others are only slow, give make_mesh a longer timeout=."
 
 # What was given the timeout of a call that does not wait as long as the mesh says.
-_CHECKPOINTER = "fs.checkpoint.Checkpointer"
 _TIMED = {
     **{name: name for name in ("fs.checkpoint.save", "fs.checkpoint.save_async", "fs.hf.save", "fs.megatron.save")},
-    f"{_CHECKPOINTER}.save": _CHECKPOINTER,
+    "fs.checkpoint.Checkpointer.save": "fs.checkpoint.Checkpointer",
 }
 
 
@@ -127,7 +126,7 @@ class among:
                 known, text = _mark(error)
                 setattr(error, _PEERS, (tuple(self.ranks) if known is None else known, text or self.doing))
                 if self._before is None and self._thread not in _entered and not hasattr(error, _TOLD):
-                    call = call_stacks.loose_call(inspect.currentframe(), waits=True)
+                    call = call_stacks.loose_call(inspect.currentframe(), self._thread, waits=True)
                     raise _explained(call, None, self._begin, error) from error
         finally:
             if self._before is None:
@@ -245,7 +244,7 @@ def _places() -> list[dict[str, Any]]:
 def _place(thread: int, frame: FrameType | None) -> dict[str, Any]:
     entry = _entered.get(thread)
     wait = _waiting.get(thread)
-    call = entry.call() if entry is not None else call_stacks.loose_call(frame, waits=wait is not None)
+    call = entry.call() if entry is not None else call_stacks.loose_call(frame, thread, waits=wait is not None)
     place = {"function": call.function, "call": str(call), "now": call_stacks.innermost(frame)}
     place |= {} if wait is None else {"waits": [*wait.ranks]}
     place |= call_stacks.doing(call_stacks.lines(frame), "" if wait is None else wait.doing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base import _compat
-from fsharding.base.calls import name_of
+from fsharding.base.calls import public_name
 from fsharding.base.errors import report
 from fsharding.mesh.backends import default_store, own_connection
 from fsharding.mesh.call_stacks import Call
@@ -99,12 +98,11 @@ def meet(number: int = 0) -> list[int]:
 
 
 def called_by_all(fn: Callable[_Args, _T]) -> Callable[_Args, _T]:
-    """Make a public function one that all ranks there are begin with `meet`, inside `naming_lost`."""
-    code = inspect.unwrap(fn).__code__
+    """Have all ranks that there are begin a public function with `meet`, inside `naming_lost`; `public` comes first."""
 
     @functools.wraps(fn)
     def run(*args: _Args.args, **kwargs: _Args.kwargs) -> _T:
-        with naming_lost(name_of(code), range(world_size())):
+        with naming_lost(public_name(), range(world_size())):
             meet()
             return fn(*args, **kwargs)
 

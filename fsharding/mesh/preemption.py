@@ -11,13 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import FrameType
 
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, ConfigError, message
 from fsharding.base.public import public, refuse
 from fsharding.mesh.consistency import gather_numbers
@@ -92,14 +91,13 @@ _agreed: bool | Tensor = False
 """Whether ranks of the last sum want to stop, the same on all ranks of its mesh. A tensor until it is asked for."""
 
 
-@contextmanager
-@named("fs.preemption.watch")
+@public
 def watch(
     signals: Sequence[signal.Signals] = SIGNALS,
     *,
     deadline: datetime | timedelta | None = None,
     margin: timedelta = timedelta(0),
-) -> Generator[Watch]:
+) -> AbstractContextManager[Watch]:
     """Takes signals as the wish to stop after a step, until the `with` block ends; then the handlers before are back.
 
     Enter it on every rank, in the main thread. A signal, the first or a later one, interrupts nothing: a save, an
@@ -129,7 +127,6 @@ def watch(
         >>> step, watch.reason()
         (0, 'SIGTERM')
     """
-    global _active, _agreed
     if not isinstance(deadline, datetime | timedelta | None):
         mend = 'Write datetime.timedelta(hours=4), or fs.preemption.parse_deadline("3h50m").'
         raise refuse("deadline= as a datetime or a timedelta", deadline, mend)
@@ -142,7 +139,12 @@ def watch(
         mend = "Give some of signal.Signals, such as signal.SIGTERM; SIGKILL and SIGSTOP reach no handler."
         raise refuse("signals that can be handled", wrong[0], mend)
     when = datetime.now() + deadline if isinstance(deadline, timedelta) else deadline
-    opened = Watch(None if when is None else when.timestamp(), margin)
+    return _watching(Watch(None if when is None else when.timestamp(), margin), signals)
+
+
+@contextmanager
+def _watching(opened: Watch, signals: Sequence[signal.Signals]) -> Generator[Watch]:
+    global _active, _agreed
     _active = opened
     _agreed = False
     before = {number: signal.signal(number, opened.note) for number in signals}
@@ -158,7 +160,7 @@ def watch(
         _active = None
 
 
-@public("fs.preemption.requested")
+@public
 def requested(mesh: Mesh | None = None) -> bool:
     """Whether to save and stop: the same on all ranks of a mesh, because it is what their last step's sum said.
 
@@ -237,7 +239,7 @@ _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?
 _UNITS = ("days", "hours", "minutes", "seconds")
 
 
-@public("fs.preemption.parse_deadline")
+@public
 def parse_deadline(text: str) -> datetime:
     """Reads a deadline as the command line takes it.
 

@@ -15,7 +15,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, RankError, message
 from fsharding.mesh.backends import open_store, prefixed
 from fsharding.mesh.failures import rank_numbers
@@ -146,7 +145,6 @@ def _wait(store: Any, rank: int, size: int, until: float, place: str) -> list[in
     return []
 
 
-@named("fs.make_mesh")
 def _remind(rank: int, size: int, place: str, lost: list[int]) -> None:
     if rank < _SPEAKERS:
         rule = f"on rank {rank} is waiting for {len(lost)} of {size} ranks at {place}: {rank_numbers(lost)}."

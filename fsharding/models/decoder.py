@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from fsharding import ops
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, message
+from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
@@ -88,7 +88,7 @@ class DecoderConfig:
         >>> fs.models.DecoderConfig(heads=4, kv_heads=3)
         Traceback (most recent call last):
             ...
-        fsharding.base.errors.ConfigError: DecoderConfig has sizes that do not fit.
+        fsharding.base.errors.ConfigError: fs.models.DecoderConfig has sizes that do not fit.
           4 heads are not a multiple of 3 kv_heads
     """
 
@@ -111,7 +111,7 @@ class DecoderConfig:
     stacks: tuple[Stack, ...] = ()
     published: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
-    @named("DecoderConfig")
+    @public
     def __post_init__(self) -> None:
         sizes = {"vocab_size": self.vocab_size, "dim": self.dim, "layers": self.layers, "heads": self.heads}
         sizes |= {"kv_heads": self.kv_heads, "intermediate_size": self.intermediate_size, "head_size": self.head_size}
@@ -164,7 +164,7 @@ class DecoderConfig:
         return [self.parts(stack) for stack in self.stacks] if self.stacks else [self.parts()]
 
 
-@named("models.decoder")
+@public
 def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = "ring") -> Model:
     """The model of a config.
 
@@ -291,7 +291,6 @@ def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
     return tuple((f"{path}.experts.bias", rate) for path, rate in pairs if rate is not None)
 
 
-@named("models.decoder")
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
     """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
     cuts = Cuts(abstract(mesh), rules, kind)
@@ -301,8 +300,8 @@ def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: Axis
         wrong.append(f"sequence=True: tp does not cut {', '.join(whole)}")
     if wrong:
         mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
-        text = f"cannot be cut over the mesh {cuts.mesh}."
-        raise ConfigError(message(text, list(dict.fromkeys(wrong)), mend))
+        text = f"fs.models.decoder cannot be cut over the mesh {cuts.mesh}."
+        raise ConfigError(report(text, list(dict.fromkeys(wrong)), mend))
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:

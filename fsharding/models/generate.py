@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from fsharding import ops
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import (
     ArgumentError,
     ConfigError,
@@ -48,7 +47,7 @@ __all__ = ["generate"]
 _NAME = "fs.models.generate"
 
 
-@public(_NAME)
+@public
 @_compat.never_inlined
 def generate(
     model: Any,
@@ -280,7 +279,6 @@ class _Uncached:
         device = next((x.device for x in tree.leaves(self.params)), None)
         return torch.zeros(rows, length, dtype=torch.int64, device=device)
 
-    @named(_NAME)
     def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
         store(cache[:, :used], tokens_BT, positions_BT)
         width = min(used, self.context or used)

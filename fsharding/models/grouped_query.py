@@ -8,8 +8,8 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.formats.quantized import dequantize
 from fsharding.mesh.device_mesh import axis_index
@@ -52,7 +52,7 @@ class GQA:
     qk_norm: bool = False
     fused: bool = False
 
-    @named("models.GQA")
+    @public
     def __post_init__(self) -> None:
         wrong = [f"head_dim {self.head_dim} is not even"] if self.head_dim % 2 or self.head_dim < 1 else []
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads}

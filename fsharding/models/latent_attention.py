@@ -9,8 +9,8 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.formats.quantized import dequantize
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, norm, positions_of, rows, scale_of
@@ -54,7 +54,7 @@ class MLA:
     rope_base: float = 10_000.0
     rope_scaling: Scaling | None = None
 
-    @named("models.MLA")
+    @public
     def __post_init__(self) -> None:
         if self.rotary_dim % 2:
             wrong = [f"rotary_dim {self.rotary_dim} is not even"]

@@ -10,9 +10,9 @@ from einops import rearrange
 from torch import Tensor
 
 from fsharding import ops
-from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.formats.quantized import dequantize
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
@@ -73,7 +73,7 @@ class Experts:
     capacity: float | None = None
     drop: bool = False
 
-    @named("Experts")
+    @public
     def __post_init__(self) -> None:
         least = {"count": 1, "intermediate_size": 1, "shared": 0, "balance": 0, "z": 0, "bias_rate": 0}
         least["capacity"] = 0 if self.drop else 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, did_you_mean, message
+from fsharding.base.public import public
 from fsharding.models.decoder import DecoderConfig, Stack, decoder
 from fsharding.models.latent_attention import MLA
 from fsharding.models.model import Model
@@ -239,7 +239,7 @@ RECIPES = {
 """Recipes by name."""
 
 
-@named("fs.models.presets.recipe")
+@public
 def recipe(name: str) -> Recipe:
     """The recipe of a name; `-` and `.` are as good as `_`.
 

@@ -16,9 +16,9 @@ from torch.autograd.function import Function
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsharding.base import _compat, _functorch
-from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import SpecError, message
+from fsharding.base.public import public
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.native import Message
 from fsharding.comm.transport import send_recv
@@ -50,7 +50,7 @@ class _Settings:
 _ALONE = Group((0,), 0, None)
 
 
-@named("ops.attention")
+@public
 def attention(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -332,7 +332,7 @@ class _Ring(Function):
         q, k, v, documents, out, lse = ctx.saved_tensors
         with torch.no_grad():
             dq, dk, dv = _ring_backward(grad, q, k, v, documents, out, lse, ctx.settings)
-        rule = "ops.attention is computed block by block here, which autograd can differentiate once only."
+        rule = "fs.ops.attention is computed block by block here, which autograd can differentiate once only."
         return *differentiable_once(rule, (dq, dk, dv), (grad, q, k, v)), None, None
 
 

@@ -263,7 +263,7 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-@public("ops.all_gather")
+@public
 @_compat.outside_of_graphs
 def all_gather(
     x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
@@ -291,7 +291,7 @@ def all_gather(
     return apply_linear(x, _Gather(group, dim, x.shape[dim] * group.size if size is None else size))
 
 
-@public("ops.reduce_scatter")
+@public
 @_compat.outside_of_graphs
 def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
     """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
@@ -316,7 +316,7 @@ def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh
     return apply_linear(x, _Scatter(_group(axis, mesh), dim, x.shape[dim]))
 
 
-@public("ops.psum")
+@public
 @_compat.outside_of_graphs
 def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """The sum over an axis, on every rank. Transpose of `vary`.
@@ -330,7 +330,7 @@ def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> T
     return apply_linear(x, _Psum(_group(axis, mesh)))
 
 
-@public("ops.pvary")
+@public
 @_compat.outside_of_graphs
 def pvary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
     """Marks that ranks along an axis will use a shared value in different ways. The identity; transpose of `psum`.
@@ -345,7 +345,7 @@ def pvary(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> 
     return apply_linear(x, _Vary(_group(axis, mesh)))
 
 
-@public("ops.all_to_all")
+@public
 @_compat.outside_of_graphs
 def all_to_all(
     x: Tensor, axis: str | Sequence[str], *, split_dim: int, concat_dim: int, mesh: Mesh | None = None
@@ -371,7 +371,7 @@ def all_to_all(
     return apply_linear(x, _AllToAll(group, split_dim, concat_dim))
 
 
-@public("ops.all_to_all_rows")
+@public
 @_compat.outside_of_graphs
 def all_to_all_rows(
     x_M: Tensor,
@@ -414,7 +414,7 @@ def all_to_all_rows(
     return apply_linear(x_M, _AllToAllRows(group, tuple(map(int, send)), tuple(map(int, receive))))
 
 
-@public("ops.ppermute")
+@public
 @_compat.outside_of_graphs
 def ppermute(x: Tensor, axis: str, pairs: Sequence[tuple[int, int]], *, mesh: Mesh | None = None) -> Tensor:
     """Sends `x` along (source, target) pairs of coordinates; ranks that are no target get zeros.

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import BatchError, SpecError, message
+from fsharding.base.public import public
 from fsharding.base.shared import map_rows, rows_of
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
@@ -37,7 +37,7 @@ def zigzag_order(length: int, size: int, device: torch.device | str | None = Non
     return whole.view(2 * size, -1)[torch.tensor(zigzag(size), device=device).flatten()].flatten()
 
 
-@named("ops.positions")
+@public
 def positions(
     length: int, *, axis: str = "cp", mesh: Mesh | None = None, device: torch.device | str | None = None
 ) -> Tensor:
@@ -66,7 +66,7 @@ def positions(
     return zigzag_order(length, size, device).view(size, -1)[index]
 
 
-@named("ops.document_positions")
+@public
 def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
     """Positions that begin anew at 0 with each document, of this rank's tokens.
 
@@ -99,7 +99,7 @@ def document_positions(documents_BT: Tensor, *, axis: str = "cp", mesh: Mesh | N
     return (at_T - begins_BT.cummax(1).values).index_select(1, order.view(size, -1)[index])
 
 
-@named("ops.cut_sequence")
+@public
 def cut_sequence(x: Tree, *, dim: int = 1, axis: str = "cp", mesh: Mesh | None = None) -> Tree:
     """Takes this rank's tokens out of whole tensors: tokens, targets and documents of a batch, in one call.
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding.base import _functorch
-from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import DataError, message
+from fsharding.base.public import public
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.grad_sink import put_term, takes_terms
@@ -29,7 +29,7 @@ _ADDED_IN_ORDER = (torch.float32, torch.float64)
 """The dtypes in which `index_add_` sums the vectors of a token as the gradient of `F.embedding` does."""
 
 
-@named("ops.embedding")
+@public
 def embedding(
     tokens: Tensor,
     table_VD: Tensor | Quantized,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding.base import _compat, _functorch, devices
-from fsharding.base.calls import named
 from fsharding.base.errors import SpecError, TransformError, message
+from fsharding.base.public import public
 from fsharding.formats.quantized import Quantized, dequantize
 
 __all__ = ["even_shares", "grouped_matmul"]
@@ -146,7 +146,7 @@ def _sums(x_MK: Tensor, y_MN: Tensor, counts_X: Tensor) -> Tensor:
     return _grouped(x_MK, y_MN, _Groups(counts_X, outer=True))
 
 
-@named("ops.grouped_matmul")
+@public
 def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantized, counts_X: Tensor) -> Tensor:
     """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
 

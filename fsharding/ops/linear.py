@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.errors import SpecError, message
+from fsharding.base.public import public
 from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import all_gather, psum, pvary, reduce_scatter
@@ -41,7 +41,7 @@ def copy_to_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, 
     return pvary(x, axis, mesh=mesh) if sequence_dim is None else all_gather(x, axis, dim=sequence_dim, mesh=mesh)
 
 
-@named("ops.reduce_from_tp")
+@public
 def reduce_from_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
     """Out of the region: the terms of all ranks are summed, and with `sequence_dim` cut along it. Transpose of `enter`.
 
@@ -101,7 +101,7 @@ def column_linear(
     return tuple(scaled_matmul(whole, w, 1) for w in weights_FD)
 
 
-@named("ops.split_fused")
+@public
 def split_fused(
     x: Tensor, sizes: Sequence[int], *, dim: int = -1, axis: str = "tp", mesh: Mesh | None = None
 ) -> tuple[Tensor, ...]:

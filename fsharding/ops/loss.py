@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsharding.base.calls import named
+from fsharding.base.public import public
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import all_gather, psum
 from fsharding.ops.embedding import checked_ids
@@ -15,7 +15,7 @@ from fsharding.sharding import boxes
 __all__ = ["cross_entropy"]
 
 
-@named("ops.cross_entropy")
+@public
 def cross_entropy(
     logits_V: Tensor,
     targets: Tensor,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding.base import _compat, _functorch
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.quantized import Quantized, dequantize, numbers_of
@@ -30,7 +30,7 @@ from fsharding.ops.scaled_mm import (
 __all__ = ["scaled_matmul"]
 
 
-@named("ops.scaled_matmul")
+@public
 def scaled_matmul(x: Tensor, weight: Tensor | Quantized, dim: int) -> Tensor:
     """Sums over the last dim of x and a dim of a weight.
 

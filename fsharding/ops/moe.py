@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding.base import _compat, _functorch
-from fsharding.base.calls import named
 from fsharding.base.errors import MeshError, SpecError, TransformError, message
+from fsharding.base.public import public
 from fsharding.comm.transport import transport_for
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
@@ -109,7 +109,7 @@ def owned_experts(experts: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int]
     return tuple(boxes.nested_chunk(experts, list(zip(sizes, cut, strict=True))) for cut in cuts)
 
 
-@named("ops.dispatch")
+@public
 def dispatch(
     x_ND: Tensor,
     routing: Routing,
@@ -318,7 +318,7 @@ def _rows_between(
     return send, (send[group.index],) * group.size if fake else tuple(map(int, coming_RE.sum(1).tolist()))
 
 
-@named("ops.combine")
+@public
 def combine(y_MD: Tensor, plan: Plan) -> Tensor:
     """Brings the results of experts back to their tokens and sums them with the weights of the routing.
 
@@ -349,7 +349,7 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
     return (y_NKD * plan.weights.to(y_MD.dtype).unsqueeze(-1)).sum(1)
 
 
-@named("ops.experts_swiglu")
+@public
 def experts_swiglu(
     x_ND: Tensor,
     gate_EFD: Tensor | Quantized,

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, SpecError, message, report
+from fsharding.base.public import public
 
 __all__ = ["LlamaScaling", "Scaling", "YarnScaling", "rotary", "rotary_frequencies"]
 
@@ -41,7 +41,7 @@ class LlamaScaling:
     slow: float = 1.0
     fast: float = 4.0
 
-    @named("LlamaScaling")
+    @public
     def __post_init__(self) -> None:
         _check(self.factor, self.length, self.slow, self.fast)
 
@@ -90,7 +90,7 @@ class YarnScaling:
     slow: float = 1.0
     fast: float = 32.0
 
-    @named("YarnScaling")
+    @public
     def __post_init__(self) -> None:
         _check(self.factor, self.length, self.slow, self.fast)
 
@@ -149,7 +149,7 @@ def rotary_frequencies(
     return plain if scaling is None else scaling.frequencies(plain, base)
 
 
-@named("ops.rotary")
+@public
 def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scaling: Scaling | None = None) -> Tensor:
     """Rotates queries or keys by their positions (Su et al. 2021, "RoFormer", eq. 34).
 

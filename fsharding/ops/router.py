@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from fsharding.base import _functorch
-from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, SpecError, TransformError, message
+from fsharding.base.public import public
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
@@ -50,7 +50,7 @@ class Routing(NamedTuple):
     scores: Tensor
 
 
-@named("ops.route")
+@public
 def route(
     logits_NX: Tensor,
     *,
@@ -142,7 +142,7 @@ def count_choices(chosen: Tensor, experts: int, counted: Tensor | None = None) -
     return numbers.new_zeros(experts).scatter_add_(0, numbers, known.reshape(-1).to(numbers.dtype))
 
 
-@named("ops.expert_counts")
+@public
 def expert_counts(
     routing: Routing,
     *,

@@ -42,7 +42,7 @@ class AdamState(NamedTuple):
     nu: Tree
 
 
-@public("fs.adamw")
+@public
 def adamw(
     learning_rate: float | Schedule,
     *,
@@ -91,7 +91,7 @@ def adamw(
         return values
 
     state = State(AdamState, ("mu", "nu"), roots=("nu",))
-    return driven("fs.adamw", kernel, learning_rate, state, weight_decay=weight_decay, moments=moments, in_place=True)
+    return driven(kernel, learning_rate, state, weight_decay=weight_decay, moments=moments, in_place=True)
 
 
 def _on_whole_vectors(columns: _Columns, number: Tensor, settings: dict[str, Any]) -> None:

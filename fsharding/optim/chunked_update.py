@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base.calls import call_as
 from fsharding.base.dtypes import wide
 from fsharding.base.public import refuse_state
 from fsharding.base.tree import Tree
@@ -175,7 +174,7 @@ def leaf_of(
 
 def init_moments(params: Tree, moments: MomentType, context: InitContext, *, root: bool = False) -> Tree:
     """Return zeros for every parameter in its sharding: tensors, or `CodedMoment`s of leaves that are not too small."""
-    call_as("opt.init", refuse_state, params)
+    refuse_state(params)
     held = moments or context.moments
     if not isinstance(held, Blocks):
         return tree.map(lambda x: like_leaf(x, new_zeros(local_of(x), held or wide(x.dtype))), params)

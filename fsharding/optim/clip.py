@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
@@ -38,7 +37,7 @@ _AWAY = 32 << 20
 """Most bytes of leaves that are brought to the device at once to be squared there."""
 
 
-@public("fs.global_norm")
+@public
 def global_norm(values: Tree, *, shardings: Tree = None) -> Tensor:
     """The root of the sum of squares over all leaves and all ranks: float32, 0-d. Collective.
 
@@ -78,7 +77,6 @@ class LeafSquares(NamedTuple):
         return [path for path, wrong in zip(self.paths, bad, strict=True) if wrong]
 
 
-@named("fs.global_norm")
 def square_sums(agreement: StepAgreement | None, values: Tree, shardings: Tree) -> LeafSquares:
     """Return the squares of `global_norm`; one sum also carries the step's agreement over the remaining axes."""
     named = tree.named_leaves(values)
@@ -182,7 +180,7 @@ def _square_sum(flat: Tensor) -> Tensor:
     return total
 
 
-@public("fs.optim.clip_by_global_norm")
+@public
 def clip_by_global_norm(max_norm: float) -> ContextTransformation:
     """Scales all gradients by `max_norm / (norm + 1e-6)` where that is below 1, as `torch.nn.utils.clip_grad_norm_`.
 
@@ -201,11 +199,11 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
         mend = "Give a norm above 0; math.inf leaves gradients as they are."
         raise ConfigError(message(f"got max_norm={max_norm}.", mend=mend))
 
-    @public("fs.optim.clip_by_global_norm(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> EmptyState:
         return EmptyState()
 
-    @public("fs.optim.clip_by_global_norm(...).update")
+    @public
     def update(
         updates: Tree, state: EmptyState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, EmptyState]:

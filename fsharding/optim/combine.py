@@ -25,8 +25,6 @@ from fsharding.optim.stacked import of_one_layer
 
 __all__ = ["ChainState", "MultiTransformState", "chain", "multi_transform"]
 
-_CHAIN = "fs.optim.chain"
-_MULTI = "fs.optim.multi_transform"
 _LABELS = ("parameters", "gradients")
 
 
@@ -55,7 +53,7 @@ class MultiTransformState(NamedTuple):
     groups: dict[str, Tree]
 
 
-@public(_CHAIN)
+@public
 def chain(*transformations: GradientTransformation) -> ContextTransformation:
     """Applies transformations one after the other; the first gets the gradients.
 
@@ -74,11 +72,11 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
         check_optimizer(t)
     members = tuple(t.with_context() for t in transformations)
 
-    @public("fs.optim.chain(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> ChainState:
         return ChainState(tuple(t.init(params, context) for t in members))
 
-    @public("fs.optim.chain(...).update")
+    @public
     def update(
         updates: Tree, state: ChainState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, ChainState]:
@@ -98,7 +96,7 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
     first_members = members[:-1]
     apply_last = members[-1].apply
 
-    @public("fs.optim.chain(...).apply")
+    @public
     def apply(
         updates: Tree,
         state: ChainState,
@@ -137,7 +135,7 @@ def _check_chain(updates: Tree, state: Any, count: int) -> None:
         raise TreeError(message(text, mend="Give the state that this chain's init or update made."))
 
 
-@public(_MULTI)
+@public
 def multi_transform(
     groups: Mapping[str, GradientTransformation], labels: Tree | Callable[[str, Any], str]
 ) -> ContextTransformation:
@@ -173,7 +171,7 @@ def multi_transform(
             return tree.map_with_path(lambda path, x: labels(path, of_one_layer(path, x, context.stacked)), params)
         return tree.prune(labels, params, ("labels", "parameters"))
 
-    @public("fs.optim.multi_transform(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
         labeled = label_tree(params, context)
         _check_labels(params, labeled, groups)
@@ -184,7 +182,7 @@ def multi_transform(
         contexts = {g: replace(context, shardings=shardings_of[g], whole=whole_of[g]) for g in members}
         return MultiTransformState({g: t.init(params_of[g], contexts[g]) for g, t in members.items()})
 
-    @public("fs.optim.multi_transform(...).update")
+    @public
     def update(
         updates: Tree, state: MultiTransformState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, MultiTransformState]:
@@ -203,7 +201,7 @@ def multi_transform(
     if len(applies) < len(members):
         return ContextTransformation(init, update, by_element=by_element)
 
-    @public("fs.optim.multi_transform(...).apply")
+    @public
     def apply(
         updates: Tree,
         state: MultiTransformState,

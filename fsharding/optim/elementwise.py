@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import call_as
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, LayoutError, message
 from fsharding.base.public import check_function, public
@@ -113,7 +112,7 @@ class State(NamedTuple):
         return [held[name] for name in self.names]
 
 
-@public("fs.optim.elementwise")
+@public
 def elementwise(
     rule: Rule,
     learning_rate: float | Schedule,
@@ -157,11 +156,10 @@ def elementwise(
         mend = f"Give each moment a name of its own, and at most {len(ROLES)}."
         raise ConfigError(message(f"got names={named!r}.", mend=mend))
     state = State(ElementwiseState, named, roots)
-    return driven("fs.optim.elementwise", rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
+    return driven(rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
 
 
 def driven(
-    name: str,
     rule: Rule | Kernel,
     learning_rate: float | Schedule,
     state_of: State,
@@ -183,11 +181,15 @@ def driven(
             return carriers(before[0])
         return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
 
-    def start(params: Tree, context: InitContext) -> Any:
+    @public
+    def init(params: Tree, context: InitContext = InitContext()) -> Any:
         trees = [init_moments(params, kept, context, root=name in state_of.roots) for name in state_of.names]
         return state_of.make(torch.zeros((), dtype=torch.int64), trees)
 
-    def advance(updates: Tree, state: Any, params: Tree, context: UpdateContext) -> tuple[Tree, Any]:
+    @public
+    def update(
+        updates: Tree, state: Any, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, Any]:
         check_update(state_of.kind, updates, state, params, decay=weight_decay or l2)
         before = state_of.moments(state)
         home = home_of(updates, before, params)
@@ -205,8 +207,14 @@ def driven(
             add_decay_(deltas, params, home, -step.rate * weight_decay)
         return like(home, deltas), state_of.make(state.count + 1, after)
 
-    def change(
-        updates: Tree, state: Any, params: Tree, context: UpdateContext, scale: float | Tensor
+    @public
+    def apply(
+        updates: Tree,
+        state: Any,
+        params: Tree,
+        context: UpdateContext = UpdateContext(),
+        *,
+        scale: float | Tensor = 1.0,
     ) -> tuple[Tree, Any]:
         check_update(state_of.kind, updates, state, params, decay=weight_decay)
         before = state_of.moments(state)
@@ -228,28 +236,6 @@ def driven(
 
         changed = change_slices(params, home, change_local, donate=context.donate)
         return changed, state_of.make(count, after)
-
-    # All optimizers share the code of these, so errors cannot tell by it which of them was called.
-    @public(f"{name}(...).init")
-    def init(params: Tree, context: InitContext = InitContext()) -> Any:
-        return call_as(name, start, params, context)
-
-    @public(f"{name}(...).update")
-    def update(
-        updates: Tree, state: Any, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, Any]:
-        return call_as(name, advance, updates, state, params, context)
-
-    @public(f"{name}(...).apply")
-    def apply(
-        updates: Tree,
-        state: Any,
-        params: Tree,
-        context: UpdateContext = UpdateContext(),
-        *,
-        scale: float | Tensor = 1.0,
-    ) -> tuple[Tree, Any]:
-        return call_as(name, change, updates, state, params, context, scale)
 
     return ContextTransformation(init, update, apply if in_place else None, masks=in_place, by_element=True)
 

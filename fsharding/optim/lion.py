@@ -30,7 +30,7 @@ class LionState(NamedTuple):
     mu: Tree
 
 
-@public("fs.optim.lion")
+@public
 def lion(
     learning_rate: float | Schedule,
     *,
@@ -72,4 +72,4 @@ def lion(
         return [direction.sign_() for direction in directions]
 
     state = State(LionState, ("mu",))
-    return driven("fs.optim.lion", rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
+    return driven(rule, learning_rate, state, weight_decay=weight_decay, moments=moments)

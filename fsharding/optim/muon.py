@@ -59,7 +59,7 @@ class MuonState(NamedTuple):
     mu: Tree
 
 
-@public("fs.optim.muon")
+@public
 def muon(
     learning_rate: float | Schedule,
     *,
@@ -120,13 +120,13 @@ def muon(
     rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
 
-    @public("fs.optim.muon(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> MuonState:
         assigned_shardings(params, context.shardings, known=_STAGES)
         _refuse_vectors(params)
         return MuonState(torch.zeros((), dtype=torch.int64), init_moments(params, own, context))
 
-    @public("fs.optim.muon(...).update")
+    @public
     def update(
         updates: Tree,
         state: MuonState,

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
+from fsharding.base.public import public
 from fsharding.base.scoped import scoped
 
 __all__ = [
@@ -100,7 +100,7 @@ def constant(value: float) -> Schedule:
     return tensor_schedule(lambda count: value)
 
 
-@named("fs.optim.schedules.linear")
+@public
 def linear(start: float, end: float, steps: int) -> Schedule:
     """From `start` to `end` in `steps` equal steps, `end` from there on.
 
@@ -118,7 +118,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return tensor_schedule(lambda count: start + (end - start) * _at_most_1(count / steps))
 
 
-@named("fs.optim.schedules.warmup_cosine")
+@public
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, *, end: float = 0.0) -> Schedule:
     """Linear up to `peak` in `warmup_steps`, then half a cosine to `end` at `total_steps` (Loshchilov & Hutter 2017).
 

@@ -34,7 +34,7 @@ class SgdState(NamedTuple):
     trace: Tree = None
 
 
-@public("fs.sgd")
+@public
 def sgd(
     learning_rate: float | Schedule,
     *,
@@ -90,4 +90,4 @@ def sgd(
         return _compat.foreach_add(grads, _compat.foreach_mul(trace, momentum)) if nesterov else trace
 
     rule, names = (with_momentum, ("trace",)) if momentum else (plain, ())
-    return driven("fs.sgd", rule, learning_rate, State(SgdState, names), l2=weight_decay, moments=moments)
+    return driven(rule, learning_rate, State(SgdState, names), l2=weight_decay, moments=moments)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.public import check_optimizer, public, refuse, refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import sharding_here
@@ -36,10 +35,8 @@ from fsharding.sharding.named_sharding import local_of
 
 __all__ = ["add_updates", "apply_gradients", "apply_updates", "change_slices"]
 
-_NAME = "fs.optim.apply_updates"
 
-
-@named("fs.optim.apply_gradients")
+@public
 def apply_gradients(
     opt: GradientTransformation,
     grads: Tree,
@@ -108,7 +105,7 @@ def _apply(
     return where_finite(finite, new_params, params), where_finite(finite, new_state, state)
 
 
-@public("fs.optim.apply_updates")
+@public
 def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     """Adds updates to parameters.
 
@@ -141,7 +138,6 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     return change_slices(params, updates, add, ("parameters", "updates"), donate=donate)
 
 
-@named(_NAME)
 def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
     """Apply updates as `apply_updates` does; the context says how parameters are rounded."""
     if not rounds_by_key(tree.leaves(params), context):

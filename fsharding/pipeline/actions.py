@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ScheduleError, message
+from fsharding.base.public import public
 
 __all__ = [
     "COMPUTES",
@@ -72,7 +72,7 @@ class Action(NamedTuple):
     __str__ = __repr__
 
     @staticmethod
-    @named("fs.pipeline.Action.parse")
+    @public
     def parse(text: str) -> Action:
         """The action that prints so: `Action.parse("3SEND_F0")`.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import TransformError, report
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
@@ -238,7 +237,6 @@ class _Run:
             self.uses[stage, m].append(kind)
 
     # ------------------------------------------------------------------------------------------------------ a stage
-    @named("fs.value_and_grad")
     def _tape(self, stage: int, m: int) -> Tape:
         params, shardings, sums = self.stage_state.parts(stage)
         options = replace(self.options, precision=self.stage_state.precision, microbatch=m, defers=self.splits)

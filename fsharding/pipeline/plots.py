@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.local_paths import check_local
+from fsharding.base.public import public
 from fsharding.pipeline.actions import COMPUTES
 from fsharding.pipeline.schedule import Schedule
 
@@ -33,7 +33,7 @@ def require_matplotlib(picture: str, *, instead: str) -> None:
         raise ConfigError(message(f"needs matplotlib to draw {picture}.", mend=mend))
 
 
-@named("fs.pipeline.draw_schedule")
+@public
 def draw_schedule(
     schedule: Schedule,
     path: str | Path,

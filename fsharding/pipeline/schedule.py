@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, cast, get_args
 
 from fsharding.base import _compat
-from fsharding.base.calls import named
 from fsharding.base.errors import ScheduleError, did_you_mean, message
+from fsharding.base.public import public
 from fsharding.pipeline import simulation, validation
 from fsharding.pipeline.actions import Action, Kind, Owner, Table, peer
 from fsharding.pipeline.lowering import Frequency, lower
@@ -76,7 +76,7 @@ class Schedule:
         """For each rank the most (stage, microbatch) pairs whose F is done and whose B or W is not."""
         return simulation.in_flight(self.table)
 
-    @named("Schedule.simulate")
+    @public
     def simulate(
         self,
         forward: float = 1.0,
@@ -174,7 +174,7 @@ SCHEDULES: tuple[str, ...] = tuple(_PLANS)
 """The names that `plan_schedule` takes."""
 
 
-@named("fs.pipeline.plan_schedule")
+@public
 def plan_schedule(
     name: str,
     ranks: int,
@@ -309,7 +309,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 # ------------------------------------------------------------------------------------------------------ tables of users
-@named("fs.pipeline.make_schedule")
+@public
 def make_schedule(
     computes: Sequence[Sequence[Action | str]],
     *,
@@ -347,7 +347,7 @@ def make_schedule(
     return check_schedule(Schedule(name, len(table), len(owner), microbatches, owner, whole))
 
 
-@named("fs.pipeline.check_schedule")
+@public
 def check_schedule(schedule: Schedule) -> Schedule:
     """Refuses a schedule that cannot be run, or would not give the whole gradient.
 
@@ -380,7 +380,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
-@named("fs.pipeline.layers_of")
+@public
 def layers_of(schedule: Schedule, layers: int, *, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage: contiguous, in order.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.events import note
@@ -131,7 +130,6 @@ class StageState:
         return lambda leaf: next((place for path, place in stacks if begins(leaf, path)), None)
 
     # ------------------------------------------------------------------------------------------------------- parameters
-    @named("fs.pipeline")
     def gather(self, stage: int) -> None:
         """Start to gather the parameters of a stage over the data axes, in the dtype of compute; `parts` waits."""
         homes, dtypes = (

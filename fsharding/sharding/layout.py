@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, ConfigError, LayoutError, TreeError, message, report
 from fsharding.base.public import check_optimizer, kind_of, public, refuse, refuse_module
 from fsharding.base.registry import names_of
@@ -210,7 +209,7 @@ class Layout:
         format = self.format_of(leaf)
         return None if format is None or self._is_main(leaf) else format
 
-    @named("Layout.in_flight")
+    @public
     def in_flight(self, precision: Precision) -> Precision:
         """The precision of a call that gathers parameters of this layout: what is rounded already is not once more.
 
@@ -274,7 +273,7 @@ class Layout:
         """
         return moments(self.leaves, self.structure, opt_state)
 
-    @named("Layout.memory")
+    @public
     def memory(self, opt: Any = None, coord: dict[str, int] | None = None) -> Memory:
         """Exact bytes of one rank.
 
@@ -292,7 +291,6 @@ class Layout:
         away = {tier: size for tier, size in sizes.items() if size and tier != HERE}
         return Memory(**parts, buffers=self.buffers, away=away)
 
-    @named("Layout.memory")
     def bytes_by_kind(
         self, opt: Any = None, coord: dict[str, int] | None = None, *, compute: str | None = None
     ) -> dict[str, Counter[str]]:
@@ -343,7 +341,7 @@ class Layout:
         """
         return self._replan(strategy=_strategy(strategy))
 
-    @named("Layout.with_precision")
+    @public
     def with_precision(self, precision: Precision) -> Layout:
         """The same layout with other dtypes at rest, and other formats of weights.
 
@@ -353,7 +351,7 @@ class Layout:
         _check_patterns(precision, self.leaves)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
-    @public("Layout.with_mesh")
+    @public
     def with_mesh(
         self, mesh: Mesh, stages: Mapping[str, Any] | None = None, *, tp: Literal["shard", "replicate"] = "shard"
     ) -> Layout:
@@ -399,7 +397,6 @@ class Layout:
         wanted = self.align and dtype.is_floating_point
         return self.precision.format_of(path, len(shape) - is_stacked(names)) if wanted else None
 
-    @named("fs.plan_layout")
     def check_blocks(self) -> None:
         """Refuses cuts that go through blocks, where they must not; all of them are listed.
 
@@ -448,7 +445,7 @@ def on_mesh(layout: Layout, mesh: Mesh) -> Layout:
     return replace(layout, mesh=mesh, leaves=tuple(leaves))
 
 
-@public("fs.plan_layout")
+@public
 def plan_layout(
     model: Any,
     mesh: Mesh,
@@ -572,7 +569,6 @@ def _check_patterns(precision: Precision, leaves: Sequence[LeafLayout]) -> None:
     precision.check_leaves(tuple(PatternLeaf(x.path, x.shape, is_stacked(x.names)) for x in leaves))
 
 
-@named("fs.plan_layout")
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
     """Refuses arguments of another kind than `plan_layout` takes."""
     refuse_module(model)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.base.calls import named
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import LayoutError, SpecError, did_you_mean, listed, message
 from fsharding.formats import Blocks
@@ -204,7 +203,6 @@ def _check_rules(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules) -> N
         raise SpecError(message(text, twice, mend))
 
 
-@named("fs.plan_layout")
 def check_stages(leaves: Sequence[NamedLeaf], mesh: Mesh, stages: Stages) -> None:
     """Refuses stages that do not fit the leaves and the mesh; all of them are listed."""
     size = abstract(mesh).axis_size("pp")

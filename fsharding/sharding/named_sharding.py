@@ -22,7 +22,6 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharding.base import _compat, _functorch, tree
 from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
-from fsharding.base.calls import named
 from fsharding.base.errors import NotGatheredError, SpecError, TransformError, message, report
 from fsharding.base.public import public, refuse
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, unknown_axis
@@ -76,7 +75,7 @@ class NamedSharding:
     owned: tuple[str, ...] = ()
     memory: str = HERE
 
-    @named("NamedSharding")
+    @public
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, DeviceMesh | AbstractMesh):
             raise refuse("a mesh, then a P", self.mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
@@ -148,7 +147,6 @@ class NamedSharding:
         """Without its assignments: how a leaf is cut on the slice of the mesh that holds it."""
         return _on_slice(self) if self.assigned else self
 
-    @named("NamedSharding")
     def grid(self, shape: Sequence[int], coord: dict[str, int] | None = None) -> Grid | None:
         """The index ranges that a rank holds along each dim; None if it holds nothing of the leaf at all.
 
@@ -160,8 +158,8 @@ class NamedSharding:
             SpecError: the spec, or an assignment, is of more dims than the leaf has.
         """
         if len(self.spec) > len(shape) or any((a.dim or 0) >= max(len(shape), 1) for a in self.assigned):
-            text = f"{self} is of more dims than a leaf of shape {tuple(shape)} has."
-            raise SpecError(message(text, mend="Give P one entry a dim at most."))
+            text = f"fs.NamedSharding {self} is of more dims than a leaf of shape {tuple(shape)} has."
+            raise SpecError(report(text, mend="Give P one entry a dim at most."))
         if coord is None and not is_member(self.mesh):
             return None
         where = coordinate(self.mesh) if coord is None else coord
@@ -208,7 +206,6 @@ class NamedSharding:
         """The local shape at coordinate 0 of every axis, assignments aside: equal on all ranks, and the largest."""
         return (replace(self, assigned=()) if self.assigned else self).local_shape(shape, {})
 
-    @named("NamedSharding")
     def device_mesh(self) -> DeviceMesh:
         """The DeviceMesh of this leaf at rest.
 
@@ -219,15 +216,15 @@ class NamedSharding:
             SpecError: the mesh is abstract.
         """
         if isinstance(self.mesh, AbstractMesh):
-            text = f"cannot place a tensor on the abstract mesh {self.mesh}."
-            raise SpecError(message(text, mend="Use fs.make_mesh."))
+            text = f"fs.NamedSharding cannot place a tensor on the abstract mesh {self.mesh}."
+            raise SpecError(report(text, mend="Use fs.make_mesh."))
         return mesh_view.view(self.mesh, self.spec, self.assigned, self.owned)
 
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
         return _placements(self)
 
-    @public("NamedSharding.to_dtensor")
+    @public
     def to_dtensor(self, local: Tensor, shape: Sequence[int]) -> DTensor:
         """Wraps a local tensor as the DTensor that it is; nothing is copied or sent.
 
@@ -326,7 +323,6 @@ def home_of(x: DTensor) -> NamedSharding:
 
 
 @cache_on_mesh()
-@named("fs.typeof")
 def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> NamedSharding:
     base = mesh_view.base(mesh)
     cuts: dict[int, list[str]] = {}
@@ -337,8 +333,8 @@ def _from_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Nam
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.append(name)
         elif not isinstance(placement, Replicate):
-            text = f"cannot express the placement {placement} on axis {name}."
-            raise SpecError(message(text, mend="Use Shard(dim), Replicate() or Partial('sum')."))
+            text = f"fs.typeof cannot express the placement {placement} on axis {name}."
+            raise SpecError(report(text, mend="Use Shard(dim), Replicate() or Partial('sum')."))
     spec = P(*(tuple(cuts.get(dim, ())) for dim in range(max(cuts, default=-1) + 1)))
     owned = tuple(axis for axis in base.owned if axis in spec.all_axes)
     return NamedSharding(base.mesh, spec, tuple(partial), owned=owned)
@@ -353,12 +349,11 @@ def _refuses(use: str) -> Any:
     return refuse
 
 
-@named("fs.gather_unit")
 def _not_gathered(node: Local, use: str) -> NotGatheredError:
     held = f"{typeof(node)}, of which this rank holds {list(node.value.shape)}"
     mend = 'Gather its unit first, such as head = fs.gather_unit(params["head"]), and use head["weight"].'
-    rule = f"was not called for a leaf that {use}."
-    return NotGatheredError(message(rule, [held], f"{mend}{of_sums(use)}"), node, use)
+    rule = f"fs.gather_unit was not called for a leaf that {use}."
+    return NotGatheredError(report(rule, [held], f"{mend}{of_sums(use)}"), node, use)
 
 
 def of_sums(use: str) -> str:
@@ -465,7 +460,6 @@ _OPERATORS = {
 
 
 @_compat.outside_of_graphs
-@named("fs.Local")
 def _elementwise(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
@@ -482,8 +476,8 @@ def _elementwise(
     if not all((x.sharding, x.shape, x.slices) == (first.sharding, first.shape, first.slices) for x in nodes):
         rows = [repr(x) if isinstance(x, Local) else str(typeof(x)) for x in every if isinstance(x, Local | Tensor)]
         mend = "Give leaves in one sharding, numbers and 0-d tensors; or gather them first, with fs.gather_unit."
-        text = f"cannot compute with a leaf that {use} with one that is cut otherwise."
-        raise TransformError(message(text, rows, mend))
+        text = f"fs.Local cannot compute with a leaf that {use} with one that is cut otherwise."
+        raise TransformError(report(text, rows, mend))
     values = [x.value if isinstance(x, Local) else x for x in args]
     named = {key: x.value if isinstance(x, Local) else x for key, x in kwargs.items()}
     return replace(first, value=func(*values, **named))
@@ -584,7 +578,7 @@ class LeafType:
         return f"{str(self.dtype).removeprefix('torch.')}[{dims}]{tail}"
 
 
-@named("fs.typeof")
+@public
 def typeof(x: Any) -> LeafType:
     """The type of a leaf: a DTensor at rest, a `Local` in flight, a plain tensor, or anything with shape and dtype.
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Never, TypeAlias, cast
 
-from fsharding.base.calls import named
 from fsharding.base.errors import SpecError, did_you_mean, message, report
-from fsharding.base.public import Immutable, refuse
+from fsharding.base.public import Immutable, public, refuse
 from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 
 __all__ = ["DEFAULT_RULES", "AxisRules", "DimName", "Entry", "Fused", "P", "PartitionSpec", "rule_name"]
@@ -45,7 +44,7 @@ class PartitionSpec(tuple[Entry, ...]):
 
     __slots__ = ()
 
-    @named("P")
+    @public
     def __new__(cls, *entries: Entry) -> PartitionSpec:
         """Makes a spec; `P("dp", None) == P("dp")` and `P(("dp",)) == P("dp")`."""
         if odd := [entry for entry in entries if not _is_entry(entry)]:
@@ -137,7 +136,7 @@ class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules
         ('tp',)
     """
 
-    @named("fs.AxisRules")
+    @public
     def __init__(self, *unnamed: Never, **dims: Entry) -> None:
         """Makes the rules from axis or axes by dim name; `unnamed` is refused."""
         if unnamed:
@@ -145,7 +144,7 @@ class AxisRules(Immutable, Mapping[str, tuple[str, ...]], instead="rules = rules
             raise refuse("axes by the names of dims", unnamed[0], mend)
         for name, entry in dims.items():
             if not _is_entry(entry):
-                raise SpecError(report(f"AxisRules got {name}={entry!r}.", mend=_ENTRY))
+                raise SpecError(report(f"fs.AxisRules got {name}={entry!r}.", mend=_ENTRY))
         self._dims = {name: _axes_of(entry) for name, entry in dims.items()}
         for name, axes in self._dims.items():
             for axis in axes:

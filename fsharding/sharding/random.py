@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, _functorch
-from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, LayoutError, RandomKeyError, message, report
 from fsharding.base.public import missing_name, public
 from fsharding.base.scoped import scoped
@@ -44,7 +43,7 @@ _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-@public("random.key")
+@public
 def key(seed: int) -> Tensor:
     """Make a key from a seed: int64[2], the high and the low 32 bits.
 
@@ -63,7 +62,7 @@ def key(seed: int) -> Tensor:
         return torch.tensor([(seed >> 32) & _WORD, seed & _WORD], dtype=torch.int64)
 
 
-@public("random.split")
+@public
 def split(key: Tensor, n: int = 2) -> Tensor:
     """`n` independent keys: int64[n, 2]. Use each of them, and the old key no more.
 
@@ -81,7 +80,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
         return _threefry(key, torch.stack((torch.zeros_like(counts), counts), -1))
 
 
-@public("random.fold_in")
+@public
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """Make a key from a key and a number, such as a step or a layer: int64[2].
 
@@ -248,7 +247,7 @@ class LazyTensor:
         """The whole array."""
         return self.slice(boxes.full(self.shape), device=device)
 
-    @named("LazyTensor.slice")
+    @public
     def slice(self, box: Box, *, device: torch.device | str = "cpu") -> Tensor:
         """The values inside a box of the global array.
 
@@ -357,7 +356,7 @@ def observing_draws(observe: Callable[[tuple[int, int]], None]) -> AbstractConte
     return scoped(_observer, observe)
 
 
-@public("random.normal")
+@public
 def normal(
     key: Tensor, shape: Sequence[int], *, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> LazyTensor:
@@ -371,7 +370,7 @@ def normal(
     return _draw(key, shape, dtype, "normal", mean, std)
 
 
-@public("random.uniform")
+@public
 def uniform(
     key: Tensor, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> LazyTensor:
@@ -385,7 +384,7 @@ def uniform(
     return _draw(key, shape, dtype, "uniform", low, high - low)
 
 
-@public("random.bernoulli")
+@public
 def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> LazyTensor:
     """A lazy bool array that is true with probability `p`, such as a mask.
 
@@ -402,7 +401,7 @@ def bernoulli(key: Tensor, shape: Sequence[int], p: float) -> LazyTensor:
     return _draw(key, shape, torch.bool, "bernoulli", float(p), 0.0)
 
 
-@public("random.dropout")
+@public
 def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
     """Zeroes each element with probability `p`, and divides the others by `1 - p`, so that the mean stays.
 
@@ -433,7 +432,7 @@ def dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
     return torch.where(kept, x / (1 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-@public("random.for_rank")
+@public
 def for_rank(key: Tensor, mesh: Mesh | None = None) -> Tensor:
     """A key of this rank's own, int64[2]: equal on two ranks exactly if they see the same tokens.
 
@@ -459,7 +458,7 @@ def _check_probability(p: Any, hint: str = "", *, below_one: bool = False) -> No
         raise ArgumentError(message(f"got p={p!r}.", mend=mend))
 
 
-@public("random.full")
+@public
 def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float32) -> LazyTensor:
     """A lazy array of one value.
 
@@ -471,7 +470,7 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype = torch.float
     return LazyTensor(_sizes(shape), dtype, "full", value, 0.0)
 
 
-@public("random.zeros")
+@public
 def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
     """A lazy array of zeros.
 
@@ -482,7 +481,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTe
     return full(shape, 0.0, dtype=dtype)
 
 
-@public("random.ones")
+@public
 def ones(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> LazyTensor:
     """A lazy array of ones.
 

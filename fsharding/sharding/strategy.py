@@ -56,7 +56,7 @@ class Strategy:
     replica_opt_state: bool = False
     memory: tuple[Choice, ...] = ()
 
-    @public("Strategy.with_memory")
+    @public
     def with_memory(self, **memory: str | Mapping[str, str]) -> Strategy:
         """Return the same strategy with other memory for some roles.
 
@@ -93,7 +93,7 @@ class Strategy:
         return bool(getattr(self, f"replica_{kind}" if axis == "replica" else kind))
 
     @staticmethod
-    @public("fs.Strategy.parse")
+    @public
     def parse(name: str) -> Strategy:
         """Return the strategy of a name: "zero0" to "zero3", "hsdp", "hfsdp", or a name of Megatron FSDP's.
 
@@ -134,7 +134,7 @@ OPTIM_GRADS_PARAMS = Strategy(params=True, grads=True, opt_state=True)
 _LEVELS = "Levels are 0, which cuts nothing, 1, the optimizer state, 2, gradients too, and 3, parameters too."
 
 
-@public("fs.zero")
+@public
 def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
     """ZeRO stage 0 to 3: nothing cut, optimizer state, and gradients, and parameters (Rajbhandari et al. 2020).
 
@@ -151,7 +151,7 @@ def zero(level: Literal[0, 1, 2, 3]) -> Strategy:
     return levels[level]
 
 
-@public("fs.hybrid")
+@public
 def hybrid(
     inner: Strategy = OPTIM_GRADS_PARAMS, *, params: bool = False, grads: bool = False, opt_state: bool = False
 ) -> Strategy:

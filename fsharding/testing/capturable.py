@@ -14,7 +14,7 @@ from fsharding.train.step import TrainStep
 __all__ = ["assert_capturable"]
 
 
-@public("fs.testing.assert_capturable")
+@public
 def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
     """Refuses a step that `fs.capture` would refuse, without a GPU. Collective.
 
@@ -41,6 +41,6 @@ def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
         ...     fs.testing.assert_capturable(step, state, {"x": torch.ones(3, 4)})
         ... except TypeError as error:
         ...     print(str(error).splitlines()[0])
-        fs.capture cannot capture a step in which the host reads the device.
+        fs.testing.assert_capturable cannot capture a step in which the host reads the device.
     """
     refuse_host_work(step, state, batch)

@@ -14,14 +14,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import message
+from fsharding.base.public import public
 from fsharding.comm.leaf_memory import in_memory
 
 __all__ = ["assert_bitwise_equal", "assert_trees_close", "compare"]
 
 
-@named("assert_bitwise_equal")
+@public
 def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
     """Checks that two trees have the same paths and that leaf by leaf dtype, shape and every bit are the same.
 
@@ -42,13 +42,13 @@ def assert_bitwise_equal(a: tree.Tree, b: tree.Tree, what: str = "") -> None:
         >>> assert_bitwise_equal({"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])})
         Traceback (most recent call last):
             ...
-        AssertionError: assert_bitwise_equal found that 1 of 1 leaves differ.
+        AssertionError: fs.testing.assert_bitwise_equal found that 1 of 1 leaves differ.
           w differs in 1 of 1 elements, first at [0]: 0.0 against -0.0 (bits 0x00000000 and 0x80000000)
     """
     compare(a, b, what)
 
 
-@named("assert_trees_close")
+@public
 def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: float = 0.0, what: str = "") -> None:
     """Checks that two trees have the same paths and shapes and that |a - b| <= atol + rtol * |b| in float64.
 
@@ -71,7 +71,7 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
         >>> assert_trees_close({"w": torch.tensor([1.5])}, {"w": torch.tensor([1.0])}, rtol=0.1)
         Traceback (most recent call last):
             ...
-        AssertionError: assert_trees_close found that 1 of 1 leaves differ.
+        AssertionError: fs.testing.assert_trees_close found that 1 of 1 leaves differ.
           w differs in 1 of 1 elements beyond rtol 0.1, atol 0, worst at [0]: 1.5 against 1.0, off by 0.5
     """
     compare(a, b, what, (rtol, atol))

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import message
+from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
@@ -57,7 +57,7 @@ def rank_values(
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-@named("assert_adjoint")
+@public
 def assert_adjoint(
     op: Callable[[Any], Any],
     dual: Callable[[Any], Any],
@@ -116,7 +116,7 @@ def assert_adjoint(
         raise AssertionError(message(rule, rows))
 
 
-@named("assert_matches_reference")
+@public
 def assert_matches_reference(
     fn: Callable[..., Tree],
     reference: Callable[..., Tree],

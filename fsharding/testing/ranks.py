@@ -32,8 +32,8 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.public import public
 from fsharding.mesh.rendezvous import local_variables
 from fsharding.testing.failures import Failure, RankFailure, name_of, repeat, worded
 
@@ -131,7 +131,6 @@ def _perform(call: bytes) -> Any:
         return fn(*args, **kwargs)
 
 
-@named("run_ranks")
 def _unpack(body: bytes) -> Any:
     try:
         return pickle.loads(body)
@@ -196,7 +195,7 @@ class RankPool:
         False
     """
 
-    @named("RankPool")
+    @public
     def __init__(self, size: int, timeout: float | None = None) -> None:
         if size < 1:
             raise RankFailure(message(f"cannot start {size} ranks.", mend="Give one or more."))
@@ -212,7 +211,6 @@ class RankPool:
             self.kill()
             raise
 
-    @named("run_ranks")
     def _start(self) -> None:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             # This is a rank, and its script wants ranks before the rank itself has begun: the caller says so, once.
@@ -257,7 +255,6 @@ class RankPool:
         tasks = [Path(f"/proc/{pid}/task") for pid in self.pids[:1]]
         return any(folder.is_dir() and len(list(folder.iterdir())) > _CROWD for folder in tasks)
 
-    @named("run_ranks")
     def run(
         self, fn: Callable[..., Result], /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
     ) -> list[Result]:
@@ -280,7 +277,9 @@ class RankPool:
         """Send a call to every rank and collect the replies; an interrupt notes where each rank stood."""
         with self._lock:
             if not self.alive:
-                raise RankFailure(report("RankPool.run got a pool that has ended.", mend="Make a new RankPool."))
+                raise RankFailure(
+                    report("fs.testing.RankPool.run got a pool that has ended.", mend="Make a new RankPool.")
+                )
             try:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
@@ -375,7 +374,7 @@ def _close_pools() -> None:
         pool.close()
 
 
-@named("run_ranks")
+@public
 def run_ranks(
     fn: Callable[..., Result], n: int, /, *args: Any, timeout: float | None = None, seed: int = 0, **kwargs: Any
 ) -> list[Result]:
@@ -434,7 +433,7 @@ def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwarg
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         mend = "Define the function at the top level of a module, and pass tensors, numbers and containers of them."
-    raise RankFailure(report(f"run_ranks cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend))
+    raise RankFailure(report(f"fs.run_ranks cannot send {name_of(fn)} and its arguments to the ranks.", [reason], mend))
 
 
 def _is_typed() -> bool:
@@ -451,9 +450,8 @@ def _body(*call: Any) -> bytes:
     if importlib.util.find_spec("cloudpickle") is not None:
         return importlib.import_module("cloudpickle").dumps(call)  # lazy: an extra
     if getattr(call[0], "__module__", None) == "__main__":
-        rule = (
-            f"run_ranks cannot send {name_of(call[0])} to the ranks, which cannot import a notebook or an interpreter."
-        )
+        name = name_of(call[0])
+        rule = f"fs.run_ranks cannot send {name} to the ranks, which cannot import a notebook or an interpreter."
         mend = (
             "It needs cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
         )

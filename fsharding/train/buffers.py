@@ -26,7 +26,7 @@ _NAME = "fs.sync_buffers"
 _WORD = torch.int64.itemsize
 
 
-@public(_NAME)
+@public
 def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
     """Copy the buffers of the first rank of a mesh to all of its ranks, as torch's DDP does. Collective.
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
 from fsharding.base.public import kind_of, public
 from fsharding.base.tree import Tree
@@ -133,7 +132,6 @@ class CapturedStep:
         layout = self._state.layout
         return f"CapturedStep({layout.strategy} on mesh {abstract(layout.mesh)})"
 
-    @named(_NAME)
     def record(self, step: TrainStep, graph: StepGraph) -> None:
         """Records a step on the static memory. Collective."""
         run = functools.partial(_run, step, self._plan, self._state, self._batch, self._stop)
@@ -141,7 +139,7 @@ class CapturedStep:
             graph.warm_up(run)
         self._graph, self._recorded = graph, graph.record(run)
 
-    @public("captured step")
+    @public
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """Run one step. Collective.
 
@@ -256,7 +254,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- capture
-@public(_NAME)
+@public
 def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     """Captures a whole train step as one graph of the device. Collective.
 
@@ -320,7 +318,6 @@ def refuse_host_work(step: TrainStep, state: TrainState, batch: Tree) -> None:
     _prepared(step, state, batch)
 
 
-@named(_NAME)
 def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     """Static memory, and a step that was tried on it."""
     with naming_lost(_NAME, state.layout.mesh):
@@ -344,7 +341,6 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
     return CapturedStep(plan, static, own, bit)
 
 
-@named(_NAME)
 def _check(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
         mend = "Give the step itself, with a state and a batch: fs.capture(step, state, batch)."

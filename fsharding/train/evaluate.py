@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ArgumentError, ConfigError, NonFiniteError, ScheduleError, message
 from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
@@ -33,8 +32,6 @@ from fsharding.transforms.value_and_grad import Loss, global_loss, without_gradi
 
 __all__ = ["Evaluate", "evaluate"]
 
-_NAME = "fs.evaluate"
-
 
 class Evaluate(Protocol):
     """The type of the function that `evaluate` returns."""
@@ -44,7 +41,7 @@ class Evaluate(Protocol):
         ...
 
 
-@public("fs.evaluate")
+@public
 def evaluate(
     model: Any,
     *,
@@ -108,7 +105,7 @@ def evaluate(
     loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux)
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
-    @public(_NAME)
+    @public
     @_compat.never_inlined
     def run(params: Tree | TrainState, batch: Tree) -> Any:
         refuse_compiled("Compile the loss function, fs.evaluate(torch.compile(loss_fn)), or its blocks.")
@@ -169,7 +166,6 @@ class _Pipeline:
         self._layout: Layout | None = None
         self._messages: Messages = {}
 
-    @named(_NAME)
     def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
         """The global loss of parameters in a layout with stages."""
         if layout is not self._layout:

@@ -37,7 +37,7 @@ __all__ = ["expected_memory", "expected_traffic", "fake_step"]
 T = TypeVar("T")
 
 
-@public("fs.debug.expected_traffic")
+@public
 def expected_traffic(
     model: Any,
     opt: GradientTransformation,
@@ -87,7 +87,7 @@ def expected_traffic(
     return fake_step(lambda *_: count_bytes(), model, opt, layout, batch, coord=coord, buffers=buffers, **options)
 
 
-@public("fs.debug.expected_memory")
+@public
 def expected_memory(
     model: Any,
     opt: GradientTransformation,

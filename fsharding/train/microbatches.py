@@ -26,7 +26,7 @@ from fsharding.sharding.leaf_plan import kind_text
 __all__ = ["local_batch", "split_batch", "uncut", "uneven"]
 
 
-@public("fs.local_batch")
+@public
 def local_batch(batch: Tree, mesh: Mesh | None = None) -> Tree:
     """Take the part of a global batch that this rank reads.
 

@@ -43,7 +43,7 @@ from fsharding.train.state_check import check_state
 __all__ = ["Explanation", "explain_reshard", "reshard", "shard", "unshard"]
 
 
-@public("fs.reshard")
+@public
 def reshard(
     tree_or_state: Tree,
     layout: Any,
@@ -171,7 +171,7 @@ def _agree(plan: Plan, group: Group, device: torch.device) -> None:
         raise LayoutError(message(text, mend="Give every rank the same tree, layout and budget."))
 
 
-@public("fs.shard")
+@public
 def shard(values: Tree, layout: Any, *, sync: Sync | None = None) -> Tree:
     """Shard full tensors, the same on every rank, as DTensors. Collective over the ranks of the mesh.
 
@@ -235,7 +235,7 @@ def _cut(x: Tensor, sharding: NamedSharding) -> DTensor:
     return sharding.to_dtensor(to_memory(local, sharding), shape)
 
 
-@public("fs.unshard")
+@public
 def unshard(values: Tree, *, source: Any = None) -> Tree:
     """Gather a leaf, or every leaf of a tree, into a plain tensor on every rank of its mesh. Collective.
 
@@ -340,7 +340,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in lines)
 
 
-@public("fs.debug.explain_reshard")
+@public
 def explain_reshard(a: Any, b: Any, *, rank: int | None = None, budget: int = BUDGET) -> Explanation:
     """Show what `reshard` would do, leaf by leaf, and exactly how many bytes it would send.
 

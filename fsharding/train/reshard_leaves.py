@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named, public_name
+from fsharding.base.calls import public_name
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
@@ -48,7 +48,6 @@ __all__ = [
     "sizes_of_staged",
 ]
 
-_FUNCTION = "fs.reshard"
 Rebuild = Callable[[Sequence[Tensor]], Any]
 
 
@@ -74,7 +73,6 @@ class Moving:
 # ------------------------------------------------------------------------------------------------------------- a state
 
 
-@named(_FUNCTION)
 def check_same_model(a: Layout, b: Layout) -> None:
     """Refuses two layouts that cannot hold the same state; every leaf that differs is listed."""
     if not isinstance(b, Layout):
@@ -161,7 +159,6 @@ def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Paramet
     return [_parameter(old, new, a, b, p, copy, key) for new, old, p, copy in pairs]
 
 
-@named(_FUNCTION)
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors."""
     old = state.layout
@@ -352,7 +349,6 @@ def _origins_in(state: TrainState, field: str) -> list[tuple[NamedSharding | Non
     return [(None, None) if entry is None else (entry.sharding, entry.shape) for entry in found]
 
 
-@named(_FUNCTION)
 def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
     """By leaf of a structure, the shardings of a layout or tree, and global shapes where a layout knows them."""
     count = spec.num_leaves
@@ -371,7 +367,6 @@ def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[
     return [leaf.params for leaf in leaves], [leaf.shape for leaf in leaves]
 
 
-@named(_FUNCTION)
 def devices(moved: Sequence[Moving]) -> list[Mesh]:
     """The meshes on which leaves are and to which they go."""
     result = dict.fromkeys(s.mesh for m in moved if not m.plain for s in (m.source, m.target))

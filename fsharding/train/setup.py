@@ -29,10 +29,8 @@ from fsharding.train.step_options import StepOptions, StepSettings, takes_step_o
 
 __all__ = ["setup"]
 
-_NAME = "fs.setup"
 
-
-@public(_NAME)
+@public
 @takes_step_options
 def setup(
     init_or_model: Any,

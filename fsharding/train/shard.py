@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from fsharding.base.calls import named
 from fsharding.base.errors import DataError, message
+from fsharding.base.public import public
 
 __all__ = ["WHOLE", "Data", "Shard"]
 
@@ -33,13 +33,13 @@ class Shard:
     index: int = 0
     count: int = 1
 
-    @named("Shard")
+    @public
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             rule = f"cannot be index {self.index} of count {self.count}."
             raise DataError(message(rule, mend="Give 0 <= index < count."))
 
-    @named("Shard.rows")
+    @public
     def rows(self, batch_size: int) -> range:
         """The rows of a global batch that belong to this shard.
 

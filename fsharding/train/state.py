@@ -17,8 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
-from fsharding.base.errors import ArgumentError, ConfigError, DonatedError, LayoutError, SpecError, TreeError, message
+from fsharding.base.errors import (
+    ArgumentError,
+    ConfigError,
+    DonatedError,
+    LayoutError,
+    SpecError,
+    TreeError,
+    message,
+    report,
+)
 from fsharding.base.public import (
     Immutable,
     check_function,
@@ -105,7 +113,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
     layout: Layout
     buffers: Buffers = field(default_factory=dict)
 
-    @named("TrainState")
+    @public
     def __init__(
         self,
         step: Tensor,
@@ -124,18 +132,16 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         """What copies and pickles contain: no seal, since tensors made from them count their changes from zero."""
         return {name: x for name, x in vars(self).items() if name != _SEAL}
 
-    @named("TrainState")
     def __getattr__(self, name: str) -> Any:
         if name in _FIELDS:
-            text = f"got a state that was donated: its {name} is gone."
+            text = f"TrainState got a state that was donated: its {name} is gone."
             mend = "Use the state that the step returned, or make the step with donate=False."
-            raise DonatedError(message(text, mend=mend))
+            raise DonatedError(report(text, mend=mend))
         raise missing_name("TrainState", name, (*_FIELDS, "replace", "donate"), _ELSEWHERE)
 
-    @named("TrainState")
     def __getitem__(self, name: Any) -> Any:
         mend = f"Write state.{name}." if name in _FIELDS else f"Its fields are {', '.join(_FIELDS)}."
-        raise ArgumentError(message(f"is neither a dict nor a tuple, got [{name!r}].", mend=mend))
+        raise ArgumentError(report(f"TrainState is neither a dict nor a tuple, got [{name!r}].", mend=mend))
 
     def __repr__(self) -> str:
         """Says which state it is and how much of it is here, without its numbers."""
@@ -154,7 +160,7 @@ class TrainState(Immutable, instead="state = state.replace({name}=...)"):
         rows += [f"loss scale {_shown(self.loss_scale.scale)}"] if self.loss_scale is not None else []
         return "\n  ".join(["TrainState", *rows])
 
-    @named("TrainState.replace")
+    @public
     def replace(self, **changes: Any) -> TrainState:
         """A state with some fields changed.
 
@@ -288,7 +294,6 @@ def _check_start(opt: Any, key: Any, layout: Any) -> None:
         raise SpecError(message(rule, mend=mend))
 
 
-@named("fs.init_state")
 def init_params(draws: Tree, layout: Layout, kind: str = "params", whole: Callable[[Any], Any] | None = None) -> Tree:
     """Evaluates each rank's slice of lazy draws."""
 
@@ -324,7 +329,7 @@ def _slice(draw: Any, box: Box) -> Tensor:
     return draw[tuple(slice(a, b) for a, b in box)].clone(memory_format=torch.contiguous_format)
 
 
-@public("fs.init_state")
+@public
 def init_state(
     model: Any,
     opt: GradientTransformation,
@@ -478,7 +483,7 @@ def constants_of(model: Any) -> Mapping[str, Tensor]:
     return {} if constants is None else constants()
 
 
-@public("fs.state_from_params")
+@public
 def state_from_params(
     params: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, *, buffers: Buffers | None = None
 ) -> TrainState:
@@ -563,7 +568,7 @@ def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> 
     )
 
 
-@public("fs.main_params")
+@public
 def main_params(params: Tree, layout: Layout) -> Tree:
     """Main parameters where the params hold them: slices (views) in `layout.main`; None for frozen leaves.
 
@@ -592,7 +597,7 @@ def main_of(state: TrainState) -> Tree:
     return state.main if state.main is not None else _slices(state.params, state.layout)
 
 
-@public("fs.params_from_main")
+@public
 def params_from_main(
     main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None
 ) -> Tree:
@@ -629,7 +634,6 @@ def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision
     return random.fold_in_count(key, step) if keyed else None
 
 
-@named("fs.params_from_main")
 def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:
     """`params_from_main` of leaves that are known to be in the layout."""
     targets = [leaf.params if leaf.trainable else None for leaf in layout.leaves]
@@ -643,7 +647,7 @@ def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, ke
     return send(values, where, BucketQueue(0), dtypes=kinds, into=into, wires=wires).wait()
 
 
-@public("fs.debug.state_bytes")
+@public
 def state_bytes(state: Tree) -> int:
     """Bytes of all local tensors of a tree.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
+from fsharding.base.calls import call_as
 from fsharding.base.errors import (
     ArgumentError,
     ConfigError,
@@ -133,12 +133,11 @@ class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
 
     dropped: Tensor | None = None
 
-    @named("Metrics")
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
-            rule = f"is a tuple with names, got [{index!r}]."
+            rule = f"Metrics is a tuple with names, got [{index!r}]."
             mend = f"Write metrics.{index}." if index in self._fields else f"Its names are {', '.join(self._fields)}."
-            raise ArgumentError(message(rule, mend=mend))
+            raise ArgumentError(report(rule, mend=mend))
         return tuple.__getitem__(self, index)
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +163,7 @@ class UncheckedMetrics(Metrics):
         return Metrics, tuple(self), {"dropped": self.dropped}
 
 
-@public("fs.model_loss")
+@public
 def model_loss(
     model: Any, *, policy: Policy = policies.save_except_gathered
 ) -> Callable[[Tree, Tree], tuple[Any, Any]]:
@@ -199,7 +198,7 @@ def model_loss(
     return loss_fn
 
 
-@public("fs.make_train_step")
+@public
 @takes_step_options
 def make_train_step(
     model: Any,
@@ -336,7 +335,6 @@ class TrainStep:
     # It keeps nothing of a state, but the plan of each layout that it was called with: a state may change its layout.
     # `_unchecked` is the verdict on the last call with `check="async"`, until the next call has looked at it.
 
-    @named("train step")
     def __init__(
         self,
         model: Any,
@@ -350,7 +348,7 @@ class TrainStep:
         self._unchecked: PendingVerdict | None = None
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=settings.policy) if self._is_model else model
-        self._loss_fn = LossFunction.of(loss_fn, has_aux=settings.has_aux)
+        self._loss_fn = call_as("train step", LossFunction.of, loss_fn, has_aux=settings.has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._drops: bool = self._is_model and model.drops
         self._facts = _facts(model, opt, precision, settings)
@@ -366,7 +364,7 @@ class TrainStep:
         name = "Model" if self._is_model else getattr(self._model, "__qualname__", type(self._model).__name__)
         return f"TrainStep({name}, microbatches={self._settings.microbatches}, donate={self._settings.donate})"
 
-    @public("train step")
+    @public
     @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """Run one step; `make_train_step` says what it raises.
@@ -388,7 +386,6 @@ class TrainStep:
             refuse_changed(state)
             return self._run(state, batch)
 
-    @public("train step")
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         plan = self.plan_of(state, batch)
         number = state.step
@@ -443,7 +440,6 @@ class TrainStep:
                 result.order.note(SAME_RATES, rates, lambda: f"rates {', '.join(map(str, rates))}", None)
         return result
 
-    @named("train step")
     def judge(self, plan: StepPlan, state: TrainState, batch: Tree, agreement: StepAgreement) -> Verdict:
         """The first half of a step: gradients, loss and norm, and whether the step counts. The host reads nothing."""
         layout = state.layout
@@ -494,7 +490,6 @@ class TrainStep:
             buffers=buffers,
         )
 
-    @named("train step")
     def prepare(self, layout: Layout) -> StepPlan:
         """Decide for a new layout, on which all ranks agree, how the step computes in it, or refuse it."""
         # It allocates nothing: gradient buffers come with the first step.
@@ -510,7 +505,6 @@ class TrainStep:
             precision.check_stages()
         return StepPlan(on_mesh(layout, abstract(layout.mesh)), layout.in_flight(precision), schedule, check == "sync")
 
-    @named("train step")
     def plan_of(self, state: TrainState, batch: Tree) -> StepPlan:
         """The plan for the layout of a checked state. Collective at the first call in a layout."""
         # Afterwards this plan is the only one with a check and buffers.
@@ -712,7 +706,6 @@ def _bad_parameters(state: TrainState) -> list[str]:
     return [path for path, count in zip(named, counts.tolist(), strict=True) if count]
 
 
-@named("train step")
 def _refusal(cause: Callable[[], str], order: UnitOrder | None, mesh: Mesh, code: int) -> FshardingError:
     """The error of a step that is refused, or of ranks that did different things in it."""
     if code == UNLIKE:

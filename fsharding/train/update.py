@@ -16,10 +16,8 @@ from fsharding.train.state import TrainState, main_of, rounding_key, sealed, spr
 
 __all__ = ["update"]
 
-_NAME = "fs.update"
 
-
-@public(_NAME)
+@public
 @_compat.never_inlined
 def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> TrainState:
     """Updates optimizer state, main parameters and parameters, and counts the step.

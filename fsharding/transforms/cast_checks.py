@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from fsharding.base import _compat
-from fsharding.base.calls import named
 from fsharding.base.errors import TransformError, message
 
 __all__ = ["refuse_bare_casts"]
@@ -27,7 +26,6 @@ _NEAR = 16
 _looked_at: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictionary()
 
 
-@named("fs.value_and_grad")
 def refuse_bare_casts(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
 ) -> None:

@@ -6,12 +6,11 @@ Guarantee: ranks at different units raise before one unit's bytes are used as an
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding.base.calls import named
-from fsharding.base.public import refuse
+from fsharding.base.public import public, refuse
 from fsharding.comm.step_agreement import comparison_of
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh
@@ -20,9 +19,8 @@ from fsharding.mesh.failures import naming_lost, order_here
 __all__ = ["compare_units"]
 
 
-@contextmanager
-@named("fs.debug.compare_units")
-def compare_units(mesh: Mesh) -> Generator[None]:
+@public
+def compare_units(mesh: Mesh) -> AbstractContextManager[None]:
     """Compare units, and the plans of their collectives, between ranks before each one in the `with` block. Collective.
 
     A debugging check. `make_train_step` does this in its first step, and compares one hash in each later one. Use it
@@ -46,6 +44,11 @@ def compare_units(mesh: Mesh) -> Generator[None]:
     """
     if not isinstance(mesh, DeviceMesh | AbstractMesh):
         raise refuse("a mesh", mesh, "Make one: mesh = fs.make_mesh(dp=-1).")
+    return _comparing(mesh)
+
+
+@contextmanager
+def _comparing(mesh: Mesh) -> Generator[None]:
     with naming_lost("fs.debug.compare_units", mesh):
         order = order_here()
         comparison = comparison_of(mesh)

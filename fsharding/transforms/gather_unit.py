@@ -60,7 +60,7 @@ class UnitsAhead(tuple[Tree, ...]):
         return next_unit if isinstance(next_unit, cls) else cls(() if next_unit is None else (next_unit,))
 
 
-@public("fs.gather_unit")
+@public
 @_compat.outside_of_graphs
 def gather_unit(
     unit: Tree,
@@ -252,7 +252,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return x if x.numel() == width else torch.nn.functional.pad(x, (0, width - x.numel()))
 
 
-@public("fs.select_unit")
+@public
 @_compat.outside_of_graphs
 def select_unit(stack: Tree, index: int) -> Tree:
     """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, next_unit=select_unit(blocks, 0))`.
@@ -298,7 +298,7 @@ def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None
     return [Local(value, sharding, shape, node.slices) for value in values]
 
 
-@public("fs.scatter_grads")
+@public
 @_compat.outside_of_graphs
 def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     """Sums whole gradients over the data axes and cuts them as the leaves of `like`: the transpose of `gather_unit`.

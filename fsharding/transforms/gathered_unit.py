@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.base.calls import named
-from fsharding.base.errors import TransformError, message
+from fsharding.base.errors import TransformError, report
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.handles import Handle
 from fsharding.comm.leaf_memory import on_device, read_ahead
@@ -182,7 +181,6 @@ class GatheredUnit:
         if self.state is not UnitState.ALIVE:
             self.full = self.wait()
 
-    @named("fs.gather_unit")
     def release(self, *, failed: bool = False) -> None:
         """Release the buffers, and refuse weights that were written in place, unless the step has `failed`."""
         changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
@@ -196,11 +194,11 @@ class GatheredUnit:
             self.state = UnitState.RELEASED
             self._memory.retire()
         if changed:
-            rule = f"gave weights of {self._owner.name_of(self.index)} that were then written in place."
+            rule = f"fs.gather_unit gave weights of {self._owner.name_of(self.index)} that were then written in place."
             mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
             if self.plan.aliases:
                 mend += " Leaves that nothing cuts are the state's own: it is changed, so load or make it again."
-            raise TransformError(message(rule, mend=mend))
+            raise TransformError(report(rule, mend=mend))
 
     def abandon(self, *, failed: bool = False) -> None:
         """Release a unit in any state; wait for pending all-gathers, only briefly after a failure."""

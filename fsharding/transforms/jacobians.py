@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as torch_pytree
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import TransformError, message
 from fsharding.base.public import check_function, public
 from fsharding.base.tree import Tree
@@ -27,7 +26,7 @@ from fsharding.sharding.partition_spec import P
 __all__ = ["hessian", "jacfwd"]
 
 
-@public("fs.jacfwd")
+@public
 def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
     """Makes a function that returns the Jacobian of `fn` with respect to its first argument, by forward mode.
 
@@ -58,7 +57,7 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
     check_function("a function (params, *args)", fn, 1)
 
     @functools.wraps(fn)
-    @named("fs.jacfwd")
+    @public
     def run(params: Tree, *args: Any) -> Tree:
         leaves, spec = tree.flatten(params)
         _check(tree.named_leaves(params))
@@ -92,7 +91,7 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
     return run
 
 
-@public("fs.hessian")
+@public
 def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
     """Makes a function that returns the Hessian of `fn` with respect to its first argument, forward over reverse.
 
@@ -119,7 +118,7 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
     check_function("a function (params, *args)", fn, 1)
 
     @functools.wraps(fn)
-    @named("fs.hessian")
+    @public
     def scalar(*args: Any) -> Tensor:
         result = fn(*args)
         if not isinstance(result, Tensor) or result.ndim:
@@ -131,7 +130,7 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
     columns = jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
 
     @functools.wraps(fn)
-    @named("fs.hessian")
+    @public
     def run(params: Tree, *args: Any) -> Tree:
         # For torch None is a leaf, with respect to which nothing can be differentiated.
         if any(x is None for x in torch_pytree.tree_leaves(params)):

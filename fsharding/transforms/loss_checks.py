@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import LIBRARY, name_of, named
+from fsharding.base.calls import LIBRARY
 from fsharding.base.errors import (
     ArgumentError,
     BatchError,
@@ -44,7 +44,6 @@ from fsharding.transforms.gather_context import GatherContext
 
 __all__ = ["explained", "line_of_user", "names_of"]
 
-_NAME = "fs.value_and_grad"
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
 _OUTSIDE = re.compile(r"index out of range in self|index -?\d+ is out of bounds for dimension 0")
@@ -57,7 +56,6 @@ _FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, sysconfig.get_paths()["stdlib"])
 
 
-@named(_NAME)
 def explained(
     error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], context: GatherContext
 ) -> FshardingError | None:
@@ -179,8 +177,8 @@ def _of_nodes(error: Exception) -> FshardingError | None:
 
 def _of_order(error: Exception) -> FshardingError | None:
     """A block of `fs.scan_units` that takes or returns what a body of lax.scan does."""
-    calls = (name_of(frame.f_code) for frame, _ in traceback.walk_tb(error.__traceback__))
-    if not isinstance(error, TypeError) or not _UNITS.search(str(error)) or "fs.scan_units" not in calls:
+    calls = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if not isinstance(error, TypeError) or not _UNITS.search(str(error)) or "scan_units" not in calls:
         return None
     mend = (
         "fs.scan_units calls block(params, carry), parameters first, where lax.scan calls (carry, x). A block returns"

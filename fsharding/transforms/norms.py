@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import public_name
+from fsharding.base.calls import call_as, public_name
 from fsharding.base.errors import LayoutError, TransformError, TreeError, message
-from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import here
 from fsharding.mesh.abstract_mesh import AXES
@@ -27,10 +26,13 @@ __all__ = ["counts_here", "norm_in_flight", "vdot"]
 
 
 @tree.define_vdot
-@public("fs.tree.vdot")
 @_compat.outside_of_graphs
 def vdot(a: Tree, b: Tree, *, shardings: Tree = None) -> Tensor:
     """Return the inner product of two trees, summed over ranks; the implementation of `fs.tree.vdot`."""
+    return call_as("fs.tree.vdot", _vdot, a, b, shardings)
+
+
+def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
     left = tree.named_leaves(a)
     right = tree.named_leaves(b)
     if left.keys() != right.keys():

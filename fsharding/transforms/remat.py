@@ -56,7 +56,7 @@ def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if op in _DOTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@public("fs.remat")
+@public
 @_compat.outside_of_graphs
 def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable) -> Callable[..., Any]:
     """Makes a function that keeps less for backward and computes it again there.

@@ -27,7 +27,7 @@ from fsharding.transforms.remat import remat
 __all__ = ["scan", "scan_units", "stack_units", "unstack_units"]
 
 
-@public("fs.scan")
+@public
 @_compat.outside_of_graphs
 def scan(
     fn: Callable[[Any, Any], tuple[Any, Any]], carry: Tree, xs: Tree, *, length: int | None = None
@@ -61,7 +61,7 @@ def scan(
     return carry, _stack(ys)
 
 
-@public("fs.scan_units")
+@public
 @_compat.outside_of_graphs
 def scan_units(
     block: Callable[..., Any],
@@ -142,7 +142,7 @@ def _as_local(unit: Tree) -> Tree:
     return tree.unflatten(spec, nodes)
 
 
-@public("fs.stack_units")
+@public
 @_compat.outside_of_graphs
 def stack_units(units: Sequence[Tree]) -> Tree:
     """Stack equal units: leaves `[...]` become `[layers, ...]`. Create lazy tensors with that dim instead.
@@ -171,7 +171,7 @@ def stack_units(units: Sequence[Tree]) -> Tree:
     return tree.map(lambda *leaves: torch.stack(leaves), *units)
 
 
-@public("fs.unstack_units")
+@public
 @_compat.outside_of_graphs
 def unstack_units(stack: Tree) -> list[Tree]:
     """The units of a stack, in order; leaves are views.

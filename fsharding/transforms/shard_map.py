@@ -14,7 +14,6 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, _functorch, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import TransformError, message
 from fsharding.base.public import check_function, public, refuse_compiled
 from fsharding.base.tree import Tree
@@ -26,7 +25,7 @@ from fsharding.sharding.partition_spec import P
 __all__ = ["shard_map"]
 
 
-@public("fs.shard_map")
+@public
 @_compat.outside_of_graphs
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
     """Wrap a function of `Local` nodes, so that it takes and returns DTensors; as JAX's `shard_map`, without specs.
@@ -62,9 +61,9 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
     """
     check_function("a function of trees", fn, 0)
 
-    @_compat.never_inlined
     @functools.wraps(fn)
-    @named("fs.shard_map")
+    @public
+    @_compat.never_inlined
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_compiled("Compile the function inside: fs.shard_map(torch.compile(fn)).")
         if _functorch.in_functorch():

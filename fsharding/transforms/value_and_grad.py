@@ -17,7 +17,6 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, _functorch, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import NonFiniteError, TransformError, message, report
 from fsharding.base.public import check_function, public, refuse, refuse_compiled
 from fsharding.base.shared import unmarked
@@ -84,7 +83,6 @@ class Loss(NamedTuple):
     count: Tensor | float
 
     @property
-    @named("fs.Loss")
     def mean(self) -> Tensor:
         """The sum over the count, on the device of the sum.
 
@@ -100,7 +98,7 @@ class Loss(NamedTuple):
             if not 0 < count < float("inf"):
                 what = "no token counts" if count == 0 else FULL if is_full(count) else f"its count is {count:g}"
                 mend = "Count the tokens that the sum is over, and add up batches before you ask for their mean."
-                raise NonFiniteError(message(f"has no mean: {what}.", mend=mend))
+                raise NonFiniteError(report(f"fs.Loss has no mean: {what}.", mend=mend))
             return without_gradients(self.sum / self.count)
         return without_gradients(self.sum / _divisor(count))
 
@@ -142,7 +140,7 @@ def agreement_of_call(mesh: Mesh | None) -> StepAgreement | None:
     return None if mesh is None or not data_axes(mesh) else _CallAgreement(mesh, axes=data_axes(mesh))
 
 
-@public("fs.value_and_grad")
+@public
 @_compat.outside_of_graphs
 def value_and_grad(
     fn: Callable[..., Any],
@@ -216,7 +214,7 @@ def value_and_grad(
         mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
         raise refuse("grads= as a tree of NamedSharding", grads, mend)
 
-    @public("fs.value_and_grad")
+    @public
     @_compat.never_inlined
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
         refuse_compiled(_COMPILE)
@@ -243,7 +241,6 @@ def value_and_grad(
 _COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."
 
 
-@named("fs.value_and_grad")
 def loss_and_grads(
     fn: Callable[..., Any],
     params: Tree,
@@ -275,7 +272,6 @@ def loss_and_grads(
     return LossAndGrads(totals[0], totals[1], loss.weight is not None, loss.aux, tape.as_tree(local))
 
 
-@named("fs.evaluate")
 def global_loss(
     fn: Callable[..., Any],
     params: Tree,
@@ -453,7 +449,6 @@ _ON_NO_MESH: Any = None
 """In place of the sharding of a plain tensor."""
 
 
-@named("fs.value_and_grad")
 def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) -> GradTarget | None:
     """The target of a leaf's gradient; None for frozen leaves and for those that cannot be differentiated."""
     if sharding is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():

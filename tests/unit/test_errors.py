@@ -1,13 +1,20 @@
 """The exceptions, the form of their texts, and the public names that these begin with."""
 
+import gc
 import inspect
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
+from types import FunctionType
 
 import pytest
 import torch
 
+import fsharding as fs
 from fsharding import errors
-from fsharding.base.calls import call_as, name_of, named, public_name
+from fsharding.base.calls import call_as, innermost_call, path_of, public_name
 from fsharding.base.errors import FshardingError, listed, message, printable, report
+from fsharding.base.public import public
+from fsharding.base.registry import names_of
 
 
 def test_a_message_has_rule_rows_and_mend():
@@ -53,46 +60,74 @@ def test_no_row_can_look_like_another_one():
     assert long.splitlines()[-2:] == ["    39", "    ... and 960 more lines"]
 
 
-@named("fs.outer")
+@public
 def outer(inner):
     return [message("cannot do it."), inner()]
 
 
-@named("fs.f(...).inner")
-def inner():
-    def helper():
+@public
+def makes():
+    @public
+    def made():
         return message("cannot do it.", ["a: 1"])
 
-    return helper()
+    return made
 
 
 def test_an_error_begins_with_the_name_of_the_innermost_public_call():
     assert message("cannot do it.") == "fsharding cannot do it."
-    assert outer(inner) == ["fs.outer cannot do it.", "fs.f cannot do it.\n  a: 1"]
+    assert outer(public_name) == ["outer cannot do it.", "outer"]
+    assert outer(makes())[1] == "makes cannot do it.\n  a: 1", "a function made in a public call has its name"
     assert outer(lambda: call_as("a b --c", message, "cannot."))[1] == "a b --c cannot."
-    assert call_as("a", outer, lambda: public_name()) == ["fs.outer cannot do it.", "fs.outer"]
-    assert name_of(outer.__code__) == "fs.outer" and name_of(test_no_row_can_look_like_another_one.__code__) == ""
+    assert call_as("a", outer, public_name) == ["outer cannot do it.", "outer"]
+    assert call_as("a", lambda: [outer(public_name), public_name()])[1] == "a"
 
 
-def test_a_name_is_found_in_a_generator_and_in_a_backward_that_is_marked():
-    @named("fs.rows")
-    def rows():
-        yield message("cannot.")
+def test_names_are_the_paths_at_which_fs_has_functions_and_classes():
+    paths = {
+        "fs.adamw": fs.adamw,
+        "fs.optim.clip_by_global_norm": fs.optim.clip_by_global_norm,
+        "fs.Precision": fs.Precision.__post_init__,
+        "fs.Layout.with_mesh": fs.Layout.with_mesh,
+        "fs.checkpoint.Checkpointer.save": fs.checkpoint.Checkpointer.save,
+        "fs.testing.RankPool": fs.testing.RankPool.__init__,
+        "train step": type(fs.make_train_step(lambda params, batch: 0, fs.sgd(0.1))).__call__,
+    }
+    assert {path: path_of(fn) for path, fn in paths.items()} == {path: path for path in paths}
+    with pytest.raises(errors.TreeError, match=r"^fs\.adamw got "):
+        fs.adamw(1e-3).update({"b": torch.ones(1)}, fs.adamw(1e-3).init({"w": torch.ones(1)}))
 
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
 
-        @staticmethod
-        @named("fs.twice")
-        def backward(ctx, grad):
-            raise FshardingError(message("has no gradient."))
+def test_every_public_function_has_a_path():
+    """A mark on a function that `fs` does not have would begin errors with a name that no one can type."""
+    values = ("train step", "captured step", "pure module", "te module", "PureModule.init", "PureModule.state_dict")
+    found = {path_of(x) for x in gc.get_objects() if type(x) is FunctionType and _is_marked(x)}
+    registered = {*names_of("optimizer")}
+    assert len(found) > 150
+    assert not {path for path in found if not path.startswith("fs.")} - {*values} - registered
 
-    assert outer(lambda: next(rows()))[1] == "fs.rows cannot."
-    y = Twice.apply(torch.ones((), requires_grad=True))
-    with pytest.raises(FshardingError, match=r"^fs\.twice has no gradient\.$"):
-        y.backward()
+
+def _is_marked(fn):
+    ours = str(fn.__module__).startswith("fsharding.") and fn.__code__ is outer.__code__
+    return ours and "<locals>" not in fn.__qualname__
+
+
+def test_a_call_that_failed_is_over_and_each_thread_has_its_own():
+    with pytest.raises(ZeroDivisionError):
+        outer(lambda: 1 / 0)
+    assert public_name() == "fsharding"
+    with ThreadPoolExecutor(1) as pool:
+        assert outer(lambda: pool.submit(public_name).result())[1] == "fsharding"
+        assert outer(lambda: pool.submit(innermost_call, get_ident()).result())[1] == "outer"
+
+
+def test_a_compiled_function_has_public_ones_in_its_graph():
+    @public
+    def double(x):
+        return 2 * x
+
+    explained = torch._dynamo.explain(lambda x: double(x) + 1)(torch.ones(2))
+    assert explained.graph_count == 1 and explained.graph_break_count == 0
 
 
 @pytest.mark.parametrize(

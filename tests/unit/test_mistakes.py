@@ -244,7 +244,7 @@ MISTAKES = {
     ),
     "P of no axis": (
         SpecError,
-        "P knows no axis 'data'.",
+        "fs.P knows no axis 'data'.",
         lambda at: fs.P("data"),
     ),
     "a dim without a rule": (

@@ -73,7 +73,7 @@ def test_each_role_says_what_it_takes():
     with pytest.raises(ConfigError) as caught:
         Precision(compute=torch.float8_e4m3fn, grads=fs.formats.MXFP8, gather=torch.bfloat16, moments=fs.formats.MXFP4)
     assert str(caught.value) == (
-        "Precision got what its roles do not take.\n"
+        "fs.Precision got what its roles do not take.\n"
         "  compute=torch.float8_e4m3fn, which takes a dtype or a format\n"
         "  grads=float8_e4m3fn[1x32, e8m0], which takes a dtype: sums are not rounded to codes\n"
         "  moments=float4_e2m1fn_x2[1x32, e8m0], which takes a dtype, or a format of 8 bits without a scale of whole matrices\n"

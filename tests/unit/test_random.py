@@ -87,14 +87,20 @@ MEND = "Make keys with random.key, random.split or random.fold_in."
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: random.split(torch.zeros(3, dtype=torch.int64)), "random.split needs a key int64[2], got int64[3]."),
-        (lambda: random.fold_in(torch.zeros(2), 1), "random.fold_in needs a key int64[2], got float32[2]."),
+        (
+            lambda: random.split(torch.zeros(3, dtype=torch.int64)),
+            "fs.random.split needs a key int64[2], got int64[3].",
+        ),
+        (lambda: random.fold_in(torch.zeros(2), 1), "fs.random.fold_in needs a key int64[2], got float32[2]."),
         (
             lambda: random.normal(random.split(random.key(0)), (2,)),
-            "random.normal needs a key int64[2], got int64[2, 2].",
+            "fs.random.normal needs a key int64[2], got int64[2, 2].",
         ),
-        (lambda: random.uniform(torch.zeros(()), (2,)), "random.uniform needs a key int64[2], got float32[]."),
-        (lambda: random.bernoulli(torch.zeros(1), (2,), 0.5), "random.bernoulli needs a key int64[2], got float32[1]."),
+        (lambda: random.uniform(torch.zeros(()), (2,)), "fs.random.uniform needs a key int64[2], got float32[]."),
+        (
+            lambda: random.bernoulli(torch.zeros(1), (2,), 0.5),
+            "fs.random.bernoulli needs a key int64[2], got float32[1].",
+        ),
     ],
 )
 def test_keys_of_the_wrong_kind(call, text):
@@ -102,7 +108,7 @@ def test_keys_of_the_wrong_kind(call, text):
 
 
 def test_a_seed_is_no_key():
-    assert refusal(lambda: fs.random.normal(7, (2,))) == f"random.normal needs a key int64[2], got int 7.\n{MEND}"
+    assert refusal(lambda: fs.random.normal(7, (2,))) == f"fs.random.normal needs a key int64[2], got int 7.\n{MEND}"
 
 
 SEEDS = [-1, 2**64, -(2**64), 1.0, True, np.True_, np.int64(-1), np.float32(3), "7", None, torch.tensor(True)]
@@ -111,26 +117,26 @@ SEEDS = [-1, 2**64, -(2**64), 1.0, True, np.True_, np.int64(-1), np.float32(3), 
 @pytest.mark.parametrize("seed", SEEDS, ids=repr)
 def test_seeds_out_of_range_would_share_a_key(seed):
     text = refusal(lambda: random.key(seed))
-    assert text == f"random.key got seed={seed!r}.\nGive an integer from 0 to 2**64 - 1."
+    assert text == f"fs.random.key got seed={seed!r}.\nGive an integer from 0 to 2**64 - 1."
 
 
 @pytest.mark.parametrize("data", [-1, 2**63, 2**64, 1.0, True, torch.tensor(-1), torch.tensor(False)], ids=repr)
 def test_numbers_out_of_range_would_share_a_key(data):
     text = refusal(lambda: random.fold_in(random.key(0), data))
-    assert text == f"random.fold_in got data={data!r}.\nGive an integer from 0 to 2**63 - 1."
+    assert text == f"fs.random.fold_in got data={data!r}.\nGive an integer from 0 to 2**63 - 1."
 
 
 @pytest.mark.parametrize("n", [-1, 2**32, 1.5, True], ids=repr)
 def test_numbers_of_keys_out_of_range(n):
     text = refusal(lambda: random.split(random.key(0), n))
-    assert text == f"random.split got n={n!r}.\nGive an integer from 0 to 2**32 - 1."
+    assert text == f"fs.random.split got n={n!r}.\nGive an integer from 0 to 2**32 - 1."
 
 
 def test_a_number_of_a_transform_is_an_integer():
     """Its value is not read, its dtype is."""
     for data, kind in ((torch.zeros(3), "float32[]"), (torch.zeros(3, 2, dtype=torch.int64), "int64[2]")):
         text = refusal(lambda x=data: torch.func.vmap(lambda i: random.fold_in(random.key(0), i))(x))
-        assert text == f"random.fold_in got data={kind}.\nGive an integer from 0 to 2**63 - 1."
+        assert text == f"fs.random.fold_in got data={kind}.\nGive an integer from 0 to 2**63 - 1."
 
 
 def test_integers_of_numpy_and_torch_are_numbers():
@@ -159,7 +165,7 @@ def test_a_box_is_inside_the_array():
         with pytest.raises(LayoutError) as caught:
             draw.slice(box)
         assert str(caught.value) == (
-            f"LazyTensor.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
+            f"fs.random.LazyTensor.slice cannot draw {list(box)} of an array of shape [3, 4].\n"
             "Give a range inside the array for each dim."
         )
 

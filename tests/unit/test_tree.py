@@ -111,19 +111,17 @@ refusal = functools.partial(helpers.refusal, kind=TreeError)
 
 def test_trees_that_do_not_match_are_both_named():
     assert refusal(lambda: tree.map(max, {"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 2}, "e": 3})) == (
-        "tree.map got two trees that do not match.\n"
+        "fsharding got two trees that do not match.\n"
         "  b.c: only in the first tree\n"
         "  b.d: only in the second tree\n"
         "  e: only in the second tree\n"
         "Give both trees the same keys."
     )
     assert refusal(lambda: tree.map_with_path(max, [1, 2], [1])) == (
-        "tree.map_with_path got two trees that do not match.\n"
-        "  1: only in the first tree\n"
-        "Give both trees the same keys."
+        "fsharding got two trees that do not match.\n  1: only in the first tree\nGive both trees the same keys."
     )
     assert refusal(lambda: tree.map(max, {"a": [1, 2]}, {"a": (1, 2)})) == (
-        "tree.map got two trees that do not match.\n"
+        "fsharding got two trees that do not match.\n"
         "  the first tree: PyTreeSpec({'a': [*, *]})\n"
         "  the second tree: PyTreeSpec({'a': (*, *)})\n"
         "Give both trees the same keys."
@@ -145,9 +143,9 @@ def test_trees_that_do_not_match_are_both_named():
 def test_a_path_that_is_not_there():
     for path in ("a.c", "a.b.0", "z", "a.0"):
         assert refusal(lambda path=path: tree.at({"a": {"b": 1}}, path)) == (
-            f"tree.at finds no {path!r}.\nThe paths are a.b."
+            f"fs.tree.at finds no {path!r}.\nThe paths are a.b."
         )
-    assert refusal(lambda: tree.at({}, "a")) == "tree.at finds no 'a'.\nThe paths are none."
+    assert refusal(lambda: tree.at({}, "a")) == "fs.tree.at finds no 'a'.\nThe paths are none."
 
 
 def test_trees_that_match():

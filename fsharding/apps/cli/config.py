@@ -16,7 +16,7 @@ from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.resume import changes, choose, notes
 from fsharding.apps.cli.usage import check_numbers, check_values, parse_trackers
 from fsharding.apps.data import Packed, Tokens, open_data, packed
-from fsharding.base.calls import call_as, named
+from fsharding.base.calls import call_as
 from fsharding.base.errors import BatchError, CheckpointError, ConfigError, message, report
 from fsharding.formats.precision import FP8, FP8_BLOCK, MXFP8, NVFP4
 from fsharding.mesh import preemption
@@ -47,7 +47,6 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # `--swap-a
 OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 
 
-@named("fsharding train")
 def check(config: TrainConfig, world: int) -> None:
     """Refuse whatever could go wrong later on `world` ranks: only a full disk, a lost rank or a NaN may."""
     check_values("fsharding train", config)
@@ -91,12 +90,11 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(message("got --val-every without --val-data.", mend=mend))
 
 
-@named("fsharding train --log")
 def _check_trackers(config: TrainConfig) -> None:
     packages = [name for name in parse_trackers(config.log) if name != "json"]
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        text = f"needs packages that are not installed: {', '.join(missing)}."
-        raise ConfigError(message(text, mend="Install them with: pip install 'fsharding[log]'"))
+        text = f"fsharding train --log needs packages that are not installed: {', '.join(missing)}."
+        raise ConfigError(report(text, mend="Install them with: pip install 'fsharding[log]'"))
 
 
 def model_of(config: TrainConfig) -> Model:
@@ -127,7 +125,6 @@ def _layers_of_stages(config: TrainConfig) -> list[int] | None:
     return [int(count) for count in counts] or None
 
 
-@named("fsharding train")
 def _check_mesh(config: TrainConfig, text: str, world: int) -> None:
     """Refuse a mesh that does not fit the ranks, or over which model, sequence or batch cannot be sharded."""
     axes = {"dp": -1, **parse_axes(text)}
@@ -196,7 +193,6 @@ def _check_out(config: TrainConfig) -> None:
 _OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
 
 
-@named("fsharding train --resume")
 def _check_resume(config: TrainConfig, data: Data) -> None:
     newest = choose(config.resume, config.checkpoints).path
     if newest is None:
@@ -208,7 +204,8 @@ def _check_resume(config: TrainConfig, data: Data) -> None:
     rows += changes(config, {"optimizer": "adamw", **extra["config"]}, ("optimizer", *others))
     if rows:
         mend = "Give the options of the run; its data have to be as they were. Or start a new one in another --out."
-        raise CheckpointError(message(f"cannot go on from {newest}: it is another run.", rows, mend))
+        rule = f"fsharding train --resume cannot go on from {newest}: it is another run."
+        raise CheckpointError(report(rule, rows, mend))
 
 
 # ------------------------------------------------------------------------------------------------- swaps, --offload
@@ -221,7 +218,6 @@ class Swap(NamedTuple):
     dtype: str = ""  # name of a precision
 
 
-@named("fsharding train")
 def parse_swaps(text: str) -> tuple[Swap, ...]:
     """Read the swaps of `--swap-at`, in the order of their steps."""
     swaps: list[Swap] = []

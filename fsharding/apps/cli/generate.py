@@ -20,7 +20,7 @@ from fsharding.apps.cli.config import PRECISIONS
 from fsharding.apps.cli.options import GenerateConfig
 from fsharding.apps.cli.resume import notes
 from fsharding.apps.cli.usage import check_numbers, check_values
-from fsharding.base.calls import call_as, named
+from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, ConfigError, DataError, message
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import MANIFEST, Manifest
@@ -36,7 +36,6 @@ __all__ = ["Bytes", "check_generate", "generate"]
 _FUNCTION = "fsharding generate"
 
 
-@named(_FUNCTION)
 def check_generate(config: GenerateConfig, world: int) -> None:
     """Refuse options, a checkpoint or a prompt that could not run on `world` ranks."""
     check_values(_FUNCTION, config)
@@ -64,11 +63,10 @@ def check_generate(config: GenerateConfig, world: int) -> None:
         raise DataError(message(rule, [pieces], mend))
 
 
-@named(_FUNCTION)
 def generate(config: GenerateConfig) -> int:
     """Generate on this process, or the ranks that a launcher started; return the exit status."""
     try:
-        _generate(config)
+        call_as(_FUNCTION, _generate, config)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

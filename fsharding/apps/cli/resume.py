@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from fsharding import checkpoint
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.usage import option
-from fsharding.base.calls import named
-from fsharding.base.errors import CheckpointError, ConfigError, message
+from fsharding.base.errors import CheckpointError, ConfigError, message, report
 from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import lock_alone, survey
 from fsharding.mesh.device_mesh import own_rank
@@ -54,28 +53,27 @@ def choose(resume: str, checkpoints: Path, skip: Collection[Path] = ()) -> Choic
     return Choice(None, tuple(passed))
 
 
-@named("fsharding train --resume")
 def _nothing(checkpoints: Path, rows: list[str]) -> CheckpointError:
-    text = f"finds no complete checkpoint in {checkpoints}."
-    return CheckpointError(message(text, rows, "Leave --resume out to start a new run."))
+    text = f"fsharding train --resume finds no complete checkpoint in {checkpoints}."
+    return CheckpointError(report(text, rows, "Leave --resume out to start a new run."))
 
 
-@named("fsharding train --resume")
 def is_damaged(path: Path) -> bool:
     """Return whether a checkpoint's data differs from its manifest. Collective; rank 0 reads all of it."""
     _, answers = together(lambda: (None, own_rank() == 0 and bool(checkpoint.inspect(path).damaged)))
     return answers[0]
 
 
-@named("fsharding train --resume")
 def batches_seen(newest: Path) -> int:
     """Return how many batches a run had seen when it saved a checkpoint."""
     manifest = checkpoint.metadata(newest)
     batches = notes(manifest).get("batches", manifest.step)
     if type(batches) is not int or batches < 0:
-        text = f"cannot go on from {newest}: it does not say how many batches its run had seen."
+        text = (
+            f"fsharding train --resume cannot go on from {newest}: it does not say how many batches its run had seen."
+        )
         mend = "fs.checkpoint.load reads it; --resume takes what fsharding train has saved."
-        raise CheckpointError(message(text, [f"batches: {batches!r}"], mend))
+        raise CheckpointError(report(text, [f"batches: {batches!r}"], mend))
     return batches
 
 
@@ -99,7 +97,6 @@ def changes(config: TrainConfig, before: dict[str, Any], names: Iterable[str]) -
 
 
 @contextlib.contextmanager
-@named("fsharding train")
 def alone_in(out: Path) -> Generator[None]:
     """Lock the directory of a run, and refuse ranks that see another directory. Collective."""
     with contextlib.ExitStack() as stack:

@@ -33,7 +33,7 @@ from fsharding.apps.cli.trackers import Trackers
 from fsharding.apps.cli.usage import option, parse_trackers
 from fsharding.apps.data import Packed, Shard
 from fsharding.base import devices
-from fsharding.base.calls import named
+from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, RankError, printable, report
 from fsharding.checkpoint.directory import append, naming_path, survey
 from fsharding.checkpoint.replicas import check_replicas
@@ -53,9 +53,12 @@ from fsharding.train.step import Metrics, TrainStep
 __all__ = ["train"]
 
 
-@named("fsharding train")
 def train(config: TrainConfig) -> int:
     """Train on this process, or the ranks that a launcher started; return the exit status."""
+    return call_as("fsharding train", _until_stopped, config)
+
+
+def _until_stopped(config: TrainConfig) -> int:
     deadline = preemption.parse_deadline(config.deadline) if config.deadline else None
     with preemption.watch((*preemption.SIGNALS, signal.SIGINT), deadline=deadline) as watch:
         try:
@@ -222,7 +225,6 @@ _OWN = {
 }  # fmt: skip
 
 
-@named("fsharding train")
 def _agree(config: TrainConfig, data: Data, validation: Data | None, mesh: Any, choice: Choice) -> None:
     """Refuse ranks that were started with different options, or that see different data or checkpoints."""
     facts = {option(name): str(value) for name, value in asdict(config).items() if name not in _OWN}

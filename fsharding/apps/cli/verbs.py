@@ -29,7 +29,7 @@ from fsharding.apps.cli.options import (
 from fsharding.apps.cli.starting import hold_again, tell
 from fsharding.apps.cli.train import train
 from fsharding.apps.cli.usage import check_numbers, check_values
-from fsharding.base.calls import call_as, named
+from fsharding.base.calls import call_as
 from fsharding.base.errors import ConfigError, MeshError, RankError, message, printable, report
 from fsharding.base.untrusted import read_json
 from fsharding.checkpoint.directory import Seen, survey
@@ -53,7 +53,8 @@ __all__ = ["run"]
 
 def run(config: Any) -> int:
     """Act on a configuration, and return the exit status."""
-    return _VERBS[type(config)](config) or 0
+    verb, act = _VERBS[type(config)]
+    return call_as(f"fsharding {verb}", act, config) or 0
 
 
 def _train(config: TrainConfig) -> int:
@@ -93,7 +94,6 @@ def _generate(config: GenerateConfig) -> int:
     return max(launch_ranks(generate, ranks, config))
 
 
-@named("fsharding")
 def _ranks(asked: int | None) -> int:
     """Return how many ranks will run: those that a launcher started, or those that were asked for."""
     world = os.environ["WORLD_SIZE"] if under_launcher() else ""
@@ -127,7 +127,7 @@ def _inspect(config: InspectConfig) -> int:
 
 
 def _reshard(config: ReshardConfig) -> None:
-    axes = call_as("fsharding reshard", parse_axes, config.mesh)
+    axes = parse_axes(config.mesh)
     strategy = None if config.strategy is None else Strategy.parse(config.strategy)
     made = reshard_checkpoint(config.source, config.target, axes, strategy)
     files = {name: file.bytes for name, file in made.files.items()}
@@ -178,7 +178,6 @@ def _aligned(table: Sequence[Sequence[str]], adjust: Any) -> list[str]:
     return ["  ".join(map(adjust, row, widths)).rstrip() for row in table]
 
 
-@named("fsharding export")
 def _names(file: Path | None) -> dict[str, Name] | None:
     """Read a table of names from a JSON file."""
     if file is None:
@@ -208,7 +207,6 @@ def _name(value: Any) -> Name:
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
-@named("fsharding plan")
 def preview(config: PlanConfig) -> None:
     """Print what a preset takes on a mesh that need not exist; bytes equal `layout.memory()`."""
     check_values("fsharding plan", config)
@@ -281,12 +279,12 @@ def _planned(result: dict[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
-_VERBS: dict[type[Any], Callable[[Any], int | None]] = {
-    TrainConfig: _train,
-    GenerateConfig: _generate,
-    PlanConfig: preview,
-    DoctorConfig: doctor,
-    InspectConfig: _inspect,
-    ReshardConfig: _reshard,
-    ExportConfig: _export,
+_VERBS: dict[type[Any], tuple[str, Callable[[Any], int | None]]] = {
+    TrainConfig: ("train", _train),
+    GenerateConfig: ("generate", _generate),
+    PlanConfig: ("plan", preview),
+    DoctorConfig: ("doctor", doctor),
+    InspectConfig: ("inspect", _inspect),
+    ReshardConfig: ("reshard", _reshard),
+    ExportConfig: ("export", _export),
 }

@@ -69,7 +69,7 @@ class _Leaf(NamedTuple):
     olds: dict[int, Tensor]  # statistics by dim: -1 and -2 of a matrix, 0 of any other leaf
 
 
-@public("fs.optim.adafactor")
+@public
 def adafactor(
     learning_rate: float | Schedule = 1e-2,
     *,
@@ -113,7 +113,7 @@ def adafactor(
     own = check_dtype("moments", moments)
     rate = as_schedule(learning_rate)
 
-    @public("fs.optim.adafactor(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> AdafactorState:
         kept = own or refuse_format(context.moments, "it has means of moments, and no moments")
         flat, spec = tree.flatten(params)
@@ -130,7 +130,7 @@ def adafactor(
         row, col, full = (tree.unflatten(spec, [zeros(dim, *leaf) for leaf in leaves]) for dim in _DIMS)
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
-    @public("fs.optim.adafactor(...).update")
+    @public
     def update(
         updates: Tree, state: AdafactorState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, AdafactorState]:

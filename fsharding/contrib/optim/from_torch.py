@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, public
@@ -56,7 +55,7 @@ class TorchState(NamedTuple):
     scalars: dict[str, Tree]
 
 
-@named("fs.optim.from_torch")
+@public
 def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **settings: Any) -> ContextTransformation:
     """A transformation from a torch optimizer that treats each element by itself, such as Adam, RMSprop, NAdam, Rprop.
 
@@ -91,7 +90,7 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
     kinds_of = functools.cache(functools.partial(_state_kinds, optimizer, settings))
     names, fused = kinds_of(torch.float32), settings.get("fused")
 
-    @public("fs.optim.from_torch(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
         kept = own or _refuse_narrow(refuse_format(context.moments, "torch's optimizer has tensors of its own"))
 
@@ -106,7 +105,7 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
         scalars = {name: tree.map(functools.partial(scalar, name), params) for name in names[1]}
         return TorchState(torch.zeros((), dtype=torch.int64), slots, scalars)
 
-    @public("fs.optim.from_torch(...).update")
+    @public
     def update(
         updates: Tree, state: TorchState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, TorchState]:

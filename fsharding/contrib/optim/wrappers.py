@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import TreeError, message
 from fsharding.base.public import check_optimizer, public
@@ -49,7 +48,7 @@ class LookaheadState(NamedTuple):
     inner: Tree
 
 
-@named("fs.optim.ema")
+@public
 def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     """An exponential moving average of the parameters, for evaluation; updates pass through unchanged.
 
@@ -72,11 +71,11 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     check_settings((TO_1, {"decay": decay}))
     rate = as_schedule(decay)
 
-    @public("fs.optim.ema(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> EmaState:
         return EmaState(torch.zeros((), dtype=torch.int64), _wide_copy(params))
 
-    @public("fs.optim.ema(...).update")
+    @public
     def update(
         updates: Tree, state: EmaState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, EmaState]:
@@ -93,7 +92,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     return ContextTransformation(init, update, by_element=True)
 
 
-@named("fs.optim.ema_of")
+@public
 def ema_of(opt_state: Tree) -> Tree:
     """The average that an `ema` somewhere in an optimizer state keeps, in the sharding of the main parameters.
 
@@ -118,7 +117,7 @@ def ema_of(opt_state: Tree) -> Tree:
     return averages[0]
 
 
-@named("fs.optim.lookahead")
+@public
 def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0.5) -> ContextTransformation:
     """Lookahead (Zhang et al. 2019): after some updates, back to a point between their first and last parameters.
 
@@ -140,11 +139,11 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     check_settings((FROM_1, {"every": every}), (TO_1, {"share": share}))
     fast = inner.with_context()
 
-    @public("fs.optim.lookahead(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> LookaheadState:
         return LookaheadState(torch.zeros((), dtype=torch.int64), _wide_copy(params), fast.init(params, context))
 
-    @public("fs.optim.lookahead(...).update")
+    @public
     def update(
         updates: Tree, state: LookaheadState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, LookaheadState]:
@@ -200,7 +199,7 @@ def annealed(eta: float, gamma: float = 0.55) -> Schedule:
     return lambda count: (eta / (1 + count) ** gamma) ** 0.5
 
 
-@public("fs.optim.add_noise")
+@public
 def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
     """Adds normal noise to gradients; put it before the optimizer, and before clipping if that should see it.
 
@@ -221,11 +220,11 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
     """
     check_settings((FROM_0, {"std": std}))
 
-    @public("fs.optim.add_noise(...).init")
+    @public
     def init(params: Tree, context: InitContext = InitContext()) -> NoiseState:
         return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
 
-    @public("fs.optim.add_noise(...).update")
+    @public
     def update(
         updates: Tree, state: NoiseState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, NoiseState]:

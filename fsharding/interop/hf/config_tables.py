@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, listed, message, report
 from fsharding.base.local_paths import check_local
+from fsharding.base.public import public
 from fsharding.base.untrusted import beside, read_json
 from fsharding.foreign.coded_weights import CONFIG_LIMIT, blocks_of
 from fsharding.interop.hf.config_fields import FIELDS, IGNORED, ONLY, READ, Only
@@ -61,7 +61,7 @@ _LACKED = {
 
 
 # ------------------------------------------------------------------------------------------------------------------ in
-@named("fs.hf.config_of")
+@public
 def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a `config.json` means.
 
@@ -333,7 +333,7 @@ def decoder_config(config: Any) -> DecoderConfig:
     return result
 
 
-@named("fs.hf.config_json")
+@public
 def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     """The `config.json` of a decoder, in the family that computes the same.
 

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.dtypes import FLOATS
 from fsharding.base.errors import CheckpointError, FshardingError, message
-from fsharding.base.public import check_path
+from fsharding.base.public import check_path, public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.byte_ranges import pieces as windows
 from fsharding.checkpoint.collective_call import agreed, on_all
@@ -36,14 +35,13 @@ from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["load"]
 
-_FUNCTION = "fs.hf.load"
 _STACKED = "model.layers.0.mlp.experts.gate_up_proj"
 _HEAD = "lm_head.weight"
 _TABLE = "model.embed_tokens.weight"
 
 
+@public
 @called_by_all
-@named(_FUNCTION)
 def load(
     path: StrPath, layout: Layout, names: Names | None = None, *, extra: Literal["refuse", "ignore"] = "refuse"
 ) -> Tree:

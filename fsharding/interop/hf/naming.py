@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 
-from fsharding.base.calls import named
+from fsharding.base.public import public
 from fsharding.foreign.name_map import Name as SimpleName
 from fsharding.foreign.name_map import Rows, Transposed, our_box, parts
 from fsharding.interop.hf.config_tables import decoder_config
@@ -240,7 +240,7 @@ def _fused(names: dict[str, Name]) -> dict[str, Name]:
     return {**left, **result}
 
 
-@named("fs.hf.names_of")
+@public
 def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
     """Where each leaf of `models.decoder(config)` is in a directory of its family.
 

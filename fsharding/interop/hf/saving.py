@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import named
 from fsharding.base.errors import CheckpointError, message
-from fsharding.base.public import check_path
+from fsharding.base.public import check_path, public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
@@ -58,8 +57,6 @@ from fsharding.train.state_check import check_state
 
 __all__ = ["Saved", "save", "shards_at_home", "stored_params"]
 
-_FUNCTION = "fs.hf.save"
-
 
 @dataclass(frozen=True)
 class Saved:
@@ -87,8 +84,8 @@ class Saved:
         return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {sum(self.files.values()):,} bytes"
 
 
+@public
 @called_by_all
-@named(_FUNCTION)
 def save(
     path: StrPath,
     params: Tree | TrainState,

@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsharding.base import _compat
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
 from fsharding.sharding.leaf_names import joined
 
@@ -24,7 +23,6 @@ __all__ = ["copy_module"]
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
-@named("fs.functionalize")
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module and rebind the functions stored on it."""
     try:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
 from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import Immutable, public, refuse
 from fsharding.base.tree import Tree
@@ -84,7 +83,6 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     files: ModuleNames
     config: ModuleConfig | None
 
-    @named("PureModule")
     def __init__(
         self,
         module: nn.Module,
@@ -120,7 +118,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             config=config_of_module(module),
         )
 
-    @named("fs.functionalize")
+    @public
     def init(self, key: Tensor) -> Tree:
         """First values for `init_state`: the module's own; parameters on the meta device are drawn.
 
@@ -172,8 +170,8 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         check_experts(self.anatomy, mesh, rules, self.config.family if self.config is not None else None)
         check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
 
+    @public
     @_compat.outside_of_graphs
-    @named("fs.functionalize")
     def __call__(
         self,
         params: Tree,
@@ -213,7 +211,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         """The copy of the module that is called, whose parameters are put in for each call."""
         return self._engine.module
 
-    @named("PureModule.state_dict")
+    @public
     def state_dict(self, params: Tree, buffers: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The parameters and persistent buffers under the names of the module, for its `load_state_dict`.
 
@@ -241,7 +239,6 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             raise ConfigError(message("needs the buffers that the forward writes.", missing, mend))
         return named | constants
 
-    @named("PureModule")
     def _leaves(self, params: Tree) -> list[Any]:
         """The values at the leaves, in the order of the anatomy."""
         result: list[Any] = [None] * len(self._order)
@@ -272,7 +269,7 @@ def _there(name: Name, source: str | Rows) -> Name:
 P = TypeVar("P", bound=PureModule)
 
 
-@public("fs.functionalize")
+@public
 def functionalize(
     module: nn.Module,
     units: UnitPatterns | None = None,
@@ -340,7 +337,6 @@ def functionalize(
     return made(PureModule, module, units, ModuleOptions(names, roles, reset, policy, cast_inputs, buffers))
 
 
-@named("fs.functionalize")
 def made(
     kind: type[P],
     module: nn.Module,

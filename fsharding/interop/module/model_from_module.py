@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from fsharding import ops
 from fsharding.base import _compat, tree
-from fsharding.base.calls import named
-from fsharding.base.errors import ConfigError, TransformError, message
+from fsharding.base.errors import ConfigError, TransformError, message, report
+from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.experts import check_experts
@@ -41,8 +41,6 @@ from fsharding.sharding.leaf_plan import type_text
 from fsharding.sharding.partition_spec import AxisRules
 
 __all__ = ["model_from_module"]
-
-_FUNCTION = "fs.model_from_module"
 
 
 class _Places(NamedTuple):
@@ -87,7 +85,7 @@ class _Plan:
         }
 
 
-@named(_FUNCTION)
+@public
 def model_from_module(
     module: nn.Module,
     units: UnitPatterns | None = None,
@@ -216,7 +214,6 @@ def _attending() -> AbstractContextManager[Any]:
     return _Attending() if axis_size("cp") > 1 else nullcontext()
 
 
-@named(_FUNCTION)
 def _over_cp(
     query: Tensor,
     key: Tensor,
@@ -232,7 +229,8 @@ def _over_cp(
     rows += [f"dropout_p is {dropout_p}"] if dropout_p else []
     if rows:
         mend = "Give it neither, but is_causal=True, or call ops.attention in the parts, which knows documents."
-        raise TransformError(message("computes attention over cp without masks and dropout.", rows, mend))
+        rule = "fs.model_from_module computes attention over cp without masks and dropout."
+        raise TransformError(report(rule, rows, mend))
     return ops.attention(query, key, value, causal=is_causal, scale=scale)
 
 

@@ -118,7 +118,7 @@ def test_who_sums_is_a_value():
     assert not fs.Precision().sums_natively("cpu") and fs.Precision().sums_natively("cuda")
     assert fs.Precision(sums="native").sums_natively("cpu") and not fs.Precision(sums="ordered").sums_natively("cuda")
     assert refusal(lambda: fs.Precision(sums="fast"), kind=ConfigError) == (
-        "Precision got sums='fast'.\nUse one of auto, ordered, native."
+        "fs.Precision got sums='fast'.\nUse one of auto, ordered, native."
     )
     mesh = fs.make_mesh(device="cpu")
     layout = fs.plan_layout(MODEL, mesh, precision=fs.Precision(sums="native"))

@@ -113,7 +113,7 @@ def refused(axes, config, **how):
 def test_what_tp_cannot_cut_is_refused():
     config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, intermediate_size=1)
     assert refused({"tp": 4}, config) == (
-        "models.decoder cannot be cut over the mesh {tp: 4}.\n"
+        "fs.models.decoder cannot be cut over the mesh {tp: 4}.\n"
         "  6 heads: no multiple of 4\n"
         "  mlp of size 1: less than 2\n"
         "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."

@@ -231,7 +231,7 @@ def twice(kind):
 def test_second_derivatives_are_never_silently_zero():
     for text in run_ranks(twice, 2, "ring", timeout=SECONDS):
         assert text == (
-            "TransformError: ops.attention is computed block by block here, which autograd can differentiate once only.\n"
+            "TransformError: fs.ops.attention is computed block by block here, which autograd can differentiate once only.\n"
             "Take second derivatives with torch.func."
         )
     for kind in ("gather", "ulysses"):

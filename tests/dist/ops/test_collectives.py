@@ -374,10 +374,10 @@ def refusals():
 def test_refused_collectives_say_why():
     for texts in run_ranks(refusals, RANKS):
         assert texts == [
-            "ops.all_to_all cannot cut dim 0 of size 3 over dp of size 2.\nPad the dim to a multiple of the axis.",
-            "ops.ppermute got the pairs [(0, 2)] on axis cp of size 2.\n"
+            "fs.ops.all_to_all cannot cut dim 0 of size 3 over dp of size 2.\nPad the dim to a multiple of the axis.",
+            "fs.ops.ppermute got the pairs [(0, 2)] on axis cp of size 2.\n"
             "Each coordinate sends at most once and receives at most once.",
-            "ops.ppermute got the pairs [(0, 1), (1, 1)] on axis cp of size 2.\n"
+            "fs.ops.ppermute got the pairs [(0, 1), (1, 1)] on axis cp of size 2.\n"
             "Each coordinate sends at most once and receives at most once.",
         ]
 
@@ -401,10 +401,10 @@ def test_an_axis_that_does_not_exist_is_refused():
     known = "Axes are pp, replica, dp, ep, cp, tp."
     for texts in run_ranks(bad_axes, RANKS):
         assert texts == [
-            f"ops.psum knows no axis 'dpp'. {known} Did you mean 'dp'?",
-            f"ops.pvary knows no axis 'model'. {known}",
-            f"ops.all_gather knows no axis 'cpp'. {known} Did you mean 'cp'?",
-            f"ops.reduce_scatter knows no axis 'dqp'. {known} Did you mean 'dp'?",
+            f"fs.ops.psum knows no axis 'dpp'. {known} Did you mean 'dp'?",
+            f"fs.ops.pvary knows no axis 'model'. {known}",
+            f"fs.ops.all_gather knows no axis 'cpp'. {known} Did you mean 'cp'?",
+            f"fs.ops.reduce_scatter knows no axis 'dqp'. {known} Did you mean 'dp'?",
         ]
 
 

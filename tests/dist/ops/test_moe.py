@@ -161,7 +161,7 @@ def test_rows_go_out_and_come_back():
     assert (
         run_ranks(transposes, 4)
         == [
-            "ops.all_to_all_rows cannot send [1, 1] and receive [1, 1, 1, 1] rows over ep of size 4.\n"
+            "fs.ops.all_to_all_rows cannot send [1, 1] and receive [1, 1, 1, 1] rows over ep of size 4.\n"
             "  x has shape (3, 2)\nGive a number for each rank; the numbers in send sum to dim 0."
         ]
         * 4

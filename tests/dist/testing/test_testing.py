@@ -325,7 +325,7 @@ def test_what_cannot_be_sent_is_refused_before_the_ranks_see_it():
     with pytest.raises(TypeError) as of_python:
         pickle.dumps(unsendable)
     first, second, third = str(caught.value).split("\n")
-    assert first.startswith("run_ranks cannot send ")
+    assert first.startswith("fs.run_ranks cannot send ")
     assert first.endswith("pid and its arguments to the ranks.")
     assert second == f"  {of_python.type.__name__}: {of_python.value}", "in the words of this Python"
     assert (
@@ -337,7 +337,7 @@ def test_what_cannot_be_sent_is_refused_before_the_ranks_see_it():
 def test_fewer_than_one_rank():
     with pytest.raises(RankError) as caught:
         run_ranks(pid, 0)
-    assert str(caught.value) == "RankPool cannot start 0 ranks.\nGive one or more."
+    assert str(caught.value) == "fs.testing.RankPool cannot start 0 ranks.\nGive one or more."
 
 
 def test_a_pool_of_ones_own():
@@ -396,7 +396,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and len(done.stderr.splitlines()) < 20
     assert done.stderr.endswith(
-        "run_ranks cannot start ranks, which import the script and would start ranks themselves.\n"
+        "fs.run_ranks cannot start ranks, which import the script and would start ranks themselves.\n"
         'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.\n'
     )
 
@@ -462,7 +462,7 @@ def test_without_cloudpickle_a_function_of_an_interpreter_names_the_extra(monkey
     with pytest.raises(ConfigError) as caught:
         run_ranks(f, 2)
     assert str(caught.value) == (
-        "run_ranks cannot send __main__.f to the ranks, which cannot import a notebook or an interpreter.\n"
+        "fs.run_ranks cannot send __main__.f to the ranks, which cannot import a notebook or an interpreter.\n"
         "It needs cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
     )
 

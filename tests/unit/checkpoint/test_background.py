@@ -90,7 +90,7 @@ def test_a_failure_is_raised_by_the_next_save(tmp_path, monkeypatch, call):
         pending = ck.save_async(tmp_path / "a", at_step(2))
         while not pending.done:
             time.sleep(0.01)
-    text = f"fs.checkpoint.save failed.\n  OSError: [Errno 28] No space left on device: '{tmp_path / 'a'}'"
+    text = f"fs.checkpoint.save_async failed.\n  OSError: [Errno 28] No space left on device: '{tmp_path / 'a'}'"
     assert refusal(call, tmp_path / "b", at_step(3)) == text
     assert sorted(os.listdir(tmp_path)) == ["a"]
     assert ck.load(tmp_path / "a", planned()).step == 1
@@ -165,8 +165,7 @@ def test_two_threads_that_write_one_target(tmp_path, gate):
     assert gate.begun.wait(20)
     text = refusal(ck.saving.plan_save(tmp_path / "a", at_step(2)).run)
     assert text == (
-        f"fs.checkpoint.save cannot write {tmp_path / 'a'}: another save is writing it.\n"
-        "Wait for it, or give another path."
+        f"fsharding cannot write {tmp_path / 'a'}: another save is writing it.\nWait for it, or give another path."
     )
     assert os.path.isdir(tmp_path / ".a.partial")
     gate.set()
@@ -218,7 +217,7 @@ def test_two_processes_that_write_one_target(tmp_path):
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in started]
     for output in outputs:
         assert int(output[0]) > 0
-        assert set(output[1:]) <= {f"fs.checkpoint.save cannot write {target}: another save is writing it."}
+        assert set(output[1:]) <= {f"fsharding cannot write {target}: another save is writing it."}
     assert os.listdir(target.parent) == ["a"]
     assert int(ck.load(target, planned()).step) in (1, 2)
 

@@ -327,7 +327,7 @@ def test_nothing_waits_for_a_fifo(saved, tmp_path):
         file.write_bytes(kept)
     assert_bitwise_equal(ck.load(saved, planned()), a_state())
     os.mkfifo(fifo := tmp_path / "a.bin")
-    assert f"open_data cannot open {fifo}: it is no plain file.\n" in refusal(
+    assert f"fs.data.open_data cannot open {fifo}: it is no plain file.\n" in refusal(
         open_data, str(fifo), batch_size=1, seq_len=2
     )
     os.mkfifo(tmp_path / "a.txt")

@@ -12,6 +12,7 @@ from fsharding.apps.cli.documents import open_documents, open_encoder
 from fsharding.apps.cli.options import TrainConfig
 from fsharding.apps.cli.train import train
 from fsharding.apps.data import Packed
+from fsharding.base.calls import call_as
 from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from tests.commands import read_metrics
 from tests.helpers import refusal
@@ -99,14 +100,19 @@ def test_kinds_of_data(config, folder):
 def test_mistakes(config, folder, change, kind, text):
     change = {k: v.replace("DIR", str(folder)) if isinstance(v, str) else v for k, v in change.items()}
     (folder / "a.bin").touch()
-    assert refusal(check, replace(config, **change), 1, kind=kind).replace(str(folder), "DIR") == text
+    assert (
+        refusal(call_as, "fsharding train", check, replace(config, **change), 1, kind=kind).replace(str(folder), "DIR")
+        == text
+    )
     assert not config.out.exists()
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(config, tmp_path):
     words = {f"w{i}": i for i in range(300)} | {"</s>": 300}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "large.json"))
-    text = refusal(check, replace(config, tokenizer=tmp_path / "large.json"), 1, kind=ConfigError)
+    text = refusal(
+        call_as, "fsharding train", check, replace(config, tokenizer=tmp_path / "large.json"), 1, kind=ConfigError
+    )
     assert text == (
         f"fsharding train cannot embed 301 tokens of {config.data} in the 256 of --preset tiny.\n"
         "Choose a preset with a larger vocabulary, or other data."
@@ -116,7 +122,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(config, tmp_path):
 def test_other_data_is_another_run(config, folder):
     ran(replace(config, steps=2))
     other = replace(config, data=str(folder / "val.jsonl"), resume="auto")
-    assert "cannot go on from" in refusal(check, other, 1, kind=CheckpointError)
+    assert "cannot go on from" in refusal(call_as, "fsharding train", check, other, 1, kind=CheckpointError)
 
 
 def test_the_end_of_documents_is_found_beside_a_tokenizer(folder, tmp_path):

@@ -226,7 +226,7 @@ def test_a_recipe_that_turns_out_to_have_state_is_refused_by_its_tensors(te):
     net = fs.te.functionalize(made("LayerNormMLP"), te.Forgetful())
     params = fs.shard(net.init(fs.random.key(0)), fs.plan_layout(net, fs.make_mesh(dp=1)))
     assert refusal(fs.value_and_grad(lambda p: net(p, inputs(1)[0]).sum()), params, kind=TransformError) == (
-        "fs.te.functionalize got a recipe with state outside of leaves, Forgetful.\n"
+        "te module got a recipe with state outside of leaves, Forgetful.\n"
         "  the module keeps scaling_fwd.scale\n"
         "  the module keeps scaling_fwd.amax_history\n"
         "  the module keeps scaling_bwd.scale\n"
@@ -258,7 +258,7 @@ def test_calls_that_would_lose_the_state_are_refused(te):
         return sum(net(p, x).square().mean() for _ in range(times))
 
     assert refusal(fs.value_and_grad(loss), params, kind=TransformError) == (
-        "fs.te.functionalize has fp8 state that a call changes, which would be lost.\n"
+        "te module has fp8 state that a call changes, which would be lost.\n"
         "  recipe DelayedScaling changes 1 layers' amaxes\n"
         "Differentiate with fs.te.value_and_grad, which returns the next state; evaluate under torch.no_grad()."
     )
@@ -270,18 +270,18 @@ def test_calls_that_would_lose_the_state_are_refused(te):
         torch.func.grad(lambda w: net({**whole, "weight": w}, x).sum()), whole["weight"], kind=TransformError
     )
     assert text == (
-        "fs.te.functionalize cannot be differentiated by torch.func: autograd Functions of Transformer Engine have no "
+        "te module cannot be differentiated by torch.func: autograd Functions of Transformer Engine have no "
         "setup_context.\nUse fs.te.value_and_grad, or fs.value_and_grad with a recipe without state."
     )
     with torch.no_grad(), warnings.catch_warnings():
         first = net(whole, x)
         assert torch.equal(net(whole, x), first)
         assert refusal(net, {"weight": whole["weight"]}, x, kind=TreeError) == (
-            "fs.te.functionalize finds no 'fp8_state' in the parameters.\n"
+            "te module finds no 'fp8_state' in the parameters.\n"
             "Give all of the tree that net.init makes; net.with_state(params, state) puts the next state in."
         )
         assert refusal(net, whole, x, is_first_microbatch=True, kind=TransformError) == (
-            "fs.te.functionalize keeps no weights in fp8 between calls.\nLeave is_first_microbatch out."
+            "te module keeps no weights in fp8 between calls.\nLeave is_first_microbatch out."
         )
     lonely = fs.te.functionalize(made("Linear"), te.DelayedScaling(reduce_amax=False))
     assert refusal(fs.plan_layout, lonely, fs.AbstractMesh(("dp",), (2,)), kind=ConfigError) == (

@@ -138,7 +138,7 @@ def test_parts_of_another_leaf_are_refused():
     with fs.set_mesh(fs.AbstractMesh(("tp",), (2,))), pytest.raises(SpecError) as caught:
         ops.split_fused(torch.zeros(5, 3), (4, 3), dim=0)
     assert str(caught.value) == (
-        "ops.split_fused cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
+        "fs.ops.split_fused cannot split dim 0 of size 5 into parts of (4, 3): this rank has (2, 2).\n"
         "Give the sizes of the leaf's Fused name."
     )
 
@@ -166,7 +166,7 @@ def test_sizes_that_do_not_fit():
     with pytest.raises(ConfigError) as caught:
         DecoderConfig(dim=30, heads=4, kv_heads=3)
     assert str(caught.value) == (
-        "DecoderConfig has sizes that do not fit.\n"
+        "fs.models.DecoderConfig has sizes that do not fit.\n"
         "  dim 30 over 4 heads is not an even head dim\n"
         "  4 heads are not a multiple of 3 kv_heads"
     )

@@ -238,7 +238,7 @@ WRONG = {
 @pytest.mark.parametrize(("kind", "model", "prompts", "options", "text"), WRONG.values(), ids=WRONG)
 def test_a_wrong_call_is_refused_with_what_to_type(kind, model, prompts, options, text):
     said = refusal(generate, model, params_of(SMALL), prompts, **{"max_new_tokens": 2, **options}, kind=kind)
-    assert text in said and (said.startswith(("fs.models.generate ", "random.")))
+    assert text in said and (said.startswith(("fs.models.generate ", "fs.random.")))
 
 
 def test_parameters_that_are_not_finite_are_said():

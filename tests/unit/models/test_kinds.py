@@ -220,7 +220,7 @@ def test_sizes_that_do_not_fit():
     with pytest.raises(ConfigError) as caught:
         DecoderConfig(layers=4, stacks=(Stack("a.b", 1), Stack("c", 1), Stack("c", 1)))
     assert str(caught.value) == (
-        "DecoderConfig has sizes that do not fit.\n"
+        "fs.models.DecoderConfig has sizes that do not fit.\n"
         "  two stacks have the name 'c'\n"
         "  'a.b' is no name of a stack: it is part of a path\n"
         "  the stacks have 3 layers, not 4"

@@ -157,14 +157,14 @@ refusal = functools.partial(helpers.refusal, kind=ConfigError)
 
 def test_refusals():
     assert refusal(lambda: Experts(4, 5, 0, shared=-1, bias_rate=-0.1)) == (
-        "Experts has numbers that do not fit.\n"
+        "fs.models.Experts has numbers that do not fit.\n"
         "  intermediate_size=0: at least 1\n  shared=-1: at least 0\n  bias_rate=-0.1: at least 0\n"
         "  top_k=5: a token sees 4 experts"
     )
     model = decoder(DecoderConfig(experts=Experts(6, 2, 9)))
     mesh = fs.AbstractMesh(("ep", "tp"), (4, 2))
     assert refusal(lambda: fs.plan_layout(model, mesh)) == (
-        "models.decoder cannot be cut over the mesh {ep: 4, tp: 2}.\n"
+        "fs.models.decoder cannot be cut over the mesh {ep: 4, tp: 2}.\n"
         "  6 experts: no multiple of ep=4\n"
         "  9 intermediate_size of an expert: no multiple of tp=2\n"
         "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."

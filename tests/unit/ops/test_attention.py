@@ -139,13 +139,13 @@ def test_transforms_on_one_rank():
 
 def test_lengths_that_cannot_be_cut():
     assert refusal(ops.positions, 18, mesh=FOUR, kind=BatchError) == (
-        "ops.positions cannot cut a sequence of 18 over cp: 4.\n"
+        "fs.ops.positions cannot cut a sequence of 18 over cp: 4.\n"
         "Each rank takes an early and a late chunk: make the length a multiple of 8, such as 16 or 24."
     )
     assert refusal(ops.positions, 2, mesh=TWO, kind=BatchError).endswith("a multiple of 4, such as 4.")
     batch = {"tokens": torch.zeros(2, 6), "targets": torch.zeros(2, 8), "weight": torch.zeros(2), "name": "a"}
     assert refusal(ops.cut_sequence, batch, mesh=TWO, kind=BatchError) == (
-        "ops.cut_sequence cannot cut 3 of 4 leaves over cp: 2.\n"
+        "fs.ops.cut_sequence cannot cut 3 of 4 leaves over cp: 2.\n"
         "  name is str: no dim 1 to cut\n"
         "  tokens is float32[2, 6]: dim 1 has 6 tokens\n"
         "  weight is float32[2]: no dim 1 to cut\n"
@@ -153,7 +153,7 @@ def test_lengths_that_cannot_be_cut():
         "Say where tokens are with dim=, and mark an entry without tokens: fs.Shared(x)."
     )
     assert refusal(ops.positions, 8, axis="cpp", kind=MeshError) == (
-        "ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
+        "fs.ops.positions knows no axis 'cpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'cp'?"
     )
 
 
@@ -161,7 +161,7 @@ def test_lengths_that_cannot_be_cut():
 def test_a_second_cut_is_refused(cut_first: Callable[..., Any]):
     batch = cut_first({"tokens": torch.arange(16).view(2, 8), "targets": torch.arange(16).view(2, 8)}, mesh=TWO)
     assert refusal(ops.cut_sequence, batch, mesh=TWO, kind=BatchError) == (
-        "ops.cut_sequence cannot cut 2 of 2 leaves over cp: 2.\n"
+        "fs.ops.cut_sequence cannot cut 2 of 2 leaves over cp: 2.\n"
         "  targets is int64[2, 4]: it has only this rank's tokens already\n"
         "  tokens is int64[2, 4]: it has only this rank's tokens already\n"
         "Cut a batch once: with fs.local_batch alone, or rows of your own with fs.ops.cut_sequence."
@@ -172,7 +172,7 @@ def test_a_second_cut_is_refused(cut_first: Callable[..., Any]):
 
 def test_positions_that_do_not_fit():
     assert refusal(ops.rotary, torch.zeros(2, 3, 5, 8), torch.arange(6), kind=SpecError) == (
-        "ops.rotary got shapes that do not fit.\n"
+        "fs.ops.rotary got shapes that do not fit.\n"
         "  x is float32[2, 3, 5, 8]\n"
         "  positions are int64[6]\n"
         "Give x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
@@ -185,7 +185,7 @@ def test_tensors_that_do_not_fit():
     q, k = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
     documents = torch.zeros(2, 5, dtype=torch.int64)
     assert refusal(ops.attention, q, k, k, documents=documents, kind=SpecError) == (
-        "ops.attention got tensors that do not fit.\n"
+        "fs.ops.attention got tensors that do not fit.\n"
         "  q is float32[2, 4, 6, 8]\n"
         "  k is float32[2, 2, 6, 8]\n"
         "  v is float32[2, 2, 6, 8]\n"
@@ -205,10 +205,10 @@ def test_tensors_that_do_not_fit():
         "\nulysses cannot cut 2 query heads over cp: 4. Use kind='ring' or 'gather'."
     )
     assert refusal(lambda: ops.attention(q, k, k, kind="rign"), kind=SpecError) == (
-        "ops.attention knows no kind 'rign'.\nKinds are ring, gather, ulysses."
+        "fs.ops.attention knows no kind 'rign'.\nKinds are ring, gather, ulysses."
     )
     assert refusal(ops.attention, q, k, k, axis="context", kind=MeshError).startswith(
-        "ops.attention knows no axis 'context'."
+        "fs.ops.attention knows no axis 'context'."
     )
 
 

@@ -66,7 +66,7 @@ def test_no_rows_and_no_groups():
 
 def test_products_that_do_not_fit():
     x, w = torch.zeros(7, 2), torch.zeros(3, 2, 4)
-    rule = "ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M.\n"
+    rule = "fs.ops.grouped_matmul needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M.\n"
     assert refusal(lambda: ops.grouped_matmul(x, w, torch.tensor([1, 2, 3])), kind=SpecError) == (
         f"{rule}  x is torch.float32[7, 2], w is torch.float32[3, 2, 4]\n  counts are [1, 2, 3]"
     )
@@ -79,7 +79,7 @@ def test_products_that_do_not_fit():
     )
     assert (
         text
-        == "ops.grouped_matmul cannot run under a vmap over its counts.\nKeep the counts out of the vmap, or loop over the batch."
+        == "fs.ops.grouped_matmul cannot run under a vmap over its counts.\nKeep the counts out of the vmap, or loop over the batch."
     )
 
 
@@ -131,7 +131,8 @@ def test_experts_under_every_transform():
     assert_trees_close((rows * ahead[:, :, None, None, None]).sum((0, 1)), want[2], rtol=1e-11)
     text = refusal(lambda: torch.vmap(lambda x: whole(x, *plain[1:]))(plain[0][None]), kind=TransformError)
     assert (
-        text == "ops.dispatch cannot run under a vmap over tokens.\nFlatten the batch into the tokens before routing."
+        text
+        == "fs.ops.dispatch cannot run under a vmap over tokens.\nFlatten the batch into the tokens before routing."
     )
 
 
@@ -176,24 +177,24 @@ def test_too_many_tokens_for_one_expert_are_nan_and_never_less(chosen):
 def test_what_experts_refuse():
     x, routing = torch.zeros(3, 2), ops.route(torch.zeros(3, 4), top_k=1)
     assert refusal(lambda: ops.dispatch(x[:2], routing, 4), kind=SpecError) == (
-        "ops.dispatch needs x [N, D] and experts [N, k] of the same tokens.\n  x is [2, 2], experts are [3, 1]"
+        "fs.ops.dispatch needs x [N, D] and experts [N, k] of the same tokens.\n  x is [2, 2], experts are [3, 1]"
     )
     far = routing._replace(experts=routing.experts + 4)
     assert refusal(lambda: ops.dispatch(x, far, 4), kind=SpecError) == (
-        "ops.dispatch has 4 experts, from 0 on.\n  a token goes to expert 4"
+        "fs.ops.dispatch has 4 experts, from 0 on.\n  a token goes to expert 4"
     )
     assert refusal(lambda: ops.dispatch(x, routing, 4, axis="epp"), kind=MeshError).startswith(
-        "ops.dispatch knows no axis 'epp'."
+        "fs.ops.dispatch knows no axis 'epp'."
     )
     assert refusal(lambda: ops.combine(x[:2], ops.dispatch(x, routing, 4).plan), kind=SpecError) == (
-        "ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]"
+        "fs.ops.combine needs results [M, D] for the 3 rows of the dispatch.\n  y is [2, 2]"
     )
     for capacity in (0.5, 0, float("nan")):
         text = refusal(lambda capacity=capacity: ops.dispatch(x, routing, 4, capacity=capacity), kind=SpecError)
-        assert text.startswith(f"ops.dispatch got capacity={capacity}: some tokens would fit nowhere.")
+        assert text.startswith(f"fs.ops.dispatch got capacity={capacity}: some tokens would fit nowhere.")
     w = torch.zeros(3, 6, 2)
     assert refusal(lambda: ops.experts_swiglu(x, w, w, w, routing), kind=SpecError) == (
-        "ops.experts_swiglu needs weights of the 4 experts of this rank, of 4 in all.\n"
+        "fs.ops.experts_swiglu needs weights of the 4 experts of this rank, of 4 in all.\n"
         "  gate is [3, 6, 2]\n  up is [3, 6, 2]\n  down is [3, 6, 2]\n"
         'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
     )
@@ -264,4 +265,4 @@ def test_of_equal_probabilities_the_later_tokens_are_dropped():
     assert rows.flatten().tolist() == [1.0, 2.0, 0.0, 0.0]
     assert ops.combine(rows, plan).flatten().tolist() == [1.0, 2.0, 0.0, 0.0]
     text = refusal(lambda: ops.dispatch(x, routing, 2, drop=True), kind=SpecError)
-    assert text.startswith("ops.dispatch got drop=True without a capacity.")
+    assert text.startswith("fs.ops.dispatch got drop=True without a capacity.")

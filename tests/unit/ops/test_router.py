@@ -75,20 +75,20 @@ def test_losses_under_torch_func():
     want = torch.autograd.grad(loss(leaf := logits.clone().requires_grad_()), leaf)[0]
     assert_trees_close(torch.func.grad(loss)(logits), want, rtol=1e-12)
     assert refusal(lambda: torch.vmap(loss)(logits[None]), kind=TransformError) == (
-        "ops.expert_counts cannot run under a vmap over tokens.\nLoop over the batch, or flatten it into the tokens."
+        "fs.ops.expert_counts cannot run under a vmap over tokens.\nLoop over the batch, or flatten it into the tokens."
     )
 
 
 def test_refusals():
     assert refusal(lambda: fs.ops.route(LOGITS, top_k=5, score="argmax"), kind=ConfigError) == (
-        "ops.route cannot choose among 4 experts.\n"
+        "fs.ops.route cannot choose among 4 experts.\n"
         "  score='argmax': scores are 'softmax' and 'sigmoid'\n"
         "  top_k=5: a token sees 4 experts"
     )
     assert refusal(lambda: ops.route(LOGITS, top_k=1, groups=3), kind=ConfigError) == (
-        "ops.route cannot choose among 4 experts.\n  groups=3, kept_groups=1: 4 experts are cut into equal groups"
+        "fs.ops.route cannot choose among 4 experts.\n  groups=3, kept_groups=1: 4 experts are cut into equal groups"
     )
     assert refusal(lambda: ops.route(LOGITS[None], top_k=1, bias=torch.zeros(4)), kind=SpecError) == (
-        "ops.route needs logits [N, X] and a bias [X].\n  logits are [1, 3, 4]\n  bias is [4]\n"
+        "fs.ops.route needs logits [N, X] and a bias [X].\n  logits are [1, 3, 4]\n  bias is [4]\n"
         "Flatten batch and positions to tokens first."
     )

@@ -120,7 +120,7 @@ def test_a_format_without_a_kernel_is_refused_where_it_is_strict():
     q = fs.formats.quantize(torch.ones(4, 32), formats.MXFP8, dtype=torch.bfloat16, strict=True)
     text = refusal(ops.scaled_matmul, torch.ones(2, 32, dtype=torch.bfloat16), q, 1, kind=ConfigError)
     assert text == (
-        "ops.scaled_matmul has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which is asked for with strict=True.\n"
+        "fs.ops.scaled_matmul has no kernel for float8_e4m3fn[1x32, e8m0] on cpu, which is asked for with strict=True.\n"
         "  Quantized(bfloat16[4, 32] as float8_e4m3fn[1x32, e8m0]): torch has no such kernel for the CPU\n"
         "Leave strict out, and such products dequantize; `fsharding doctor` says which formats have one."
     )

@@ -143,10 +143,10 @@ def test_what_cannot_be_kept_is_refused():
     text = refusal(optim.from_torch(torch.optim.Adam, lr=1e-3).init, params, context, kind=ConfigError)
     assert text.startswith("fs.optim.from_torch cannot keep moments as float8_e4m3fn[1x32, e8m0]: torch's optimizer")
     assert refusal(Precision, rounding="keyed") == (
-        'Precision got rounding="keyed" with params=None.\n'
+        'fs.Precision got rounding="keyed" with params=None.\n'
         "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
     )
-    assert refusal(Precision, rounding="up") == "Precision got rounding='up'.\nUse one of nearest, keyed."
+    assert refusal(Precision, rounding="up") == "fs.Precision got rounding='up'.\nUse one of nearest, keyed."
 
 
 def test_a_state_is_rebuilt_from_its_description():

@@ -329,7 +329,7 @@ def test_other_refusals():
         + MEND
     )
     assert refusal(schedule.simulate, -1, send=float("nan"), kind=ScheduleError) == (
-        "Schedule.simulate cannot use these durations.\n"
+        "fs.pipeline.Schedule.simulate cannot use these durations.\n"
         "  forward is -1\n  send is nan\n"
         "Durations are finite and not negative."
     )

@@ -318,7 +318,7 @@ def test_a_tp_axis_that_shards_no_leaf_is_refused_unless_replicas_are_meant():
     assert 'got tp=2.\nGive tp="shard"' in refusal(plan, tree, tp=2)
     one = fs.plan_layout(tree, AbstractMesh(("dp",), (8,)))
     text = refusal(one.with_mesh, MESH, kind=ConfigError)
-    assert text.startswith("Layout.with_mesh shards none of 2 leaves (2,080 bytes) over tp=2")
+    assert text.startswith("fs.Layout.with_mesh shards none of 2 leaves (2,080 bytes) over tp=2")
     replicas = one.with_mesh(MESH, tp="replicate")
     assert replicas.with_mesh(MESH) == replicas == fs.plan_layout(tree, MESH, tp="replicate")
 

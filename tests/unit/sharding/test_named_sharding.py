@@ -45,7 +45,7 @@ def test_a_leaf_is_gathered_over_the_data_axes_that_it_does_not_own():
     assert fs.NamedSharding(AbstractMesh(("dp",), (2,)), P("ep", "dp"), owned=("ep",)).simplified().owned == ()
     for spec, owned in ((P("tp"), "tp"), (P("dp"), "ep")):
         assert refusal(lambda: fs.NamedSharding(mesh, spec, owned=(owned,))) == (  # noqa: B023
-            f"NamedSharding cannot own {owned} with the spec {spec}.\nOwn axes of the spec among dp, ep, cp, replica."
+            f"fs.NamedSharding cannot own {owned} with the spec {spec}.\nOwn axes of the spec among dp, ep, cp, replica."
         )
 
 
@@ -152,22 +152,24 @@ def test_texts_of_shardings():
 
 def test_an_axis_has_one_role():
     assert refusal(lambda: fs.NamedSharding(MESH, P("dp"), ("dp",))) == (
-        "NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
+        "fs.NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role."
     )
     assert refusal(
         lambda: fs.NamedSharding(MESH, P("dp"), assigned=(Assigned.indices("dp", 0, ((0,), (), (), ())),))
-    ) == ("NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role.")
+    ) == ("fs.NamedSharding uses dp in the spec P('dp') and again as partial or assigned.\nGive an axis one role.")
 
 
 def test_an_axis_is_known():
     for how in ({"partial": ("dpp",)}, {"assigned": (Assigned.whole("dpp", (0,), 2),)}):
         assert refusal(lambda how=how: fs.NamedSharding(MESH, P("tp"), **how)) == (
-            "NamedSharding knows no axis 'dpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'dp'?"
+            "fs.NamedSharding knows no axis 'dpp'. Axes are pp, replica, dp, ep, cp, tp. Did you mean 'dp'?"
         )
 
 
 def test_a_spec_has_no_more_entries_than_the_leaf_has_dims():
-    text = "NamedSharding P('dp', 'tp') is of more dims than a leaf of shape (4,) has.\nGive P one entry a dim at most."
+    text = (
+        "fs.NamedSharding P('dp', 'tp') is of more dims than a leaf of shape (4,) has.\nGive P one entry a dim at most."
+    )
     assert refusal(lambda: fs.NamedSharding(MESH, P("dp", "tp")).local_shape((4,))) == text
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=1)
     here = fs.NamedSharding(mesh, P("dp", "tp"))
@@ -181,13 +183,13 @@ def test_a_spec_has_no_more_entries_than_the_leaf_has_dims():
 def test_a_local_tensor_of_another_shape_is_refused():
     sharding = fs.NamedSharding(fs.make_mesh(device="cpu"), P("dp"))
     assert refusal(lambda: sharding.to_dtensor(torch.zeros(3), (4,))) == (
-        "NamedSharding.to_dtensor P('dp') of a leaf of shape (4,) holds (4,) here, got (3,)."
+        "fs.NamedSharding.to_dtensor P('dp') of a leaf of shape (4,) holds (4,) here, got (3,)."
     )
 
 
 def test_an_abstract_mesh_holds_nothing():
     assert refusal(lambda: fs.NamedSharding(MESH, P("dp")).device_mesh()) == (
-        "NamedSharding cannot place a tensor on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
+        "fs.NamedSharding cannot place a tensor on the abstract mesh {dp: 4, tp: 2}.\nUse fs.make_mesh."
     )
 
 

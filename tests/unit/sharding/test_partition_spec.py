@@ -41,9 +41,9 @@ def test_a_spec_is_its_axes_by_dim(cuts):
 
 def test_entries_that_are_no_axes():
     mend = "Give an axis such as 'dp', a tuple of axes, or None."
-    assert refusal(lambda: P("dp", 0)) == f"P got 0 for a dim.\n{mend}"
-    assert refusal(lambda: P(("dp", None))) == f"P got ('dp', None) for a dim.\n{mend}"
-    assert refusal(lambda: AxisRules(mlp="tp", embed=3)) == f"AxisRules got embed=3.\n{mend}"
+    assert refusal(lambda: P("dp", 0)) == f"fs.P got 0 for a dim.\n{mend}"
+    assert refusal(lambda: P(("dp", None))) == f"fs.P got ('dp', None) for a dim.\n{mend}"
+    assert refusal(lambda: AxisRules(mlp="tp", embed=3)) == f"fs.AxisRules got embed=3.\n{mend}"
 
 
 def test_texts_of_specs():
@@ -62,7 +62,7 @@ def test_specs_that_cannot_be():
     assert refusal(lambda: P(("cp", "cp"), "tp", "tp")) == (
         "P(('cp', 'cp'), 'tp', 'tp') uses cp, tp twice.\nAn axis cuts one dim at most."
     )
-    assert refusal(lambda: P("dp", "tpp")) == f"P knows no axis 'tpp'. {KNOWN} Did you mean 'tp'?"
+    assert refusal(lambda: P("dp", "tpp")) == f"fs.P knows no axis 'tpp'. {KNOWN} Did you mean 'tp'?"
     assert (
         refusal(lambda: P("dp").replace(1, ("dp",)))
         == "P(('dp',), ('dp',)) uses dp twice.\nAn axis cuts one dim at most."

@@ -48,7 +48,7 @@ def test_every_path_that_differs_is_listed():
     a = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0]]), "p": Pair(NAN[:1], 1), "only": torch.ones(2), "same": 1.0}
     b = {"w": torch.tensor([[0.0, 1.0], [2.5, 3.5]]), "p": Pair(NAN[1:], 2), "extra": torch.ones(2), "same": 1.0}
     assert differs(a, b, what="the states") == [
-        "assert_bitwise_equal found that 5 of 6 leaves of the states differ.",
+        "fs.testing.assert_bitwise_equal found that 5 of 6 leaves of the states differ.",
         "  only is only in the first",
         "  extra is only in the second",
         "  p.x differs in 1 of 1 elements, first at [0]: nan against nan (bits 0x7fc00000 and 0x7fc00001)",
@@ -84,7 +84,7 @@ def test_every_path_that_differs_is_listed():
     ],
 )
 def test_rows(a, b, row):
-    head = "assert_bitwise_equal found that 1 of 1 leaves differ."
+    head = "fs.testing.assert_bitwise_equal found that 1 of 1 leaves differ."
     assert differs(a, b) == [head, f"  the leaf {row}"]
 
 
@@ -120,12 +120,12 @@ def test_rows_of_close():
     a = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "v": torch.tensor([torch.nan, 1.0]), "i": torch.tensor([torch.inf])}
     b = {"w": torch.tensor([[1.0, 2.5, 4.0]]), "v": torch.tensor([torch.nan, 2.0]), "i": torch.tensor([-torch.inf])}
     assert differs(a, b, assert_trees_close, rtol=0.25, atol=0.125, what="gradients") == [
-        "assert_trees_close found that 2 of 3 leaves of gradients differ.",
+        "fs.testing.assert_trees_close found that 2 of 3 leaves of gradients differ.",
         "  i differs in 1 of 1 elements beyond rtol 0.25, atol 0.125, worst at [0]: inf against -inf, off by inf",
         "  v differs in 2 of 2 elements beyond rtol 0.25, atol 0.125, worst at [0]: nan against nan, off by nan",
     ]
     assert differs(a["w"], b["w"], assert_trees_close, rtol=0.1, atol=0) == [
-        "assert_trees_close found that 1 of 1 leaves differ.",
+        "fs.testing.assert_trees_close found that 1 of 1 leaves differ.",
         "  the leaf differs in 2 of 3 elements beyond rtol 0.1, atol 0, worst at [0, 2]: 3.0 against 4.0, off by 1",
     ]
     assert differs(torch.ones(2), torch.ones(3), assert_trees_close)[1] == "  the leaf is float32[2] against float32[3]"

@@ -108,7 +108,7 @@ def test_documents_of_files_and_separators(tmp_path):
     with pytest.raises(DataError) as caught:
         open_data(str(path), batch_size=1, seq_len=1, documents=True)
     assert str(caught.value).replace(str(tmp_path), "DIR") == (
-        "open_data cannot tell the documents of DIR/ids.bin.\n"
+        "fs.data.open_data cannot tell the documents of DIR/ids.bin.\n"
         'Say the id that ends a document in DIR/ids.bin.json, such as {"separator": 0}.'
     )
 
@@ -252,13 +252,13 @@ ONE = {"batch_size": 1, "seq_len": 1}
 
 
 def test_errors_of_shards(tmp_path):
-    fails(tmp_path, "Shard cannot be index 4 of count 4.\nGive 0 <= index < count.", Shard, 4, 4)
-    fails(tmp_path, "Shard cannot be index -1 of count 4.\nGive 0 <= index < count.", Shard, -1, 4)
-    fails(tmp_path, "Shard cannot be index 0 of count 0.\nGive 0 <= index < count.", Shard, 0, 0)
+    fails(tmp_path, "fs.data.Shard cannot be index 4 of count 4.\nGive 0 <= index < count.", Shard, 4, 4)
+    fails(tmp_path, "fs.data.Shard cannot be index -1 of count 4.\nGive 0 <= index < count.", Shard, -1, 4)
+    fails(tmp_path, "fs.data.Shard cannot be index 0 of count 0.\nGive 0 <= index < count.", Shard, 0, 0)
     data = Tokens(stream=stream_of(100), batch_size=8, seq_len=4)
     fails(
         tmp_path,
-        "Shard.rows cannot divide batch_size 8 among shard.count 3 data ranks.\n"
+        "fs.data.Shard.rows cannot divide batch_size 8 among shard.count 3 data ranks.\n"
         "Make the global batch a multiple of 3: batch_size 6 or 9.",
         data.batch,
         0,
@@ -266,19 +266,19 @@ def test_errors_of_shards(tmp_path):
     )
     fails(
         tmp_path,
-        "Shard.rows cannot divide batch_size 8 among shard.count 16 data ranks.\n"
+        "fs.data.Shard.rows cannot divide batch_size 8 among shard.count 16 data ranks.\n"
         "Make the global batch a multiple of 16: batch_size 16.",
         data.batch,
         0,
         Shard(0, 16),
     )
-    fails(tmp_path, "Tokens.batch got step -1.\nSteps count from 0.", data.batch, -1)
+    fails(tmp_path, "fs.data.Tokens.batch got step -1.\nSteps count from 0.", data.batch, -1)
 
 
 def test_errors_of_tokens(tmp_path):
     fails(
         tmp_path,
-        "Tokens got arguments out of range.\n"
+        "fs.data.Tokens got arguments out of range.\n"
         "  batch_size is 0: not positive.\n"
         "  seq_len is -1: not positive.\n"
         "  vocab_size is 0: not positive.\n"
@@ -293,14 +293,14 @@ def test_errors_of_tokens(tmp_path):
     )
     fails(
         tmp_path,
-        "Tokens cannot read a stream of float32 with 2 dimensions from an array.\nGive a flat array of integer token ids.",
+        "fs.data.Tokens cannot read a stream of float32 with 2 dimensions from an array.\nGive a flat array of integer token ids.",
         Tokens,
         stream=np.zeros((3, 4), np.float32),
         **ONE,
     )
     fails(
         tmp_path,
-        "Tokens cannot cut a row of 9 tokens out of the 8 of an array.\nGive more data, or seq_len 7 or less.",
+        "fs.data.Tokens cannot cut a row of 9 tokens out of the 8 of an array.\nGive more data, or seq_len 7 or less.",
         Tokens,
         stream=stream_of(8),
         batch_size=1,
@@ -308,7 +308,7 @@ def test_errors_of_tokens(tmp_path):
     )
     fails(
         tmp_path,
-        "Tokens.batch read the id 9 at 0 of an array, outside [0, 3).\n"
+        "fs.data.Tokens.batch read the id 9 at 0 of an array, outside [0, 3).\n"
         "Give the vocab_size of the tokenizer that wrote the data.",
         Tokens(stream=np.array([9, 1]), batch_size=2, seq_len=1, vocab_size=3).batch,
         0,
@@ -316,12 +316,12 @@ def test_errors_of_tokens(tmp_path):
 
 
 def test_errors_of_files(tmp_path):
-    missing = "open_data cannot read DIR/a: No such file or directory.\nCorrect or remove it."
+    missing = "fs.data.open_data cannot read DIR/a: No such file or directory.\nCorrect or remove it."
     fails(tmp_path, missing, open_data, str(tmp_path / "a"), **ONE)
-    none = "open_data found no files in DIR.\nName files, or a directory that has some."
+    none = "fs.data.open_data found no files in DIR.\nName files, or a directory that has some."
     fails(tmp_path, none, open_data, str(tmp_path), **ONE)
     (tmp_path / "empty").touch()
-    text = "Tokens cannot cut a row of 2 tokens out of the {} of DIR.\nGive more data."
+    text = "fs.data.Tokens cannot cut a row of 2 tokens out of the {} of DIR.\nGive more data."
     fails(tmp_path, text.format(0), open_data, str(tmp_path), **ONE)
     (tmp_path / "short").write_text("x")
     fails(tmp_path, text.format(1), open_data, str(tmp_path), **ONE)
@@ -334,20 +334,20 @@ def test_error_of_a_directory_that_cannot_be_listed(tmp_path, monkeypatch):
         return []
 
     monkeypatch.setattr(os, "walk", walk)
-    text = "open_data cannot list DIR/locked: Permission denied.\nMake it readable."
+    text = "fs.data.open_data cannot list DIR/locked: Permission denied.\nMake it readable."
     fails(tmp_path, text, open_data, str(tmp_path), **ONE)
 
 
 def test_errors_of_token_files(tmp_path):
     path = tmp_path / "data.bin"
     mend = "\nGive the path of a file of token ids, with another dtype than uint16 in DIR/data.bin.json."
-    text = "open_data cannot open DIR/data.bin: No such file or directory."
+    text = "fs.data.open_data cannot open DIR/data.bin: No such file or directory."
     fails(tmp_path, text + mend, open_data, str(path), **ONE)
     path.write_bytes(b"12345")
-    text = "open_data cannot open DIR/data.bin: its size is no multiple of 2 bytes, as uint16 needs it."
+    text = "fs.data.open_data cannot open DIR/data.bin: its size is no multiple of 2 bytes, as uint16 needs it."
     fails(tmp_path, text + mend, open_data, str(path), **ONE)
     path.write_bytes(b"")
-    text = "Tokens cannot cut a row of 2 tokens out of the 0 of DIR/data.bin.\nGive more data."
+    text = "fs.data.Tokens cannot cut a row of 2 tokens out of the 0 of DIR/data.bin.\nGive more data."
     fails(tmp_path, text, open_data, str(path), **ONE)
 
 
@@ -368,7 +368,7 @@ def test_errors_of_sidecars(tmp_path, text, said):
     pathlib.Path(f"{path}.json").write_text(text)
     fails(
         tmp_path,
-        f"open_data cannot use the sidecar file DIR/data.bin.json.\n  It reads: {said}\n"
+        f"fs.data.open_data cannot use the sidecar file DIR/data.bin.json.\n  It reads: {said}\n"
         'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}, or uint8, or uint32.',
         open_data,
         str(path),

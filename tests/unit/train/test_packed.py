@@ -245,7 +245,7 @@ def test_positions_of_other_data_are_refused():
     data = fs.data.packed([[1, 2, 3], [4, 5]], **options)
     other = fs.data.packed([[1, 2, 3], [4, 6]], **{**options, "seq_len": 4})
     text = refusal(other.load_state_dict, data.state_dict())
-    assert text.startswith("Packed.load_state_dict got a position in other data.\n") and "seq_len: 3 in" in text
+    assert text.startswith("fs.data.packed.load_state_dict got a position in other data.\n") and "seq_len: 3 in" in text
     assert "documents: 2 documents, " in text
     place = data.state_dict()
     for wrong in (

@@ -73,7 +73,7 @@ def test_two_layouts_of_two_models():
     with pytest.raises(LayoutError) as caught:
         fs.debug.explain_reshard(planned(FOUR, fs.zero(3)), other)
     assert str(caught.value) == (
-        "fs.reshard cannot move a state to the layout of another one.\n"
+        "fs.debug.explain_reshard cannot move a state to the layout of another one.\n"
         "  params.c: only in the state\n"
         "  params.table: float32[8, 6] in the state, float32[8, 7] in the layout\n"
         "  params.w: trained in the state, not in the layout\n"
