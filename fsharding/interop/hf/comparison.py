@@ -21,11 +21,10 @@ __all__ = ["ModuleConfig", "config_of_module", "differences", "generation_of"]
 
 _ABSENT: Any = "nothing"
 _CALLED = {
-    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "hidden": "intermediate_size", "tied": "tie_word_embeddings",
-    "rope_base": "rope_theta", "eps": "rms_norm_eps", "head_dim": "head_dim",
+    "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "rope_base": "rope_theta", "eps": "rms_norm_eps",
 }  # fmt: skip
-"""The fields of a `DecoderConfig` that have one entry in a `config.json`, and the name of the entry."""
+"""The fields of a `DecoderConfig` that have another name in a `config.json`, and the name there."""
 
 _TRAINING_OF_EXPERTS = ("balance", "z", "bias_rate")
 _HARMLESS = re.compile(
@@ -86,6 +85,8 @@ def _of_decoders(entries: Mapping[str, Any], config: DecoderConfig) -> list[str]
 
 def _computed(config: DecoderConfig) -> Iterator[tuple[str, Any]]:
     """The fields of a decoder that change what it computes."""
+    # Experts in all blocks leave no dense part that could have this size.
+    unused = () if config.experts is None else ("intermediate_size",)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == "experts" and value is not None:
@@ -94,8 +95,7 @@ def _computed(config: DecoderConfig) -> Iterator[tuple[str, Any]]:
                     yield f"experts.{part.name}", getattr(value, part.name)
         elif field.name == "head_size":
             yield "head_dim", config.head_dim
-        # Experts in all blocks leave no dense part that could have this size.
-        elif field.compare and field.name != "fused" and not (field.name == "hidden" and config.experts is not None):
+        elif field.compare and field.name != "fused" and field.name not in unused:
             yield _CALLED.get(field.name, field.name), value
 
 

@@ -345,8 +345,8 @@ def test_a_config_that_is_not_the_layouts_is_refused_with_every_field(tmp_path):
         f"fs.hf.save cannot write {tmp_path / 'out'}: the config and the model of the layout compute different things."
     )
     assert found == rows and mend == "Pass the config that the layout's model was made of."
-    # Choices of training, and how leaves are stored, are not the model's.
-    routed = layout_of(dataclasses.replace(CONFIGS["mixtral"], experts=Experts(4, 2, 12)))
+    # Choices of training, how leaves are stored, and the size of a dense part that no block has are not the model's.
+    routed = layout_of(dataclasses.replace(CONFIGS["mixtral"], intermediate_size=99, experts=Experts(4, 2, 12)))
     hf.save(tmp_path / "routed", params_of(routed), CONFIGS["mixtral"], routed)
 
 
