@@ -5,7 +5,6 @@ Guarantee: outputs and gradients match the module on one process.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,16 +17,13 @@ from fsharding.base.tree import Tree
 from fsharding.foreign.name_map import ModuleNames, Rows, aliases_of, written_constants
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import Name, renumbered
-from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import family_of
-from fsharding.interop.module.initializers import Reset, lazy_leaves, real_buffers
-from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
-from fsharding.interop.module.mutation_guard import Original
-from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import check_memory, check_module, check_units, refuse_all
+from fsharding.interop.module.initializers import Reset
+from fsharding.interop.module.layers import LayerRoles, Roles
+from fsharding.interop.module.planning import ModulePlan, plan_of
+from fsharding.interop.module.problems import Problems, check_module, check_units
 from fsharding.interop.module.runtime import Engine, Run
-from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested, plan_module
-from fsharding.interop.module.tensor_parallel import check_axes
+from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested
 from fsharding.interop.module.written_buffers import check_buffers, written_buffers
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.partition_spec import AxisRules
@@ -83,39 +79,26 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     files: ModuleNames
     config: ModuleConfig | None
 
-    def __init__(
-        self,
-        module: nn.Module,
-        anatomy: Anatomy,
-        options: ModuleOptions,
-        *,
-        heads: Mapping[str, int],
-        files: Mapping[str, Name],
-        written: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, plan: ModulePlan, options: ModuleOptions, written: Sequence[str]) -> None:
         """Made by `functionalize`."""
+        anatomy = plan.anatomy
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
-        self._module = module
         self._options = options
-        self._heads = dict(heads)
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
-        by_path = layer_roles(module, options.roles or {})
-        self._tried = functools.cache(functools.partial(unfit_roles, module, by_path.roles))
-        self._engine = Engine(module, anatomy, by_path.roles, real_buffers(module, options.reset), written=written)
+        self._engine = Engine(plan, written=written)
         self._engine.open()
-        self._original = Original(module, self._engine.tensors)
-        own = self._engine.persistent(), _aliases(module), self._engine.written_as()
-        in_module = ModuleNames(sources, *own)
+        own = self._engine.persistent(), _aliases(plan.module), self._engine.written_as()
+        files = {} if plan.family is None else plan.family.files
         named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
         vars(self).update(
             anatomy=anatomy,
             names=nested({leaf.path: leaf.names for leaf in anatomy.leaves}),
             frozen=tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable),
-            roles=by_path,
-            sources=in_module,
+            roles=plan.roles,
+            sources=ModuleNames(sources, *own),
             files=ModuleNames(named, *own),
-            config=config_of_module(module),
+            config=config_of_module(plan.module),
         )
 
     @public
@@ -133,8 +116,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             ConfigError: the module was changed since it was functionalized; or, when values are taken, parameters on
                 the meta device that nothing draws; all are listed.
         """
-        self._original.check()
-        return nested(lazy_leaves(self._module, self.anatomy.leaves, key, self._options.reset))
+        return nested(self._engine.first_values(key))
 
     def init_buffers(self) -> dict[str, Tensor]:
         """First values of the buffers that the forward writes, as the module has them; `init_state` takes them.
@@ -166,9 +148,8 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
                 not compute; all are listed. A module with `dummy_inputs`, as models of Hugging Face have them, is tried
                 with the shapes that `tp` leaves a rank. Experts over `ep`: the module's forward takes all of them.
         """
-        self._original.check()
-        check_experts(self.anatomy, mesh, rules, self.config.family if self.config is not None else None)
-        check_axes(self.anatomy, self.roles, mesh, rules, self._heads, tried=self._tried)
+        self._engine.refuse_changes()
+        self._engine.plan.check(mesh, rules)
 
     @public
     @_compat.outside_of_graphs
@@ -250,7 +231,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         return result
 
     def __str__(self) -> str:
-        return f"PureModule of {type(self._module).__name__}, {self.anatomy}"
+        return f"PureModule of {type(self._engine.plan.module).__name__}, {self.anatomy}"
 
 
 def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -347,28 +328,12 @@ def made(
     check_module(module)
     check_units(units)
     check_policy(options.policy)
-    names = options.names
-    roles = options.roles
-    reset = options.reset
-    buffers = options.buffers
-    family = family_of(module) if units is None else None
-    if units is None and family is None:
+    if units is None and family_of(module) is None:
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(f"does not know the units of {type(module).__name__}.", children, mend))
-    written = (buffers,) if isinstance(buffers, str) else tuple(buffers)
-    problems = [*check_memory(module), *check_buffers(module, written), *check_options(module)]
-    problems += check_roles(module, roles or {})
-    plan = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
-    if family is not None:
-        refuse_all(problems)  # before the family's patterns, which the caller has not written, are looked for
-        units = units or family.units
-        names = names or family.names
-        roles = family.roles if roles is None else roles
-        reset = reset or (getattr(module, family.reset, None) if family.reset else None)
-    assert units is not None
-    anatomy = plan(module, units, names)
-    heads = family.heads_of(module) if family is not None else {}
-    files = family.files if family is not None else {}
-    options = options._replace(names=names, roles=roles, reset=reset)
-    return kind(module, anatomy, options, heads=heads, files=files, written=written_buffers(module, written))
+    written = (options.buffers,) if isinstance(options.buffers, str) else tuple(options.buffers)
+    problems = Problems()
+    check_buffers(module, written, problems)
+    plan = plan_of(module, units, options.names, options.roles, options.reset, problems)
+    return kind(plan, options, written_buffers(module, written))

@@ -17,6 +17,7 @@ from fsharding.interop.hf.naming import Joined, Name
 from fsharding.interop.module.layers import Role, Roles
 from fsharding.interop.module.structure import NameTable
 from fsharding.mesh.device_mesh import axis_size
+from fsharding.sharding.partition_spec import DimName
 
 __all__ = ["FAMILIES", "Family", "Parts", "family_of"]
 
@@ -84,11 +85,9 @@ class Family:
         rows += [f"layers have {', '.join(sorted(kinds))}"] if kinds else []
         rows += [f"sliding_window is {config.sliding_window}"] if sliding else []
         by_layer = "scale_attn_by_inverse_layer_idx"
-        return rows + (
-            [f"{by_layer} is True: every layer scales its attention by another number"]
-            if getattr(config, by_layer, False)
-            else []
-        )
+        if getattr(config, by_layer, False):
+            rows.append(f"{by_layer} is True: every layer scales its attention by another number")
+        return rows
 
 
 def _loss(logits: Tensor, batch: Tree) -> tuple[Tensor, Tensor]:
@@ -113,27 +112,25 @@ def _gpt2_embed(module: Any, batch: Tree) -> Tensor:
     return model.drop(model.wte(tokens) + model.wpe(_positions(tokens)))
 
 
+def _linear(path: str, out: DimName, inner: DimName) -> dict[str, tuple[DimName, ...]]:
+    """The dim names of the weight of an `nn.Linear`, and of the bias that it may have."""
+    return {f"{path}.weight": (out, inner), f"{path}.bias": (out,)}
+
+
 _VOCAB: dict[str, Role] = {"model.embed_tokens": "vocab", "lm_head": "logits"}
 _QKV: dict[str, Role] = {f"*.self_attn.{x}_proj": "column" for x in "qkv"}
 _LLAMA = Family(
     units=("model.embed_tokens", "model.layers.*", ("model.norm", "lm_head")),
     names={
         "model.embed_tokens.weight": ("vocab", "embed"),
-        "lm_head.weight": ("vocab", "embed"),
-        "*.q_proj.weight": ("heads", "embed"),
-        "*.k_proj.weight": ("kv_heads", "embed"),
-        "*.v_proj.weight": ("kv_heads", "embed"),
-        "*.o_proj.weight": ("embed", "heads"),
-        "*.q_proj.bias": ("heads",),
-        "*.k_proj.bias": ("kv_heads",),
-        "*.v_proj.bias": ("kv_heads",),
-        "*.o_proj.bias": ("embed",),
-        "*.mlp.gate_proj.weight": ("mlp", "embed"),
-        "*.mlp.up_proj.weight": ("mlp", "embed"),
-        "*.mlp.down_proj.weight": ("embed", "mlp"),
-        "*.mlp.gate_proj.bias": ("mlp",),
-        "*.mlp.up_proj.bias": ("mlp",),
-        "*.mlp.down_proj.bias": ("embed",),
+        **_linear("lm_head", "vocab", "embed"),
+        **_linear("*.q_proj", "heads", "embed"),
+        **_linear("*.k_proj", "kv_heads", "embed"),
+        **_linear("*.v_proj", "kv_heads", "embed"),
+        **_linear("*.o_proj", "embed", "heads"),
+        **_linear("*.mlp.gate_proj", "mlp", "embed"),
+        **_linear("*.mlp.up_proj", "mlp", "embed"),
+        **_linear("*.mlp.down_proj", "embed", "mlp"),
         "*norm.weight": (None,),
     },
     roles={
@@ -182,23 +179,13 @@ _PHI = Family(
     units=("model.embed_tokens", "model.layers.*", ("model.final_layernorm", "lm_head")),
     names={
         **_LLAMA.names,
-        "lm_head.bias": ("vocab",),
-        "*.self_attn.dense.weight": ("embed", "heads"),
-        "*.self_attn.dense.bias": ("embed",),
-        "*.mlp.fc1.weight": ("mlp", "embed"),
-        "*.mlp.fc1.bias": ("mlp",),
-        "*.mlp.fc2.weight": ("embed", "mlp"),
-        "*.mlp.fc2.bias": ("embed",),
+        **_linear("*.self_attn.dense", "embed", "heads"),
+        **_linear("*.mlp.fc1", "mlp", "embed"),
+        **_linear("*.mlp.fc2", "embed", "mlp"),
         "*layernorm.weight": (None,),
         "*layernorm.bias": (None,),
     },
-    roles={
-        **_VOCAB,
-        **_QKV,
-        "*.self_attn.dense": "row",
-        "*.mlp.fc1": "column",
-        "*.mlp.fc2": "row",
-    },
+    roles={**_VOCAB, **_QKV, "*.self_attn.dense": "row", "*.mlp.fc1": "column", "*.mlp.fc2": "row"},
     heads=_LLAMA.heads,
 )
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
-from fsharding.base.errors import ConfigError, FshardingError
-from fsharding.interop.module.problems import problem
+from fsharding.base.errors import ConfigError
+from fsharding.interop.module.problems import Problems
 from fsharding.interop.module.structure import shadowed
 
 __all__ = ["REPLACED", "LayerRoles", "Role", "Roles", "check_options", "check_roles", "layer_roles"]
@@ -78,8 +78,8 @@ def _objection(layer: nn.Module, role: str) -> str | None:
     return None
 
 
-def check_roles(module: nn.Module, roles: Roles) -> list[FshardingError]:
-    """Objections to roles: unknown ones, patterns that fit no layer, and layers that cannot have theirs."""
+def check_roles(module: nn.Module, roles: Roles, problems: Problems) -> None:
+    """Object to roles: unknown ones, patterns that fit no layer, and layers that cannot have theirs."""
     known = get_args(Role)
     wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in known]
     found = layer_roles(module, {pattern: role for pattern, role in roles.items() if role in known})
@@ -89,7 +89,7 @@ def check_roles(module: nn.Module, roles: Roles) -> list[FshardingError]:
     wrong += [f"{pattern!r} fits no module" for pattern in idle]
     wrong += shadowed(roles, [*paths])
     mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, known))}, and others none."
-    return problem(ConfigError, "cannot compute some layers over tp.", wrong, mend)
+    problems.add(ConfigError, "cannot compute some layers over tp.", wrong, mend)
 
 
 _TABLE_OPTIONS = {
@@ -100,18 +100,18 @@ _TABLE_OPTIONS = {
 """Options of `nn.Embedding` and `nn.EmbeddingBag` that are refused, and why."""
 
 
-def check_options(module: nn.Module) -> list[FshardingError]:
-    """Objections to options of torch's layers that a pure function of the parameters cannot have."""
+def check_options(module: nn.Module, problems: Problems) -> None:
+    """Object to options of torch's layers that a pure function of the parameters cannot have."""
     rows: list[str] = []
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            given: dict[str, Any] = {name: getattr(layer, name) for name in _TABLE_OPTIONS}
-            rows += [
-                f"{path or 'the module'} is {type(layer).__name__}, {name}={value!r}: {_TABLE_OPTIONS[name]}"
-                for name, value in given.items()
-                if (value is not None if name == "max_norm" else value)
-            ]
+            where = f"{path or 'the module'} is {type(layer).__name__}"
+            for name, why in _TABLE_OPTIONS.items():
+                value: Any = getattr(layer, name)
+                # A max_norm of 0 is one, too.
+                rows += [f"{where}, {name}={value!r}: {why}"] if value is not None and value is not False else []
     mend = "Make the layer without the option. Instead of max_norm=, normalize the rows that the forward looks up."
+    problems.add(ConfigError, "cannot honor options of some layers.", rows, mend)
     # PEFT's wrapper of single parameters registers a parametrization of another module in each forward.
     wrapped = [
         f"{path} is PEFT's {type(layer).__name__} of {getattr(layer, 'parameter_name', 'a parameter')}"
@@ -119,7 +119,4 @@ def check_options(module: nn.Module) -> list[FshardingError]:
         if type(layer).__name__ == "ParamWrapper" and type(layer).__module__.startswith("peft.")
     ]
     adapt = "Adapt layers instead: target_modules=[...] without target_parameters."
-    return [
-        *problem(ConfigError, "cannot honor options of some layers.", rows, mend),
-        *problem(ConfigError, "cannot run adapters that replace parameters in the forward.", wrapped, adapt),
-    ]
+    problems.add(ConfigError, "cannot run adapters that replace parameters in the forward.", wrapped, adapt)

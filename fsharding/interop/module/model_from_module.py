@@ -24,16 +24,15 @@ from fsharding.base.errors import ConfigError, TransformError, message, report
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.interop.hf.comparison import config_of_module
-from fsharding.interop.module.experts import check_experts
 from fsharding.interop.module.hf_tables import Parts, family_of
-from fsharding.interop.module.initializers import LazyLeaf, Reset, lazy_leaves, real_buffers
-from fsharding.interop.module.layers import Roles, check_options, check_roles, layer_roles
-from fsharding.interop.module.mutation_guard import Original, unlike_blocks
-from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import check_memory, check_module, check_units, refuse_all
+from fsharding.interop.module.initializers import LazyLeaf, Reset
+from fsharding.interop.module.layers import Roles
+from fsharding.interop.module.mutation_guard import unlike_blocks
+from fsharding.interop.module.planning import ModulePlan, plan_of
+from fsharding.interop.module.problems import Problems, check_module, check_units
 from fsharding.interop.module.runtime import Engine, computing
-from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested, plan_module
-from fsharding.interop.module.tensor_parallel import Bare, check_axes
+from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested
+from fsharding.interop.module.tensor_parallel import Bare
 from fsharding.interop.module.written_buffers import check_buffers, refuse_written
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
@@ -139,55 +138,44 @@ def model_from_module(
     """
     check_module(module)
     check_units(units)
-    problems = [*check_memory(module), *check_buffers(module, ()), *refuse_written(module)]
-    problems += [*check_options(module), *check_roles(module, roles or {})]
     family = family_of(module) if units is None else None
-    plan_units = functools.partial(plan_module, general=names is None, ragged=family is not None, problems=problems)
     if family is not None and parts is None and (rows := family.objections(module)):
         mend = "Pass parts= of your own, or functionalize the module: its own forward knows what to do."
         raise ConfigError(message("has no parts for this config.", rows, mend))
-    if family is not None:
-        refuse_all(problems)  # before the family's patterns, which the caller has not written, are looked for
-        units = family.units
-        names = names or family.names
-        roles = family.roles if roles is None else roles
-        reset = reset or getattr(module, family.reset or "", None)
-        parts = parts or family.parts
-    if units is None or parts is None:
+    parts = parts or (family.parts if family is not None else None)
+    if (units is None and family is None) or parts is None:
         mend = "Pass units=('embed', 'layers.*', 'head') and parts=fs.hf.families.Parts(embed, block, head)."
         raise ConfigError(message(f"does not know the units and parts of {type(module).__name__}.", mend=mend))
-    found = layer_roles(module, roles or {})
-    plan = _plan(module, plan_units(module, units, names))
-    idle = [member for run in plan.runs for member in run.members[1:]]
-    engine = Engine(module, plan.anatomy, found.roles, real_buffers(module, reset), idle=idle)
+    problems = Problems()
+    check_buffers(module, (), problems)
+    refuse_written(module, problems)
+    return _model(plan_of(module, units, names, roles, reset, problems), parts)
+
+
+def _model(planned: ModulePlan, parts: Parts) -> Model:
+    """A model whose parts run a copy of the module, which has the weights of one part at a time."""
+    plan = _plan(planned.module, planned.anatomy)
+    engine = Engine(planned, idle=[member for run in plan.runs for member in run.members[1:]])
     layers = [{path: engine.module.get_submodule(path) for path in run.members} for run in plan.runs]
     if rows := [row for blocks in layers for row in unlike_blocks(blocks)]:
         mend = "Make what differs an input of the blocks, or functionalize the module, which runs each block as itself."
         raise ConfigError(message("runs all blocks as the first one, but for the weights.", rows, mend))
-    heads = family.heads_of(module) if family is not None else {}
-
-    original = Original(module, engine.tensors)
 
     def init(key: Tensor) -> Tree:
-        original.check()
-        return plan.spread(lazy_leaves(module, plan.anatomy.leaves, key, reset), LazyLeaf.rows)
+        return plan.spread(engine.first_values(key), LazyLeaf.rows)
 
     def block(run: _Run) -> Callable[..., Any]:
         layer = engine.module.get_submodule(run.members[0])
         return _part(engine, functools.partial(parts.block, engine.module, layer), run.places)
 
-    tried = functools.cache(functools.partial(unfit_roles, module, found.roles))
     over = ("pp", "cp") if parts.cp else ("pp",)
-    blocks = {run.name: block(run) for run in plan.runs}
-    config = config_of_module(module)
-    # Ranks compare what a model closes over; a config notes where it was saved, which one rank may have done alone.
-    kind = config.family if config is not None else None
 
+    # Ranks compare what a model closes over: the plan, not a config, which notes where it was saved.
     def check(mesh: Mesh, rules: AxisRules) -> None:
-        original.check()
-        check_experts(plan.anatomy, mesh, rules, kind)
-        check_axes(plan.anatomy, found, mesh, rules, heads, tried=tried, over=over)
+        engine.refuse_changes()
+        planned.check(mesh, rules, over)
 
+    blocks = {run.name: block(run) for run in plan.runs}
     return Model(
         init=init,
         embed=_part(engine, functools.partial(parts.embed, engine.module), plan.embed),
@@ -197,7 +185,7 @@ def model_from_module(
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
         axes=("cp", "tp") if parts.cp else ("tp",),
         check=check,
-        config=config,
+        config=config_of_module(planned.module),
         constants=engine.constants,
     )
 

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fsharding.base.errors import ConfigError, message
 from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import type_text
 
-__all__ = ["Watch", "unlike_blocks"]
+__all__ = ["Original", "Watch", "unlike_blocks"]
 
 _OWN_INDEX = ("idx", "index", "layer_id", "layer_idx", "layer_index", "layer_number")
 _SIMPLE = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -40,16 +40,23 @@ def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
             a = wanted.get(name, _NOT_THERE)
             b = result.get(name, _NOT_THERE)
             if not _alike(a, b):
-                rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}" + _where(a, b))
+                alike = isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b)
+                values = " of other values" if alike else ""
+                rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}{values}")
     return rows
 
 
-class _Missing:
+class _Object(NamedTuple):
+    """An object by its identity, without keeping it alive."""
+
+    id: int
+    name: str
+
     def __repr__(self) -> str:
-        return "not there"
+        return self.name
 
 
-_NOT_THERE = _Missing()
+_NOT_THERE = _Object(0, "not there")
 
 
 def _state(block: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -105,11 +112,7 @@ def _shown(x: Any) -> str:
         return type_text(tuple(x.shape), x.dtype)
     if isinstance(x, type) or callable(x):
         return getattr(x, "__name__", type(x).__name__)
-    return repr(x) if isinstance(x, (*_SIMPLE, list, tuple, dict, _Missing)) else type(x).__name__
-
-
-def _where(a: Any, b: Any) -> str:
-    return " of other values" if isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b) else ""
+    return repr(x) if isinstance(x, (*_SIMPLE, list, tuple, dict)) else type(x).__name__
 
 
 # ------------------------------------------------------------------------------------------- changes after the copy
@@ -125,11 +128,11 @@ class Original:
     def check(self) -> None:
         """Check that the module is as it was, but for the values of parameters."""
         now = dict(_settings(self._module))
-        rows = [
-            f"{name}: {_shown(self._settings.get(name, _NOT_THERE))} then, {_shown(now.get(name, _NOT_THERE))} now"
+        both = {
+            name: (self._settings.get(name, _NOT_THERE), now.get(name, _NOT_THERE))
             for name in {**self._settings, **now}
-            if not _same_setting(self._settings.get(name, _NOT_THERE), now.get(name, _NOT_THERE))
-        ]
+        }
+        rows = [f"{name}: {_shown(a)} then, {_shown(b)} now" for name, (a, b) in both.items() if not _alike(a, b)]
         copies = self._copies()
         for name, x in self._module.named_buffers():
             copied = copies.get(name, x)
@@ -168,27 +171,12 @@ def _simple(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any]]:
     elif hasattr(x, "__dict__") and not isinstance(x, (nn.Module, Tensor, type, *_SIMPLE)) and not callable(x):
         inside = ((f".{key}", value) for key, value in vars(x).items())
     if inside is None or depth == 0:
-        yield name, x if isinstance(x, (*_SIMPLE, type)) else _Object(x)
+        known = isinstance(x, (*_SIMPLE, type))
+        yield name, x if known else _Object(id(x), getattr(x, "__name__", type(x).__name__))
         return
     yield name, type(x)
     for step, value in [*inside]:
         yield from _simple(name + step, value, depth - 1)
-
-
-class _Object:
-    """An object by its identity, without keeping it alive."""
-
-    def __init__(self, x: Any) -> None:
-        self.id, self.name = id(x), getattr(x, "__name__", type(x).__name__)
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def _same_setting(a: Any, b: Any) -> bool:
-    if isinstance(a, _Object) and isinstance(b, _Object):
-        return a.id == b.id
-    return a is b or _alike(a, b)
 
 
 # ----------------------------------------------------------------------------------------------------- what has changed
@@ -204,35 +192,16 @@ class _Held:
     version: int = 0
 
 
-@dataclass
-class _Seen:
-    """The buffers and attributes of a submodule when it was last looked at."""
-
-    path: str
-    homes: tuple[dict[str, Any], dict[str, Any]]
-    before: tuple[dict[str, Any], dict[str, Any]]
-
-    def is_same(self) -> bool:
-        """Whether all is where it was."""
-        both = zip(self.homes, self.before, strict=True)
-        return all(len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) for a, b in both)
-
-    def keep(self) -> None:
-        """Remembers what is there now."""
-        self.before = dict(self.homes[0]), dict(self.homes[1])
-
-
 class Watch:
     """The tensors of a module that are no parameters: they stay where they are and what they are."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         """Looks at some submodules, by path, each without its children."""
-        homes = {path: (vars(m)["_buffers"], vars(m)) for path, m in modules.items()}
-        self._seen = [_Seen(path, two, (dict(two[0]), dict(two[1]))) for path, two in homes.items()]
+        self._homes = [(path, home) for path, m in modules.items() for home in (vars(m)["_buffers"], vars(m))]
+        self._before = [dict(home) for _, home in self._homes]
         self._held: dict[tuple[int, str], _Held] = {
-            (id(home), key): _Held(joined(seen.path, key), home, key, x)
-            for seen in self._seen
-            for home in seen.homes
+            (id(home), key): _Held(joined(path, key), home, key, x)
+            for path, home in self._homes
             for key, x in home.items()
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
         }
@@ -252,17 +221,18 @@ class Watch:
             with _functorch.outside_transforms(), torch.no_grad():
                 self._values = [held.value.clone() for held in self._held.values()]
 
-    def end(self, *, done: bool) -> list[str]:
+    def end(self) -> list[str]:
         """The changes since then; replaced tensors get their places back, and new ones are removed."""
         rows: dict[str, Tensor] = {}
-        for seen in self._seen:
-            if not seen.is_same():
-                rows |= self._look(seen)
-                seen.keep()
+        for i, (path, home) in enumerate(self._homes):
+            before = self._before[i]
+            if len(home) != len(before) or not all(map(operator.is_, home.values(), before.values())):
+                rows |= self._put_back(path, home, before)
+                self._before[i] = dict(home)
         for held in self._held.values():
             if _compat.version_of(held.value) != held.version:
                 rows[held.name] = held.value
-        if done and self._values is not None:
+        if self._values is not None:
             with _functorch.outside_transforms(), torch.no_grad():
                 for held, value in zip(self._held.values(), self._values, strict=True):
                     rows |= {} if _equal(held.value, value) else {held.name: held.value}
@@ -271,19 +241,18 @@ class Watch:
         order = {held.name: i for i, held in enumerate(self._held.values())}
         return [f"{name} is {_shown(rows[name])}" for name in sorted(rows, key=lambda n: order.get(n, len(order)))]
 
-    def _look(self, seen: _Seen) -> dict[str, Tensor]:
+    def _put_back(self, path: str, home: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors of a submodule that are not what they were; all get their places back."""
         rows: dict[str, Tensor] = {}
-        for home, before in zip(seen.homes, seen.before, strict=True):
-            for key in {**before, **home}:
-                now = home.get(key)
-                held = self._held.get((id(home), key))
-                if held is not None and now is not held.value:
-                    rows[held.name] = now if isinstance(now, Tensor) else held.value
-                    home[key] = held.value
-                elif held is None and isinstance(now, Tensor) and now is not before.get(key):
-                    rows[joined(seen.path, key)] = now
-                    home.pop(key) if key not in before else home.update({key: before[key]})
+        for key in {**before, **home}:
+            now = home.get(key)
+            held = self._held.get((id(home), key))
+            if held is not None and now is not held.value:
+                rows[held.name] = now if isinstance(now, Tensor) else held.value
+                home[key] = held.value
+            elif held is None and isinstance(now, Tensor) and now is not before.get(key):
+                rows[joined(path, key)] = now
+                home.pop(key) if key not in before else home.update({key: before[key]})
         return rows
 
     def move(self, device: torch.device) -> None:
@@ -292,5 +261,4 @@ class Watch:
             own = held.value if held.real is None else held.real
             held.real = own if _compat.makes_fakes() and not _compat.is_fake(own) else None
             held.value = held.home[held.key] = own.to(device) if held.real is None else _compat.copied(own).to(device)
-        for seen in self._seen:
-            seen.keep()
+        self._before = [dict(home) for _, home in self._homes]

@@ -16,22 +16,27 @@ from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, FshardingError, message
 from fsharding.base.public import refuse
 
-__all__ = ["FUNCTION", "check_memory", "check_module", "check_units", "problem", "refuse_all"]
+__all__ = ["FUNCTION", "Problems", "check_memory", "check_module", "check_units"]
 
 FUNCTION = "fs.functionalize"
 
 
-def problem(kind: type[FshardingError], rule: str, rows: Sequence[str], mend: str) -> list[FshardingError]:
-    """An error for some rows, if there are any."""
-    return [kind(message(rule, rows, mend))] if rows else []
+class Problems:
+    """What is wrong with a module, collected so that one error tells all of it."""
 
+    def __init__(self) -> None:
+        self.errors: list[FshardingError] = []
 
-def refuse_all(problems: Sequence[FshardingError]) -> None:
-    """Raises what is wrong, if something is."""
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise ConfigError("\n".join(str(each) for each in problems))
+    def add(self, kind: type[FshardingError], rule: str, rows: Sequence[str], mend: str) -> None:
+        """Add an error for some rows, if there are any."""
+        self.errors += [kind(message(rule, rows, mend))] if rows else []
+
+    def refuse(self) -> None:
+        """Raise what is wrong, if something is."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigError("\n".join(map(str, self.errors)))
 
 
 def _is_plain(p: Tensor) -> bool:
@@ -45,8 +50,8 @@ def _is_plain(p: Tensor) -> bool:
 _PLAIN: Any = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 
 
-def check_memory(module: nn.Module) -> list[FshardingError]:
-    """Objections to weights that share memory with other tensors of the module: here each leaf has its own."""
+def check_memory(module: nn.Module, problems: Problems) -> None:
+    """Object to weights that share memory with other tensors of the module: here each leaf has its own."""
     own = {id(p): (name, p) for name, p in module.named_parameters()}
     buffers = {id(b): (name, b) for name, b in module.named_buffers()}
     spans: dict[int, list[tuple[int, int, str, bool]]] = {}
@@ -62,7 +67,7 @@ def check_memory(module: nn.Module) -> list[FshardingError]:
         for (_, end, first, a), (start, _, second, b) in itertools.pairwise(several):
             rows += [f"{first} and {second} are views of one memory"] if start < end and (a or b) else []
     mend = "Tie the parameter itself, head.weight = embed.weight, instead of its .data; or give each a .clone()."
-    return problem(ConfigError, "would train weights apart that share memory.", rows, mend)
+    problems.add(ConfigError, "would train weights apart that share memory.", rows, mend)
 
 
 def check_units(units: Any) -> None:

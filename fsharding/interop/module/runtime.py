@@ -25,11 +25,10 @@ from fsharding.base.scoped import scoped
 from fsharding.comm.leaf_memory import device_of
 from fsharding.formats.quantized import Quantized, dequantize
 from fsharding.interop.module.copying import copy_module
-from fsharding.interop.module.initializers import generator_bytes, seed_of
-from fsharding.interop.module.layers import Role
-from fsharding.interop.module.mutation_guard import Watch
+from fsharding.interop.module.initializers import LazyLeaf, generator_bytes, lazy_leaves, real_buffers, seed_of
+from fsharding.interop.module.mutation_guard import Original, Watch
+from fsharding.interop.module.planning import ModulePlan
 from fsharding.interop.module.problems import FUNCTION
-from fsharding.interop.module.structure import Anatomy, ModuleUnit
 from fsharding.interop.module.tensor_parallel import Bare, Entrances, install
 from fsharding.interop.module.written_buffers import places_of, synchronize
 from fsharding.mesh.abstract_mesh import DATA_AXES
@@ -105,16 +104,10 @@ _guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=Fals
 class Engine:
     """A copy of the module without weights, whose units ask the current run for theirs."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        anatomy: Anatomy,
-        roles: Mapping[str, Role],
-        buffers: Mapping[str, Tensor],
-        idle: Sequence[str] = (),
-        written: Sequence[str] = (),
-    ) -> None:
-        """Copies a module."""
+    def __init__(self, plan: ModulePlan, *, idle: Sequence[str] = (), written: Sequence[str] = ()) -> None:
+        """Copy a module. Parts that are idle never run, and the forward writes the written buffers."""
+        module, anatomy = plan.module, plan.anatomy
+        self.plan = plan
         own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
         if own:
             rows = [
@@ -123,11 +116,12 @@ class Engine:
             raise TransformError(_recomputing(rows))
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
+        buffers = real_buffers(module, plan.reset)
         self.module: nn.Module = copy_module(module, absent)
         for name, value in buffers.items():
             owner, _, last = name.rpartition(".")
             setattr(self.module.get_submodule(owner), last, value)
-        self.entrances: Entrances = install(self.module, roles)
+        self.entrances: Entrances = install(self.module, plan.roles.roles)
         synchronize(self.module)
         self.written, self.places = tuple(written), places_of(self.module)
         self.units, self.bodies = anatomy.units, dict[str, Body]()
@@ -145,14 +139,20 @@ class Engine:
             for name, m in self.module.named_modules()
             if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
         ]
+        self._original = Original(module, self._watch.tensors)
+
+    def refuse_changes(self) -> None:
+        """Refuse a module that was changed since it was copied."""
+        self._original.check()
+
+    def first_values(self, key: Tensor) -> dict[str, LazyLeaf]:
+        """The first values of the leaves, by path; refuses a module that was changed since it was copied."""
+        self._original.check()
+        return lazy_leaves(self.plan.module, self.plan.anatomy.leaves, key, self.plan.reset)
 
     def constants(self) -> dict[str, Tensor]:
         """The buffers and tensor attributes that no forward writes, by name. All ranks have to have the same."""
         return {name: x for name, x in self._watch.tensors().items() if name not in self.written}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The copies of buffers and tensor attributes, by name."""
-        return self._watch.tensors()
 
     def first_buffers(self) -> dict[str, Tensor]:
         """The buffers that the forward writes, as the module has them."""
@@ -206,10 +206,12 @@ class Engine:
         """Makes every unit ask for its weights when it is called."""
         for number, unit in enumerate(self.units):
             for member in unit.members:
-                self._open(number, member)
+                inner = self.module.get_submodule(member)
+                self.bodies[member] = Body(self, Bare(inner, inner.forward), member)
+                inner.forward = functools.partial(_enter, number, member)
 
     @contextmanager
-    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[torch.device]:
+    def guard(self, leaves: Iterable[Any], *, keyed: bool) -> Generator[None]:
         """Bring constants to the device of some leaves; refuse that the block changes them, or draws without a key."""
         # Under `fs.evaluate` the module is in eval mode inside, where nothing is dropped and no key is needed.
         if self.drops and not keyed and not is_evaluating():
@@ -220,30 +222,15 @@ class Engine:
         self._move(device)
         self._watch.begin()
         state = generator_bytes(device)
-        done = False
         with scoped(_guarded, True):
             with _worded(), self._in_mode():
-                yield device
-            done = True
+                yield
             self.entrances.clear()
-            changed = self._watch.end(done=done)
+            changed = self._watch.end()
         if changed:
             raise TransformError(_changing(changed))
         if not keyed and state != generator_bytes(device):
             raise TransformError(_keyless([f"{type(self.module).__name__} in its forward"]))
-
-    def _open(self, number: int, member: str) -> None:
-        inner = self.module.get_submodule(member)
-        body = Body(self, Bare(inner, inner.forward), member)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            run = _running.get()
-            if run is None:
-                raise TransformError(_recomputing([f"{member} is called again"]))
-            return run.enter(number, member, args, kwargs)
-
-        self.bodies[member] = body
-        inner.forward = forward
 
     def _note_constants(self) -> None:
         """Adds the constants to what the ranks of a collective call compare; their checksums are computed once."""
@@ -266,6 +253,14 @@ class Engine:
         self._watch.move(device)
         for absent in self._absent:
             absent.home = device
+
+
+def _enter(number: int, member: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a member of a unit: the current run calls the module's own with weights."""
+    run = _running.get()
+    if run is None:
+        raise TransformError(_recomputing([f"{member} is called again"]))
+    return run.enter(number, member, args, kwargs)
 
 
 class Body:
@@ -362,13 +357,12 @@ class Run:
         else:
             weights = self._gather(number)
         buffers = {name: self.buffers[name] for name in body.buffers.values() if name in self.buffers}
+        seed, mesh = self._seed(), self._mesh
         if unit.stack is None:
-            result, new = body(weights, buffers, args, kwargs, self._seed(), self._mesh)
+            result, new = body(weights, buffers, args, kwargs, seed, mesh)
             self._keep(new)
             return result
         rest: list[Any] = []
-
-        seed, mesh = self._seed(), self._mesh
 
         def tensors(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
             # All that a transform can differentiate.
@@ -404,11 +398,10 @@ class Run:
 
     def _tree(self, number: int) -> dict[str, Any]:
         if number not in self._trees:
-            self._trees[number] = self._made(self._engine.units[number])
+            weights = self._engine.units[number].weights
+            values = {w.name: self._leaves[w.leaf] if w.row is None else self._row(w.leaf, w.row) for w in weights}
+            self._trees[number] = values
         return self._trees[number]
-
-    def _made(self, unit: ModuleUnit) -> dict[str, Any]:
-        return {w.name: self._leaves[w.leaf] if w.row is None else self._row(w.leaf, w.row) for w in unit.weights}
 
     def _row(self, leaf: int, row: int) -> Any:
         if leaf not in self._rows:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TreeError, listed
+from fsharding.base.errors import ConfigError, LayoutError, TreeError, listed, message
 from fsharding.base.tree import Tree
 from fsharding.foreign.name_map import Rows
-from fsharding.interop.module.problems import problem, refuse_all
+from fsharding.interop.module.problems import Problems
 from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import LAYERS, type_text
 from fsharding.sharding.partition_spec import DimName
@@ -76,24 +75,24 @@ class ModuleLeaf:
         if not self.stacked:
             return self.sources[0]
         split = [source.split(".") for source in self.sources]
-        shortest = min(map(len, split))
-
-        def alike(counts: range) -> int:
-            return sum(1 for _ in takewhile(lambda k: len({parts[k] for parts in split}) == 1, counts))
-
-        start = alike(range(shortest))
-        stop = -alike(range(-1, -shortest - 1, -1))
-        if len(split) == 1:  # its number is that part of the name which the path of the leaf lacks
-            (parts,) = split
-            lacks = (k for k in range(shortest) if ".".join([*parts[:k], *parts[k + 1 :]]) == self.path)
-            start = next(lacks, 0)
-            stop = start + 1 - shortest
         first = split[0]
-        name = ".".join([*first[:start], "{i}", *first[len(first) + stop :]])
-        keys = [".".join(parts[start : len(parts) + stop]) for parts in split]
+        start = _shared(split)
+        end = _shared([parts[::-1] for parts in split])
+        if len(split) == 1:  # its number is that part of the name which the path of the leaf lacks
+            lacks = (k for k in range(len(first)) if ".".join([*first[:k], *first[k + 1 :]]) == self.path)
+            start = next(lacks, 0)
+            end = len(first) - start - 1
+        name = ".".join([*first[:start], "{i}", *first[len(first) - end :]])
+        keys = [".".join(parts[start : len(parts) - end]) for parts in split]
         if keys == [str(row) for row in range(len(keys))]:
             return name
         return Rows(name, tuple(int(key) if key.isdecimal() and str(int(key)) == key else key for key in keys))
+
+
+def _shared(names: Sequence[Sequence[str]]) -> int:
+    """How many first parts some names have in common."""
+    alike = [len({*parts}) == 1 for parts in zip(*names, strict=False)]
+    return alike.index(False) if False in alike else len(alike)
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,9 @@ def nested(values: Mapping[str, Any]) -> Tree:
                 node[last] = value
                 continue
         clashes.append(f"{path}: there is a leaf above or below it")
-    _refuse_clashes(clashes)
+    if clashes:
+        raise ConfigError(message("gets two leaves at one path.", clashes, _RENAME))
     return tree
-
-
-def _refuse_clashes(rows: list[str]) -> None:
-    refuse_all(problem(ConfigError, "gets two leaves at one path.", rows, _RENAME))
 
 
 _RENAME = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
@@ -145,35 +141,28 @@ _Homes: TypeAlias = dict[int, list[tuple[int, str]]]
 """For each parameter (by identity) the units that have it, by number, and its names there."""
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A unit before its weights are known."""
-
-    members: tuple[str, ...]
-    stack: str | None
-
-
 def plan_module(
     module: nn.Module,
     units: UnitPatterns,
-    names: NameTable | None = None,
+    names: NameTable | None,
+    problems: Problems,
     *,
-    general: bool = False,
-    ragged: bool = False,
-    problems: Sequence[FshardingError] = (),
+    general: bool,
+    ragged: bool,
 ) -> Anatomy:
-    """Plans the leaves and the units of a module."""
-    modules, problems, before = dict(module.named_modules()), [*problems], len(problems)
+    """Plan the leaves and the units of a module, or refuse it with all of its problems."""
+    modules = dict(module.named_modules())
+    before = len(problems.errors)
     patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
-    result = [_Found((), None), *patterns]
-    is_sure = len(problems) == before
+    result = [ModuleUnit((), (), None), *patterns]
+    is_sure = len(problems.errors) == before
     uses = _uses(modules, result)
     homes: _Homes = {}
     for number, named in enumerate(uses):
         for name, parameter in named.items():
             homes.setdefault(id(parameter), []).append((number, name))
     own = [_own(unit, named, homes) for unit, named in zip(result, uses, strict=True)]
-    problems += _unlike(result, uses, own, ragged=ragged)
+    _check_blocks(result, uses, own, problems, ragged=ragged)
     sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
     for unit, named, stacked in zip(result, uses, own, strict=True):
@@ -188,29 +177,28 @@ def plan_module(
             places[id(parameter)] = path, len(rows) if name in stacked else None
             rows.append((name, parameter))
     twice = [f"{path}: {rows[0][0]}" for (path, s), rows in sources.items() if (path, not s) in sources]
-    problems += problem(ConfigError, "gets two leaves at one path.", twice, _RENAME)
+    problems.add(ConfigError, "gets two leaves at one path.", twice, _RENAME)
     leaves = tuple(_leaf(path, rows, stacked) for (path, stacked), rows in sources.items())
     numbers = {leaf.path: i for i, leaf in enumerate(leaves)}
     planned: list[ModuleUnit] = []
     for unit, named in zip(result, uses, strict=True):
         weights = ((name, *places[id(parameter)]) for name, parameter in named.items())
-        here = tuple(Weight(name, numbers[path], row) for name, path, row in weights)
-        planned.append(ModuleUnit(unit.members, here, unit.stack))
+        planned.append(replace(unit, weights=tuple(Weight(name, numbers[path], row) for name, path, row in weights)))
     # Where a pattern has found no units, the names of the leaves outside of units are unknown.
     known = leaves if is_sure else [leaves[i] for i in sorted({w.leaf for unit in planned[1:] for w in unit.weights})]
-    problems += _misnamed(known, names, None if general or not is_sure else leaves)
-    refuse_all(problems)
+    _check_names(known, names, None if general or not is_sure else leaves, problems)
+    problems.refuse()
     return Anatomy(_named(leaves, names), tuple(planned))
 
 
 def _find_units(
-    modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple[str, ...]], problems: list[FshardingError]
-) -> list[_Found]:
+    modules: Mapping[str, nn.Module], patterns: Sequence[str | tuple[str, ...]], problems: Problems
+) -> list[ModuleUnit]:
     """The units that the patterns name, in the order of the module; a module belongs to the first that fits it."""
     odd = [repr(p) for p in patterns if not all(isinstance(x, str) for x in (p if isinstance(p, tuple) else (p,)))]
-    problems += problem(ConfigError, "needs patterns that are paths, or tuples of them.", odd, _STAR)
+    problems.add(ConfigError, "needs patterns that are paths, or tuples of them.", odd, _STAR)
     patterns = [pattern for pattern in patterns if repr(pattern) not in odd]
-    result: list[_Found] = []
+    result: list[ModuleUnit] = []
     wrong: list[str] = []
     taken: set[str] = set()
     for pattern in patterns:
@@ -223,16 +211,17 @@ def _find_units(
         wrong += reasons or [f"{one!r} fits no module" for one in missing]
         if isinstance(pattern, str) and "*" in pattern:
             stack = ".".join(part for part in pattern.split(".") if part != "*")
-            result += [_Found((name,), stack) for name in good]
+            result += [ModuleUnit((name,), (), stack) for name in good]
         else:
-            result.append(_Found(tuple(good), None))
+            result.append(ModuleUnit(tuple(good), (), None))
     if wrong:
         children = [f"  {name} is {_kind(m)}" for name, m in modules.items() if name and name.count(".") < 2]
-        problems += problem(ConfigError, "finds no units for a pattern.", [*wrong, "modules are", *children], _STAR)
+        problems.add(ConfigError, "finds no units for a pattern.", [*wrong, "modules are", *children], _STAR)
     members = [name for unit in result for name in unit.members]
     inside = [f"{b} is inside {a}" for a in members for b in members if b.startswith(f"{a}.")]
-    problems += problem(ConfigError, "got units inside units.", inside, "Keep the outer or the inner ones.")
-    refuse_all(problems if inside else [])  # what else there is would be about units that are in two places
+    problems.add(ConfigError, "got units inside units.", inside, "Keep the outer or the inner ones.")
+    if inside:  # what else there is would be about units that are in two places
+        problems.refuse()
     order = {name: i for i, name in enumerate(modules)}
     return sorted((unit for unit in result if unit.members), key=lambda unit: order[unit.members[0]])
 
@@ -260,7 +249,7 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__ + (f" of {len(inside)} {', '.join(kinds)}" if inside else "")
 
 
-def _uses(modules: Mapping[str, nn.Module], groups: Sequence[_Found]) -> list[dict[str, nn.Parameter]]:
+def _uses(modules: Mapping[str, nn.Module], groups: Sequence[ModuleUnit]) -> list[dict[str, nn.Parameter]]:
     """For each unit its parameters by name, with every name of one that has several."""
     uses = [
         {
@@ -281,7 +270,7 @@ def _uses(modules: Mapping[str, nn.Module], groups: Sequence[_Found]) -> list[di
     return uses
 
 
-def _own(unit: _Found, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[str]:
+def _own(unit: ModuleUnit, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[str]:
     """The first names of those parameters of a block that no other unit has: they are stacked."""
     if unit.stack is None:
         return set()
@@ -289,17 +278,18 @@ def _own(unit: _Found, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[
     return {name for name, uses in alone.items() if uses[0][1] == name}
 
 
-def _unlike(
-    result: Sequence[_Found],
+def _check_blocks(
+    units: Sequence[ModuleUnit],
     uses: Sequence[Mapping[str, nn.Parameter]],
     own: Sequence[set[str]],
+    problems: Problems,
     *,
     ragged: bool,
-) -> list[FshardingError]:
-    """Blocks of one stack that cannot be its rows."""
+) -> None:
+    """Object to blocks of one stack that cannot be its rows."""
     firsts: dict[str, dict[str, tuple[str, str]]] = {}
     wrong: list[str] = []
-    for unit, named, stacked in zip(result, uses, own, strict=True):
+    for unit, named, stacked in zip(units, uses, own, strict=True):
         if unit.stack is None:
             continue
         (member,) = unit.members
@@ -314,7 +304,7 @@ def _unlike(
             b = kinds.get(name, "not there")
             wrong += [f"{name}: {a} in {where}, {b} in {member}"] if a != b else []
     mend = "Give unlike blocks patterns of their own, which come first: units=('layers.0', 'layers.*')."
-    return problem(TreeError, "can stack only blocks that are alike.", wrong, mend)
+    problems.add(TreeError, "can stack only blocks that are alike.", wrong, mend)
 
 
 def _type(parameter: nn.Parameter, stacked: bool) -> str:
@@ -331,26 +321,26 @@ def _leaf(path: str, rows: Sequence[tuple[str, nn.Parameter]], stacked: bool) ->
     return ModuleLeaf(path, shape, first.dtype, sources, stacked, first.requires_grad, names)
 
 
-def _misnamed(
-    leaves: Sequence[ModuleLeaf], table: NameTable | None, every: Sequence[ModuleLeaf] | None
-) -> list[FshardingError]:
-    """Leaves that a table misses; and its patterns that fit none of all leaves, where these are given."""
+def _check_names(
+    leaves: Sequence[ModuleLeaf], table: NameTable | None, every: Sequence[ModuleLeaf] | None, problems: Problems
+) -> None:
+    """Object to leaves that a table misses; and to its patterns that fit none of all leaves, where these are given."""
     if table is None:
-        return []
+        return
     missed = [leaf for leaf in leaves if not any(fnmatchcase(leaf.path, pattern) for pattern in table)]
     rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in missed]
     mend = "Add a pattern for each, such as '*.weight': (None, 'embed'); None leaves all dims without names."
     text = f"finds no names for {len(missed)} leaves; the table has {listed(map(repr, table), none='nothing')}."
-    problems = problem(LayoutError, text, rows, mend)
+    problems.add(LayoutError, text, rows, mend)
     if every is None:
-        return problems
+        return
     idle = [repr(pattern) for pattern in table if not any(fnmatchcase(leaf.path, pattern) for leaf in every)]
     rows = [*idle, "leaves are", *(f"  {leaf.path}" for leaf in every)] if idle else []
     mend = "Take them out, or write them as the leaves are called; print(net) shows what names they get."
-    problems += problem(LayoutError, "gets names for leaves that are not there.", rows, mend)
+    problems.add(LayoutError, "gets names for leaves that are not there.", rows, mend)
     hidden = shadowed(table, [leaf.path for leaf in every])
     mend = "Put narrow patterns first: the first one that fits a leaf counts."
-    return problems + problem(LayoutError, "gets names that other patterns hide.", hidden, mend)
+    problems.add(LayoutError, "gets names that other patterns hide.", hidden, mend)
 
 
 def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:

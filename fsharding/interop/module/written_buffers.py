@@ -17,8 +17,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fsharding import ops
-from fsharding.base.errors import ConfigError, FshardingError
-from fsharding.interop.module.problems import problem
+from fsharding.base.errors import ConfigError
+from fsharding.interop.module.problems import Problems
 from fsharding.interop.module.tensor_parallel import Bare
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import axis_size
@@ -62,8 +62,9 @@ def _is_written(owner: nn.Module) -> bool:
     )
 
 
-def check_buffers(module: nn.Module, patterns: Sequence[str]) -> list[FshardingError]:
-    """Objections to hooks that assign weights, to patterns that match no buffer, and to shared written buffers."""
+def check_buffers(module: nn.Module, patterns: Sequence[str], problems: Problems) -> None:
+    """Object to hooks that assign weights, to patterns that match no buffer, and to shared written buffers."""
+    _check_hooks(module, problems)
     places = places_of(module)
     rows = [f"{p!r} matches no buffer" for p in patterns if not any(fnmatchcase(name, p) for name in places)]
     names: dict[int, list[str]] = {}
@@ -71,10 +72,7 @@ def check_buffers(module: nn.Module, patterns: Sequence[str]) -> list[FshardingE
         names.setdefault(id(getattr(*places[name])), []).append(name)
     rows += [f"{', '.join(same)} are one tensor" for same in names.values() if len(same) > 1]
     mend = f"The buffers are {', '.join(places) or 'none'}; give each its own tensor."
-    return [
-        *_hooked_weights(module),
-        *problem(ConfigError, "cannot find the buffers that a forward writes.", rows, mend),
-    ]
+    problems.add(ConfigError, "cannot find the buffers that a forward writes.", rows, mend)
 
 
 _HOOKS: dict[type, tuple[str, str]] = {
@@ -88,8 +86,8 @@ _HOOKS: dict[type, tuple[str, str]] = {
 """Hooks of `torch.nn.utils` that assign a weight before each forward: their modules, and the replacements."""
 
 
-def _hooked_weights(module: nn.Module) -> list[FshardingError]:
-    """Objections to hooks that assign a weight to a layer: its forward would not get the sharded parameters."""
+def _check_hooks(module: nn.Module, problems: Problems) -> None:
+    """Object to hooks that assign a weight to a layer: its forward would not get the sharded parameters."""
     found = [
         (joined(path, getattr(hook, "name", "") or getattr(hook, "_tensor_name", "")), entry)
         for path, layer in module.named_modules()
@@ -101,17 +99,17 @@ def _hooked_weights(module: nn.Module) -> list[FshardingError]:
     mend = (
         "Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any forward."
     )
-    return problem(ConfigError, "cannot run hooks that assign weights.", rows, mend)
+    problems.add(ConfigError, "cannot run hooks that assign weights.", rows, mend)
 
 
-def refuse_written(module: nn.Module) -> list[FshardingError]:
-    """Objections to buffers that the forward writes, for a `Model`: its parts have no place for new values."""
+def refuse_written(module: nn.Module, problems: Problems) -> None:
+    """Object to buffers that the forward writes, for a `Model`: its parts have no place for new values."""
     rows = [f"{name} of {type(places_of(module)[name].owner).__name__}" for name in written_buffers(module, ())]
     mend = (
         "Use fs.functionalize, which carries them on meshes without pp; or put these modules in eval mode, or give them"
         " no running statistics, such as nn.GroupNorm."
     )
-    return problem(ConfigError, "has no place for buffers that the forward writes.", rows, mend)
+    problems.add(ConfigError, "has no place for buffers that the forward writes.", rows, mend)
 
 
 # -------------------------------------------------------------------------------------------------------- SyncBatchNorm
@@ -119,40 +117,33 @@ def synchronize(module: nn.Module) -> None:
     """Replace the forwards of norms with running statistics, and of `nn.SyncBatchNorm` for any device and mesh."""
     for layer in module.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats:
-            vars(layer)["forward"] = _Mixed(layer, layer.forward)
+            vars(layer)["forward"] = _mixed(layer, layer.forward)
         if isinstance(layer, nn.SyncBatchNorm):
-            vars(layer)["forward"] = _Synchronized(layer, layer.forward)
+            vars(layer)["forward"] = _synchronized(layer, layer.forward)
 
 
-class _Mixed:
+def _mixed(layer: Any, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The forward of a norm whose statistics stay in float32 where a precision casts its weights."""
+    bare = Bare(layer, whole)
 
     # Torch's kernels take inputs of a lower dtype than both, but not weights of another dtype than the statistics.
-
-    def __init__(self, layer: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
-        self._layer: Any = layer
-        self._whole, self._bare = whole, Bare(layer, whole)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weights = dict(self._layer.named_parameters())
-        dtype = self._layer.running_mean.dtype
+    def forward(x: Tensor) -> Tensor:
+        weights: dict[str, Tensor] = dict(layer.named_parameters())
+        dtype = layer.running_mean.dtype
         if all(w.dtype == dtype for w in weights.values()):
-            return self._whole(x)
+            return whole(x)
         wide = {f"inner.{name}": w.to(dtype) for name, w in weights.items()}
-        return torch.func.functional_call(self._bare, wide, (x,), tie_weights=False)
+        return torch.func.functional_call(bare, wide, (x,), tie_weights=False)
+
+    return forward
 
 
-class _Synchronized:
+def _synchronized(layer: Any, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The forward of a batch norm with statistics over all data ranks."""
 
-    def __init__(self, layer: nn.SyncBatchNorm, whole: Callable[[Tensor], Tensor]) -> None:
-        self._layer: Any = layer
-        self._whole = whole
-
-    def __call__(self, x: Tensor) -> Tensor:
-        layer = self._layer
+    def forward(x: Tensor) -> Tensor:
         if not layer.training:
-            return self._whole(x)
+            return whole(x)
         layer._check_input_dim(x)
         dims = [0, *range(2, x.ndim)]
         shape = (1, -1, *(1,) * (x.ndim - 2))
@@ -164,22 +155,22 @@ class _Synchronized:
         centered = wide - mean.view(shape)
         variance = _sum_over_data(centered.square().sum(dims)) / count
         y = centered * (variance + layer.eps).rsqrt().view(shape)
-        if layer.weight is not None:
-            y = y * layer.weight.view(shape)
-        if layer.bias is not None:
-            y = y + layer.bias.view(shape)
+        y = y if layer.weight is None else y * layer.weight.view(shape)
+        y = y if layer.bias is None else y + layer.bias.view(shape)
         if layer.track_running_stats:
-            self._track(mean.detach(), variance.detach() * (count / (count - 1)))
+            _track(layer, mean.detach(), variance.detach() * (count / (count - 1)))
         return y.to(x.dtype)
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics toward the mean and the unbiased variance of a batch."""
-        layer = self._layer
-        layer.num_batches_tracked.add_(1)
-        part = 1 / layer.num_batches_tracked if layer.momentum is None else layer.momentum
-        for running, new in ((layer.running_mean, mean), (layer.running_var, variance)):
-            running.mul_(1 - part).add_(new.to(running.dtype) * part)
+    return forward
+
+
+@torch.no_grad()
+def _track(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    """Move the running statistics toward the mean and the unbiased variance of a batch."""
+    layer.num_batches_tracked.add_(1)
+    part = 1 / layer.num_batches_tracked if layer.momentum is None else layer.momentum
+    for running, new in ((layer.running_mean, mean), (layer.running_var, variance)):
+        running.mul_(1 - part).add_(new.to(running.dtype) * part)
 
 
 def _sum_over_data(x: Tensor) -> Tensor:
