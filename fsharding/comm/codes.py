@@ -27,8 +27,8 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "decode", "encode", "gathered_bytes", "is_packed", "largest_over", "plan_codes", "received",
-    "sent_shapes", "shared_scales",
+    "CodePlan", "Coded", "decode", "encode", "gathered_bytes", "is_packed", "largest_of_ranks", "largest_over",
+    "plan_codes", "received", "sent_shapes", "shared_scales",
 ]  # fmt: skip
 
 _DECODED = 1 << 20
@@ -203,8 +203,11 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
         taken = [i for i, a in enumerate(axes) if a == over]
         flat = torch.cat([result[i].reshape(-1) for i in taken])
         device = flat.device
-        for axis in over:
-            flat = _largest(flat, mesh, axis)
+        for group in (axis_group(mesh, (axis,)) for axis in over):
+            if group.process_group is not None and flat.numel():
+                assert isinstance(mesh, DeviceMesh)
+                record_sent(2 * (group.size - 1) * -(-flat.numel() // group.size) * 4, group.axes)
+                flat = largest_of_ranks(flat.to(mesh.device_type), group.ranks, group.process_group)
         flat = flat.to(device)
         sizes = [result[i].numel() for i in taken]
         for i, part in zip(taken, flat.split(sizes), strict=True):
@@ -212,18 +215,14 @@ def largest_over(values: Sequence[Tensor], axes: Sequence[tuple[str, ...]], mesh
     return result
 
 
-def _largest(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    group = axis_group(mesh, (axis,))
-    if group.process_group is None or x.numel() == 0:
-        return x
+def largest_of_ranks(x: Tensor, ranks: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """All-reduce (max) float32 numbers that are not negative over the ranks of a group; None is the group of all."""
     # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
-    assert isinstance(mesh, DeviceMesh)
-    bits = x.contiguous().view(torch.int32).to(mesh.device_type)
-    record_sent(2 * (group.size - 1) * -(-bits.numel() // group.size) * 4, group.axes)
-    with among(group.ranks):
-        work = dist.all_reduce(bits, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+    bits = x.contiguous().view(torch.int32)
+    with among(ranks):
+        work = dist.all_reduce(bits, dist.ReduceOp.MAX, group=group, async_op=True)
     assert work is not None
-    Works((work,), (bits,), (group.ranks,)).wait()
+    Works((work,), (bits,), (tuple(ranks),)).wait()
     return bits.view(torch.float32)
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fsharding.base.errors import message
 from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.comm.codes import largest_of_ranks
 from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.coded_weights import SCALES, touched_by
 from fsharding.formats import Blocks, codec
 from fsharding.formats.codec import Scales
 from fsharding.formats.precision import KEEP, Precision
 from fsharding.interop.hf.naming import Piece
-from fsharding.mesh.failures import among, world_size
+from fsharding.mesh.failures import world_size
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
@@ -64,6 +65,7 @@ class Coding:
     def __init__(self, format: Blocks, tensors: Mapping[str, tuple[int, ...]]) -> None:
         """Begins with zeros."""
         self.format, self.tensors = format, dict(tensors)
+        self._block = "x".join(map(str, format.block))
         self._amaxes = {name: torch.zeros(format.grid(shape)) for name, shape in tensors.items()}
 
     def infos(self) -> dict[str, LeafType]:
@@ -79,9 +81,7 @@ class Coding:
             for piece in pieces(box, torch.float32.itemsize):
                 values = x[boxes.relative(piece, box)]
                 found = codec.amaxes(values, self.format.sizes(shape), _start(piece))
-                there = self._amaxes[name][
-                    boxes.relative(touched_by(piece, shape, self.format), boxes.full(self._grid(name)))
-                ]
+                there = self._touched(name, piece)
                 there.copy_(torch.maximum(there, found.cpu()))
 
     def exchange(self, device: torch.device) -> None:
@@ -90,19 +90,16 @@ class Coding:
             return
         for names in in_buckets(list(self.tensors), lambda name: self._amaxes[name].numel(), _BUCKET):
             flat = torch.cat([self._amaxes[name].reshape(-1) for name in names]).to(device)
-            # As whole numbers their bits have the same order, and NaN is the largest: gloo would lose it among floats.
-            with among(range(world_size())):
-                dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX)
+            flat = largest_of_ranks(flat, range(world_size()), None)
             sizes = [self._amaxes[name].numel() for name in names]
             for name, part in zip(names, flat.cpu().split(sizes), strict=True):
-                self._amaxes[name] = part.view(self._grid(name))
+                self._amaxes[name] = part.view(self._amaxes[name].shape)
 
     def not_finite(self) -> list[str]:
         """One row for each tensor with blocks that no scale fits."""
         counts = {name: int(x.isfinite().logical_not().sum()) for name, x in self._amaxes.items()}
-        blocks = "x".join(map(str, self.format.block))
         return [
-            f"{name} has inf or NaN in {count} of its {self._amaxes[name].numel()} blocks of {blocks}"
+            f"{name} has inf or NaN in {count} of its {self._amaxes[name].numel()} blocks of {self._block}"
             for name, count in counts.items()
             if count
         ]
@@ -117,8 +114,7 @@ class Coding:
             if any(n > block and n % block for n, block in zip(shape[-2:], self.format.sizes(shape), strict=False))
         ]
         if rows:
-            blocks = "x".join(map(str, self.format.block))
-            rule = f"writes {len(rows)} tensors with sizes that are not multiples of their {blocks} blocks."
+            rule = f"writes {len(rows)} tensors with sizes that are not multiples of their {self._block} blocks."
             mend = (
                 "dequantize=True of transformers reads them wrongly; hf.load, and programs that compute with fp8, read"
                 " them correctly. Write them without codes, with Precision(keep=...), or in blocks that fit."
@@ -131,15 +127,14 @@ class Coding:
 
     def codes(self, name: str, box: Box, x: Tensor) -> Tensor:
         """The codes of a box of a tensor, as float8 on the device of the values."""
-        shape = self.tensors[name]
-        touched = touched_by(box, shape, self.format)
-        amax = self._amaxes[name][boxes.relative(touched, boxes.full(self._grid(name)))]
-        scales = Scales(codec.scales_of(amax, self.format).blocks.to(x.device))
-        block = self.format.sizes(shape)
+        scales = Scales(codec.scales_of(self._touched(name, box), self.format).blocks.to(x.device))
+        block = self.format.sizes(self.tensors[name])
         return codec.encode(x, scales, self.format, block=block, start=_start(box)).view(self.format.dtype)
 
-    def _grid(self, name: str) -> tuple[int, ...]:
-        return self.format.grid(self.tensors[name])
+    def _touched(self, name: str, box: Box) -> Tensor:
+        """The magnitudes of the blocks that a box of a tensor is in, as a view."""
+        touched = touched_by(box, self.tensors[name], self.format)
+        return self._amaxes[name][tuple(slice(*ends) for ends in touched)]
 
 
 def _start(box: Box) -> tuple[int, int]:
