@@ -110,34 +110,30 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
 
 def _read_generation(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The entries of the `generation_config.json` of a directory; None if there is none."""
-    folder = Path(os.path.realpath(path))
-    if not os.path.lexists(folder / GENERATION):
+    if not os.path.lexists(Path(os.path.realpath(path)) / GENERATION):
         return None
-    try:
-        entries = read_json(beside(folder, GENERATION), most=CONFIG_LIMIT, finite=False)
-        if not isinstance(entries, dict):
-            raise ValueError(f"it holds a {type(entries).__name__}, not an object")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        mend = "Get the file again, or remove it: the model computes the same without it."
-        raise ConfigError(message(f"cannot read {folder / GENERATION}.", [str(why)], mend)) from error
-    return entries
+    return _read(path, GENERATION, "Get the file again, or remove it: the model computes the same without it.")
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The entries of a `config.json`, given the file or its directory."""
+    mend = "Give a directory that has a config.json, as save_pretrained of transformers makes it."
+    return _read(path, "config.json", mend)
+
+
+def _read(path: str | os.PathLike[str], name: str, mend: str) -> dict[str, Any]:
+    """The entries of a JSON file, given it or its directory."""
     file = Path(path)
     try:
-        file = file / "config.json" if file.is_dir() else file
+        file = file / name if file.is_dir() else file
         # A path that a user named may be any link; an entry of a directory only one inside its own tree.
         real = Path(os.path.realpath(path))
-        real = beside(real, "config.json") if real.is_dir() else real
+        real = beside(real, name) if real.is_dir() else real
         entries = read_json(real, most=CONFIG_LIMIT, finite=False)
         if not isinstance(entries, dict):
             raise ValueError(f"it holds a {type(entries).__name__}, not an object")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        mend = "Give a directory that has a config.json, as save_pretrained of transformers makes it."
         raise ConfigError(report(f"fs.hf.config_of cannot read {file}.", [str(why)], mend)) from error
     return entries
 

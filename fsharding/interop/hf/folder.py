@@ -5,11 +5,8 @@ Guarantee: every file that cannot be read is named in one error.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -25,31 +22,13 @@ from fsharding.foreign.safetensors_layout import INDEX, SINGLE
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["Folder", "open_folder"]
+__all__ = ["open_folder"]
 
 _RUNTIME = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old versions of transformers stored although they follow from the config."""
 
 
-@dataclass(frozen=True)
-class Folder:
-    """Tensors by name in safetensors files."""
-
-    path: Path  # the directory
-    leaves: Mapping[str, LeafType]  # shape and dtype by name
-    reader: Reader  # reads a slice of one; codes as the numbers that they stand for
-    unread: Mapping[str, str]  # tensors that are not read, by name: why
-
-    def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Reads a slice of a tensor, a window of 16 MiB at a time."""
-        self.reader(name, box, out)
-
-    def digest(self) -> str:
-        """A hash of names, shapes and dtypes, which all ranks have to see alike."""
-        return hashlib.sha256(repr(sorted(self.leaves.items())).encode()).hexdigest()
-
-
-def open_folder(path: StrPath) -> Folder:
+def open_folder(path: StrPath) -> Weights:
     """Reads the headers of all safetensors files of a directory."""
     folder = real_path(path)
     rows: list[str] = []
@@ -85,7 +64,8 @@ def open_folder(path: StrPath) -> Folder:
     if rows:
         mend = "Get the directory again, as save_pretrained(safe_serialization=True) of transformers makes it."
         raise CheckpointError(message(f"cannot read {folder}.", rows, mend))
-    return Folder(folder, *_as_numbers(folder, leaves, reader), unread)
+    numbers, read = _as_numbers(folder, leaves, reader)
+    return Weights(folder, "safetensors", numbers, (), read, unread)
 
 
 def _as_numbers(folder: Path, leaves: dict[str, LeafType], reader: Reader) -> tuple[dict[str, LeafType], Reader]:

@@ -5,8 +5,8 @@ Guarantee: what is loaded does not depend on the layout, bit for bit; a rank hol
 
 from __future__ import annotations
 
+import hashlib
 import os
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -21,11 +21,12 @@ from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.state_leaves import StateLeaf, Want, main_wants
 from fsharding.foreign.coded_weights import CONFIG_KEY
+from fsharding.foreign.foreign_weights import Weights
 from fsharding.foreign.name_map import SAME_BUFFERS, constants_of, other_constants
 from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
-from fsharding.interop.hf.folder import Folder, open_folder
-from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of
+from fsharding.interop.hf.folder import open_folder
+from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, pieces_by_leaf
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig
@@ -80,14 +81,14 @@ def load(
     check_path("a path, then a Layout", path, "fs.hf.load(path, layout)")
     wants = main_wants(layout)
 
-    def look() -> tuple[tuple[Folder, dict[str, list[Piece]]], str]:
+    def look() -> tuple[tuple[Weights, dict[str, list[Piece]]], str]:
         folder, config = _opened(path, with_config=names is None)
         result = (names or {}, ()) if config is None else _default_names(config, folder)
         _check_config(folder, layout)
         compared = _compare(folder, layout, wants, *result, strict=extra == "refuse")
         if config is not None and config.tied:
             _check_tied(folder)
-        return (folder, compared), folder.digest()
+        return (folder, compared), hashlib.sha256(repr(sorted(folder.leaves.items())).encode()).hexdigest()
 
     folder, pieces = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
     # All of the memory that stays comes first: what is needed between then lies in one place, and goes.
@@ -101,7 +102,7 @@ def load(
     return tree.unflatten(layout.structure, [leaf.at_rest() for leaf in leaves.values()])
 
 
-def _opened(path: StrPath, *, with_config: bool) -> tuple[Folder, DecoderConfig | None]:
+def _opened(path: StrPath, *, with_config: bool) -> tuple[Weights, DecoderConfig | None]:
     """The headers, and the config where it is asked for; what is wrong with both is told at once."""
     result: list[Any] = []
     wrong: list[str] = []
@@ -120,7 +121,7 @@ def _config_at(path: StrPath) -> DecoderConfig:
     return config_of({key: value for key, value in read_config(path).items() if key != CONFIG_KEY})
 
 
-def _check_config(folder: Folder, layout: Layout) -> None:
+def _check_config(folder: Weights, layout: Layout) -> None:
     """Refuses a `config.json` that says another model than the layout was planned for."""
     if not os.path.lexists(folder.path / "config.json"):
         return
@@ -131,7 +132,7 @@ def _check_config(folder: Folder, layout: Layout) -> None:
         raise CheckpointError(message(rule, rows, mend))
 
 
-def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[str, ...]]:
+def _default_names(config: DecoderConfig, folder: Weights) -> tuple[Names, tuple[str, ...]]:
     """The names that a config means, and tensors that may be there besides."""
     names = names_of(config, stacked_experts=_STACKED in folder.leaves)
     if not config.tied:
@@ -141,7 +142,7 @@ def _default_names(config: DecoderConfig, folder: Folder) -> tuple[Names, tuple[
     return names, (_HEAD,)
 
 
-def _check_tied(folder: Folder) -> None:
+def _check_tied(folder: Weights) -> None:
     """Refuse a tied model whose file has another head than its embedding. Each rank compares some of the rows."""
     if _HEAD not in folder.leaves or _TABLE not in folder.leaves:
         return
@@ -162,23 +163,10 @@ def _check_tied(folder: Folder) -> None:
 
 
 def _compare(
-    folder: Folder, layout: Layout, wants: dict[str, Want], names: Names, allowed: tuple[str, ...], *, strict: bool
+    folder: Weights, layout: Layout, wants: dict[str, Want], names: Names, allowed: tuple[str, ...], *, strict: bool
 ) -> dict[str, list[Piece]]:
     """The pieces of each leaf; refuses a directory that does not have them, with every tensor that differs."""
-    rows = [f"{path} is no leaf of ours; its name is {name!r}" for path, name in names.items() if path not in wants]
-    result: dict[str, list[Piece]] = {}
-    for leaf in layout.leaves:
-        if leaf.path not in names:
-            rows.append(f"{leaf.path} has no name there")
-            continue
-        try:
-            pieces = pieces_of(names[leaf.path], leaf.shape, declared(leaf))
-            # Not all of them first: a config may claim a million layers.
-            result[leaf.path] = list(islice(pieces, len(folder.leaves) + 1))
-            if next(iter(pieces), None) is not None:
-                rows.append(f"{leaf.path} is more tensors than the {len(folder.leaves):,} that are there")
-        except ValueError as error:
-            rows.append(f"{leaf.path}: {error}")
+    result, rows = pieces_by_leaf(names, {path: want.shape for path, want in wants.items()}, layout, len(folder.leaves))
     for path, pieces in result.items():
         for piece in pieces:
             if why := folder.unread.get(piece.name):
@@ -210,7 +198,7 @@ def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
     return None
 
 
-def _fill(folder: Folder, pieces: list[Piece], leaf: StateLeaf) -> None:
+def _fill(folder: Weights, pieces: list[Piece], leaf: StateLeaf) -> None:
     """Reads what this rank holds of a leaf."""
     for box, x in leaf.kept().values():
         for name, there, out in in_tensors(box, x, pieces):

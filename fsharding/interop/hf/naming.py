@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from fsharding.foreign.name_map import Rows, Transposed, our_box, parts
 from fsharding.interop.hf.config_tables import decoder_config
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.partition_spec import Fused
 
@@ -28,9 +30,9 @@ __all__ = [
     "Rows",
     "Section",
     "Transposed",
-    "declared",
     "in_tensors",
     "names_of",
+    "pieces_by_leaf",
     "pieces_of",
     "renumbered",
     "untiled",
@@ -129,7 +131,29 @@ def in_tensors(box: Box, x: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[s
             yield piece.name, piece.there(shared), view.mT if piece.transposed else view
 
 
-def declared(leaf: LeafLayout) -> Declared:
+def pieces_by_leaf(
+    names: Names, shapes: Mapping[str, Sequence[int]], layout: Layout | None, most: int | None = None
+) -> tuple[dict[str, list[Piece]], list[str]]:
+    """The pieces of each leaf; and one row for each name without a leaf, leaf without a name, and name that misfits."""
+    fused = {} if layout is None else {leaf.path: _declared(leaf) for leaf in layout.leaves}
+    rows = [f"{path} is no leaf of ours; its name is {name!r}" for path, name in names.items() if path not in shapes]
+    result: dict[str, list[Piece]] = {}
+    for path, shape in shapes.items():
+        if path not in names:
+            rows.append(f"{path} has no name there")
+            continue
+        pieces = pieces_of(names[path], shape, fused.get(path))
+        try:
+            # Not all of them first: a config may claim a million layers.
+            result[path] = list(islice(pieces, None if most is None else most + 1))
+            if next(pieces, None) is not None:
+                rows.append(f"{path} is more tensors than the {most:,} that are there")
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    return result, rows
+
+
+def _declared(leaf: LeafLayout) -> Declared:
     """The dim of a leaf that has a `Fused` name, and the sizes of its parts; None where no dim has."""
     result = [(dim, name.sizes) for dim, name in enumerate(leaf.names or ()) if isinstance(name, Fused)]
     return result[0] if len(result) == 1 else None

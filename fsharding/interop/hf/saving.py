@@ -9,9 +9,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, product
@@ -31,17 +32,17 @@ from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
 from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import StateLeaf
+from fsharding.checkpoint.state_leaves import StateLeaf, objections
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.foreign.name_map import written_constants
 from fsharding.foreign.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
 from fsharding.formats import Blocks
-from fsharding.interop.hf.coding import Coding, rule_of
+from fsharding.interop.hf.coding import Coding, Rule, rule_of
 from fsharding.interop.hf.comparison import differences, generation_of
 from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
-from fsharding.interop.hf.naming import Names, Piece, declared, in_tensors, names_of, pieces_of, untiled
+from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, pieces_by_leaf, pieces_of, untiled
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
@@ -141,20 +142,69 @@ def save(
     group = own_group(timeout, "export")
 
     def plan() -> tuple[_Job, str]:
-        job = _plan(path, params, config, layout, names, dtype, format, max_file_bytes)
+        job = _plan(_source(path, params, config, layout, names), dtype, format, max_file_bytes)
         if own_rank() == 0 and job.coding is not None:
             job.coding.warn_of_edges()
         return job, job.digest()
 
     job = agreed(plan, UNLIKE, UNLIKE_ROW, group)
-    if job.coding is not None:
-        on_all(job.measure, group)
-        job.coding.exchange(job.device)
-        if rows := job.coding.not_finite():
+    if (coding := job.coding) is not None:
+        on_all(lambda: coding.measure(job.own_boxes()), group)
+        coding.exchange(job.device)
+        if rows := coding.not_finite():
             mend = "Save a state of before it happened, or without format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
     write_together(job.target, job.begin, job.write, lambda output, _: job.commit(output), group)
     return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
+
+
+# ---------------------------------------------------------------------------------------------------------- the source
+@dataclass(frozen=True)
+class _Source:
+    """What is saved, and what is known of it."""
+
+    target: Path  # the directory to be
+    params: Tree
+    layout: Layout | None
+    buffers: Buffers
+    names: Names
+    sizes: Mapping[str, tuple[int, ...]]  # shapes of leaves, where a config says them
+    entries: Mapping[str, Any]  # of `config.json`
+    generation: Mapping[str, Any] | None  # of `generation_config.json`, if there is one
+
+
+def _source(
+    path: StrPath,
+    params: Tree | TrainState,
+    config: DecoderConfig | Mapping[str, Any],
+    layout: Layout | None,
+    names: Names | None,
+) -> _Source:
+    """Take the parameters out of a state, and check that the config is the model's."""
+    real_path(path)
+    target = Path(os.path.abspath(path))
+    buffers: Buffers = {}
+    if isinstance(params, TrainState):
+        layout, params, buffers = params.layout, stored_params(params), params.buffers
+    config = config if isinstance(config, Mapping) else decoder_config(config)
+    entries = config_json(config) if isinstance(config, DecoderConfig) else config
+    made_of = None if layout is None else layout.config
+    if contrary := differences(entries, made_of):
+        mend = "Pass the config that the layout's model was made of."
+        rule = f"cannot write {target}: the config and the model of the layout compute different things."
+        raise CheckpointError(message(rule, contrary, mend))
+    sizes: dict[str, tuple[int, ...]] = {}
+    if names is None:
+        meant = config if isinstance(config, DecoderConfig) else config_of(entries)
+        names, sizes = names_of(meant), _sizes(meant)
+    generation = generation_of(config) or generation_of(made_of)
+    return _Source(target, params, layout, buffers, names, sizes, entries, generation)
+
+
+def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the leaves of a decoder."""
+    draws = decoder(config).init(torch.zeros(2, dtype=torch.int64))
+    return {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -200,17 +250,12 @@ class _Job:
                 (self.partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             yield output
 
-    def measure(self) -> None:
-        """Finds the largest magnitudes of the blocks of this rank's boxes."""
-        if self.coding is not None:
-            self.coding.measure(self._own_boxes())
-
     def write(self) -> None:
         """Writes the boxes of this rank, each to its place."""
         place = {tensor: (file.name, offset) for file in self.files for tensor, offset in file.offsets.items()}
         opened: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
-            for tensor, box, x in chain(self._own_boxes(), self._own_scales()):
+            for tensor, box, x in chain(self.own_boxes(), self._own_scales()):
                 name, offset = place[tensor]
                 if name not in opened:
                     opened[name] = os.open(self.partial / name, os.O_WRONLY | os.O_CLOEXEC)
@@ -221,7 +266,7 @@ class _Job:
             for handle in opened.values():
                 os.fsync(handle)
 
-    def _own_boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
+    def own_boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
         """This rank's writes: the name of a tensor, a box of it, and the values."""
         writers = shares(self.leaves, range(world_size()))
         for path, leaf in self.leaves.items():
@@ -247,106 +292,88 @@ class _Job:
         output.place()
 
 
-def _plan(
-    path: StrPath,
-    params: Tree | TrainState,
-    config: DecoderConfig | Mapping[str, Any],
-    layout: Layout | None,
-    names: Names | None,
-    dtype: torch.dtype | None,
-    format: Blocks | None,
-    max_file_bytes: int,
-) -> _Job:
-    """Checks everything, and says what this rank writes."""
-    real_path(path)
+class _Tensors:
+    """The tensors of a directory, put together leaf by leaf; `rows` says what is wrong with them."""
+
+    def __init__(self, dtype: torch.dtype | None, rule: Rule | None) -> None:
+        self._dtype, self._rule = dtype, rule
+        self.types: dict[str, LeafType] = {}
+        self.pieces: dict[str, list[Piece]] = {}  # of each tensor that leaves are in
+        self.coded: dict[str, tuple[int, ...]] = {}  # shapes of those that are written as codes
+        self.rows: list[str] = []
+
+    def add_leaf(self, path: str, leaf: StateLeaf, pieces: Sequence[Piece]) -> None:
+        """Add the tensors that a leaf is in."""
+        dtype = leaf.local.dtype
+        dtype = self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+        self._check(path, dtype)
+        for piece in pieces:
+            own = dtype
+            if self._rule is not None and dtype.is_floating_point and self._rule.takes(path, leaf.shape, piece):
+                own, self.coded[piece.name] = self._rule.format.dtype, piece.shape
+            if piece.name == RESERVED:
+                self.rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
+            if (other := self.types.setdefault(piece.name, LeafType(piece.shape, own)).dtype) != own:
+                self.rows.append(f"{path}: {piece.name} would be both {own} and {other}: give dtype=")
+            self.pieces.setdefault(piece.name, []).append(piece)
+
+    def add(self, name: str, info: LeafType, both: str) -> None:
+        """Add a tensor that is no leaf; `both` says what the name would be if it is one, too."""
+        self.rows += [f"{name}: {both}"] if name in self.types else []
+        self._check(name, info.dtype)
+        self.types[name] = info
+
+    def _check(self, name: str, dtype: torch.dtype) -> None:
+        self.rows += [] if dtype in SAFETENSORS.values() else [f"{name}: safetensors has no {dtype}"]
+
+    def describe(self, entries: Mapping[str, Any], coding: Coding | None) -> dict[str, Any]:
+        """The entries of a `config.json`, with those that say in which dtypes and formats the files are."""
+        result = {key: value for key, value in entries.items() if key not in ("torch_dtype", CONFIG_KEY)}
+        plain = [name for name in self.pieces if name not in self.coded]
+        dtypes = {str(self.types[name].dtype).removeprefix("torch.") for name in plain}
+        result |= {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
+        if coding is not None:
+            modules = [name.removesuffix(".weight") for name in plain if len(self.types[name].shape) > 1]
+            result[CONFIG_KEY] = config_of_blocks(coding.format, sorted(modules, key=_natural))
+        return result
+
+
+def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max_file_bytes: int) -> _Job:
+    """Check everything, and find what this rank writes."""
     if format is not None and (why := why_not(format)):
         mend = (
             "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
         )
         raise CheckpointError(message(f"got a format that {why}, which files do not have.", mend=mend))
-    target = Path(os.path.abspath(path))
+    target, layout = source.target, source.layout
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
-    buffers: Buffers = {}
-    if isinstance(params, TrainState):
-        layout, params, buffers = params.layout, stored_params(params), params.buffers
-    config = config if isinstance(config, Mapping) else decoder_config(config)
-    entries = dict(config_json(config) if isinstance(config, DecoderConfig) else config)
-    made_of = None if layout is None else layout.config
-    if contrary := differences(entries, made_of):
-        mend = "Pass the config that the layout's model was made of."
-        rule = f"cannot write {target}: the config and the model of the layout compute different things."
-        raise CheckpointError(message(rule, contrary, mend))
-    generation = generation_of(config) or generation_of(made_of)
-    sizes: dict[str, tuple[int, ...]] = {}
-    if names is None:
-        meant = config if isinstance(config, DecoderConfig) else config_of(entries)
-        names = names_of(meant)
-        sizes = _sizes(meant)
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
-    leaves = {leaf: shards_at_home(leaf, x, homes.get(leaf), rows) for leaf, x in tree.named_leaves(params).items()}
-    other = [(leaf, sizes[leaf]) for leaf, x in leaves.items() if sizes.get(leaf, x.shape) != x.shape]
-    rows += [f"{leaf} is {list(leaves[leaf].shape)}; the config says {list(shape)}" for leaf, shape in other]
-    rows += [f"{leaf} is no leaf of ours; its name is {name!r}" for leaf, name in names.items() if leaf not in leaves]
-    result = dict[str, list[Piece]]()
-    by_name = dict[str, list[Piece]]()
-    tensors: dict[str, LeafType] = {}
-    coded: dict[str, tuple[int, ...]] = {}
+    named = tree.named_leaves(source.params)
+    leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
+    shapes = {path: x.shape for path, x in leaves.items()}
+    unlike = [(path, source.sizes[path]) for path, shape in shapes.items() if source.sizes.get(path, shape) != shape]
+    rows += [f"{path} is {list(shapes[path])}; the config says {list(shape)}" for path, shape in unlike]
+    pieces, misfits = pieces_by_leaf(source.names, shapes, layout)
     rule = None if format is None else rule_of(format, layout)
-    for leaf, held in leaves.items():
-        kind = dtype if dtype is not None and held.local.dtype.is_floating_point else held.local.dtype
-        if kind not in SAFETENSORS.values():
-            rows.append(f"{leaf}: safetensors has no {kind}")
-        try:
-            if leaf not in names:
-                raise ValueError("has no name there")
-            fused = declared(homes[leaf]) if leaf in homes else None
-            result[leaf] = list(pieces_of(names[leaf], held.shape, fused))
-        except ValueError as error:
-            rows.append(f"{leaf}: {error}")
-            continue
-        for piece in result[leaf]:
-            own = kind
-            if rule is not None and kind.is_floating_point and rule.takes(leaf, held.shape, piece):
-                own, coded[piece.name] = rule.format.dtype, piece.shape
-            by_name.setdefault(piece.name, []).append(piece)
-            if piece.name == RESERVED:
-                rows.append(f"{leaf}: {RESERVED} is reserved by the safetensors format")
-            if (other := tensors.setdefault(piece.name, LeafType(piece.shape, own)).dtype) != own:
-                rows.append(f"{leaf}: {piece.name} would be both {own} and {other}: give dtype=")
-    kinds = {str(info.dtype).removeprefix("torch.") for name, info in tensors.items() if name not in coded}
-    constants, missing = written_constants(names, buffers)
-    rows += [f"{row}: give the whole state" for row in missing]
+    tensors = _Tensors(dtype, rule)
+    for path, own in pieces.items():
+        tensors.add_leaf(path, leaves[path], own)
+    constants, missing = written_constants(source.names, source.buffers)
     for name, buffer in constants.items():
-        rows += [f"{name}: a leaf and a buffer of the module"] if name in tensors else []
-        rows += [f"{name}: safetensors has no {buffer.dtype}"] if buffer.dtype not in SAFETENSORS.values() else []
+        tensors.add(name, LeafType(tuple(buffer.shape), buffer.dtype), "a leaf and a buffer of the module")
         leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
-        result[name] = list(pieces_of(name, buffer.shape))
-        tensors[name] = LeafType(tuple(buffer.shape), buffer.dtype)
-    coding = None if rule is None else Coding(rule.format, coded)
+        pieces[name] = list(pieces_of(name, buffer.shape))
+    coding = None if rule is None else Coding(rule.format, tensors.coded)
     for name, info in ({} if coding is None else coding.infos()).items():
-        rows += [f"{name}: a leaf, and the scales of another"] if name in tensors else []
-        tensors[name] = info
-    rows += untiled(by_name)
+        tensors.add(name, info, "a leaf, and the scales of another")
+    rows += [*misfits, *tensors.rows, *(f"{row}: give the whole state" for row in missing), *untiled(tensors.pieces)]
     if rows:
         mend = "Give the tree of models.decoder(config), or say where its leaves go: names={ours: theirs}."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))
-    tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    entries.pop("torch_dtype", None)
-    entries |= {"dtype": kinds.pop()} if len(kinds) == 1 else {}
-    entries.pop(CONFIG_KEY, None)
-    if coding is not None:
-        plain = [name for name, every in by_name.items() if name not in coded and len(every[0].shape) > 1]
-        modules = sorted((name.removesuffix(".weight") for name in plain), key=_natural)
-        entries[CONFIG_KEY] = config_of_blocks(coding.format, modules)
-    files = tensor_files(tensors, max_file_bytes)
-    written = {"config.json": entries, **({GENERATION: generation} if generation is not None else {})}
-    return _Job(target, written, tensors, files, leaves, result, coding)
-
-
-def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the leaves of a decoder."""
-    draws = decoder(config).init(torch.zeros(2, dtype=torch.int64))
-    return {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
+    types = {name: tensors.types[name] for name in sorted(tensors.types, key=_natural)}
+    written: dict[str, Mapping[str, Any]] = {"config.json": tensors.describe(source.entries, coding)}
+    written |= {} if source.generation is None else {GENERATION: source.generation}
+    return _Job(target, written, types, tensor_files(types, max_file_bytes), leaves, pieces, coding)
 
 
 def stored_params(state: TrainState) -> Tree:
@@ -361,22 +388,15 @@ def shards_at_home(path: str, x: Any, home: LeafLayout | None, rows: list[str]) 
     """This rank's part of a leaf; a leaf that cannot be saved is added to the rows."""
     if not isinstance(x, DTensor):
         return StateLeaf(tuple(x.shape), None, x.detach())
-    sharding: NamedSharding = sharding_of(x)
-    shape = tuple(x.shape)
-    local = local_of(x)
+    leaf = StateLeaf(tuple(x.shape), sharding_of(x), local_of(x))
     if hides_owners(x):
         if home is None:
             rows.append(f"{path} is assigned, by stages or parts: give its layout")
-            return StateLeaf(shape, None, local)
+            return leaf
         sharding = home.home if _is_in(x, home.home, home.shape) else home.params
-        shape = home.shape
-    if sharding.partial:
-        rows.append(f"{path} is {sharding}: reduce it")
-    elif sharding.local_shape(shape) != tuple(local.shape):
-        held = list(local.shape)
-        want = list(sharding.local_shape(shape))
-        rows.append(f"{path} of {list(shape)} is {sharding}, that is {want} here, but holds {held}")
-    return StateLeaf(shape, sharding, local)
+        leaf = StateLeaf(home.shape, sharding, leaf.local)
+    rows += objections({path: leaf})
+    return leaf
 
 
 def _is_in(x: DTensor, sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
@@ -403,13 +423,12 @@ def _write_box(
         window = window if values is None else values(piece, window)
         flat = window.to("cpu", tensor.dtype).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data
-        outer = _outer_dims(boxes.shape_of(piece), tensor.shape)
-        first = start + sum(a * step for (a, _), step in zip(piece, strides, strict=True)) * size
-        rows = product(*(range(stop - begin) for begin, stop in piece[:outer]))
-        steps = [step * size for step in strides[:outer]]
-        length = len(data) // max(1, _volume(boxes.shape_of(piece)[:outer]))
-        for number, index in enumerate(rows):
-            at = first + sum(i * step for i, step in zip(index, steps, strict=True))
+        sizes = boxes.shape_of(piece)
+        outer = _outer_dims(sizes, tensor.shape)
+        length = math.prod(sizes[outer:]) * size
+        for number, index in enumerate(product(*(range(*ends) for ends in piece[:outer]))):
+            first = (*index, *(begin for begin, _ in piece[outer:]))
+            at = start + sum(i * step for i, step in zip(first, strides, strict=True)) * size
             _put(handle, data[number * length : (number + 1) * length], at)
 
 
@@ -419,10 +438,6 @@ def _outer_dims(sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
     while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     return max(inner - 1, 0)
-
-
-def _volume(sizes: tuple[int, ...]) -> int:
-    return boxes.volume(boxes.full(sizes))
 
 
 def _put(handle: int, data: memoryview, at: int) -> None:
