@@ -16,7 +16,7 @@ from fsharding.base.public import Immutable, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.foreign.name_map import ModuleNames, Rows, aliases_of, written_constants
 from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
-from fsharding.interop.hf.naming import Name, renumbered
+from fsharding.interop.hf.naming import renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset
 from fsharding.interop.module.layers import LayerRoles, Roles
@@ -90,14 +90,19 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         self._engine.open()
         own = self._engine.persistent(), _aliases(plan.module), self._engine.written_as()
         files = {} if plan.family is None else plan.family.files
-        named = {path: _there(files[path], name) if path in files else name for path, name in sources.items()}
+        # Blocks have the numbers there that they have in the module.
+        numbered = {
+            path: renumbered(files[path], name.keys) if isinstance(name, Rows) else files[path]
+            for path, name in sources.items()
+            if path in files
+        }
         vars(self).update(
             anatomy=anatomy,
             names=nested({leaf.path: leaf.names for leaf in anatomy.leaves}),
             frozen=tuple(x.path for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable),
             roles=plan.roles,
             sources=ModuleNames(sources, *own),
-            files=ModuleNames(named, *own),
+            files=ModuleNames(sources | numbered, *own),
             config=config_of_module(plan.module),
         )
 
@@ -223,7 +228,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     def _leaves(self, params: Tree) -> list[Any]:
         """The values at the leaves, in the order of the anatomy."""
         result: list[Any] = [None] * len(self._order)
-        if set(tree.paths(params)).isdisjoint(tree.paths(tree.unflatten(self._structure, self._order))):
+        if {*tree.paths(params)}.isdisjoint(leaf.path for leaf in self.anatomy.leaves):
             mend = "Give the parameters first, as the loss function gets them: net(params, x)."
             raise refuse("parameters, then what the module takes", params, mend)
         for number, leaf in zip(self._order, tree.flatten_up_to(self._structure, params), strict=True):
@@ -240,11 +245,6 @@ def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {name: tuple(every) for every in names.values() if len(every) > 1 for name in every}
-
-
-def _there(name: Name, source: str | Rows) -> Name:
-    """The name of a leaf in files of its family, whose blocks have the numbers that they have in the module."""
-    return renumbered(name, source.keys) if isinstance(source, Rows) else name
 
 
 P = TypeVar("P", bound=PureModule)

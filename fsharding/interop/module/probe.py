@@ -7,8 +7,9 @@ module that cannot be tried gives none.
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +76,12 @@ def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[st
         layers: list[tuple[str, Any]] = [(path, hollow.get_submodule(path)) for path in regions]
         for path, layer in layers:
             if regions[path] == "column":
-                layer.forward = _column(layer, path, tp, following)
+                layer.forward = functools.partial(_whole_column, layer, path, tp, following)
         with following:  # with outputs that are whole: a dim of heads is then longer than 1, and shows where it goes
             hollow(**inputs)
         for path, layer in layers:
-            layer.forward = _part_of_column(layer, tp) if regions[path] == "column" else _row(layer, path, tp, rows)
+            row = functools.partial(_row, layer, path, tp, rows)
+            layer.forward = functools.partial(_column, layer, tp) if regions[path] == "column" else row
         try:
             if not rows:
                 hollow(**inputs)
@@ -116,16 +118,12 @@ class _Following(TorchDispatchMode):
 
     def watch(self, path: str, part: nn.Module) -> None:
         """Remembers that a submodule runs, from its call to its end."""
-        kind = type(part).__name__
+        here = path, type(part).__name__
+        part.register_forward_pre_hook(lambda *_: self._inside.append(here))
+        part.register_forward_hook(lambda *_: self._left())
 
-        def begin(*_: Any) -> None:
-            self._inside.append((path, kind))
-
-        def end(*_: Any) -> None:
-            self._inside.pop()
-
-        part.register_forward_pre_hook(begin)
-        part.register_forward_hook(end)
+    def _left(self) -> None:
+        self._inside.pop()
 
     def where(self) -> str:
         """The submodule that runs."""
@@ -227,28 +225,20 @@ def _viewed(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | 
     return begins[0] if begins else None
 
 
-def _column(layer: nn.Linear, path: str, tp: int, following: _Following) -> Callable[[Tensor], Tensor]:
+def _whole_column(layer: nn.Linear, path: str, tp: int, following: _Following, x: Tensor) -> Tensor:
     start, stop = boxes.chunk(layer.out_features, tp, 0)
-
-    def forward(x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], layer.out_features))
-        return following.mark(out, _Cut(out.ndim - 1, path, stop - start, layer.out_features))
-
-    return forward
+    out = x.new_empty((*x.shape[:-1], layer.out_features))
+    return following.mark(out, _Cut(out.ndim - 1, path, stop - start, layer.out_features))
 
 
-def _part_of_column(layer: nn.Linear, tp: int) -> Callable[[Tensor], Tensor]:
+def _column(layer: nn.Linear, tp: int, x: Tensor) -> Tensor:
     start, stop = boxes.chunk(layer.out_features, tp, 0)
-    return lambda x: x.new_empty((*x.shape[:-1], stop - start))
+    return x.new_empty((*x.shape[:-1], stop - start))
 
 
-def _row(layer: nn.Linear, path: str, tp: int, rows: list[str]) -> Callable[[Tensor], Tensor]:
+def _row(layer: nn.Linear, path: str, tp: int, rows: list[str], x: Tensor) -> Tensor:
     start, stop = boxes.chunk(layer.in_features, tp, 0)
-
-    def forward(x: Tensor) -> Tensor:
-        if x.shape[-1] != stop - start and not rows:
-            has = f"of whose {layer.in_features} inputs a rank has {stop - start}"
-            rows.append(f"{path} has role 'row', {has}: it gets {x.shape[-1]}")
-        return x.new_empty((*x.shape[:-1], layer.out_features))
-
-    return forward
+    if x.shape[-1] != stop - start and not rows:
+        has = f"of whose {layer.in_features} inputs a rank has {stop - start}"
+        rows.append(f"{path} has role 'row', {has}: it gets {x.shape[-1]}")
+    return x.new_empty((*x.shape[:-1], layer.out_features))
