@@ -23,6 +23,7 @@ from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.partition_spec import Fused
 
 __all__ = [
+    "EXPERTS",
     "Joined",
     "Name",
     "Names",
@@ -239,18 +240,18 @@ _DENSE: dict[str, Name] = {
     "down": Transposed(f"{_LAYER}mlp.down_proj.weight"),
 }
 _SPARSE = f"{_LAYER}block_sparse_moe."
-_MIXTRAL: dict[str, Name] = {
-    "experts.router": f"{_SPARSE}gate.weight",
-    "experts.gate": f"{_SPARSE}experts.{{j}}.w1.weight",
-    "experts.up": f"{_SPARSE}experts.{{j}}.w3.weight",
-    "experts.down": Transposed(f"{_SPARSE}experts.{{j}}.w2.weight"),
-}
-_QWEN_MOE: dict[str, Name] = {
-    "experts.router": f"{_LAYER}mlp.gate.weight",
-    "experts.gate": f"{_LAYER}mlp.experts.{{j}}.gate_proj.weight",
-    "experts.up": f"{_LAYER}mlp.experts.{{j}}.up_proj.weight",
-    "experts.down": Transposed(f"{_LAYER}mlp.experts.{{j}}.down_proj.weight"),
-}
+_ROUTED = f"{_LAYER}mlp.experts.{{j}}."
+EXPERTS: dict[str, tuple[str, str, str, str]] = {
+    "mixtral": (
+        f"{_SPARSE}gate.weight", f"{_SPARSE}experts.{{j}}.w1.weight", f"{_SPARSE}experts.{{j}}.w3.weight",
+        f"{_SPARSE}experts.{{j}}.w2.weight",
+    ),
+    "qwen3_moe": (
+        f"{_LAYER}mlp.gate.weight", f"{_ROUTED}gate_proj.weight", f"{_ROUTED}up_proj.weight",
+        f"{_ROUTED}down_proj.weight",
+    ),
+}  # fmt: skip
+"""The names of router, gate, up and down in files of families with experts."""
 
 
 def _fused(names: dict[str, Name]) -> dict[str, Name]:
@@ -292,7 +293,8 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
         blocks |= {f"experts.{name}": Section(fused, index, sizes) for index, name in enumerate(("gate", "up"))}
         blocks |= {"experts.down": Transposed(f"{_LAYER}mlp.experts.down_proj")}
     else:
-        blocks |= _QWEN_MOE if config.qk_norm else _MIXTRAL
+        router, gate, up, down = EXPERTS["qwen3_moe" if config.qk_norm else "mixtral"]
+        blocks |= {"experts.router": router, "experts.gate": gate, "experts.up": up, "experts.down": Transposed(down)}
     blocks = _fused(blocks) if config.fused else blocks
     ends: dict[str, Name] = {"embed.table": "model.embed_tokens.weight", "head.norm": "model.norm.weight"}
     if not config.tied:

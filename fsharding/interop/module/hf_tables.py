@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsharding import ops
 from fsharding.base.tree import Tree
-from fsharding.interop.hf.naming import Joined, Name
+from fsharding.interop.hf.naming import EXPERTS, Joined, Name
 from fsharding.interop.module.layers import Role, Roles
 from fsharding.interop.module.structure import NameTable
 from fsharding.mesh.device_mesh import axis_size
@@ -117,6 +117,14 @@ def _linear(path: str, out: DimName, inner: DimName) -> dict[str, tuple[DimName,
     return {f"{path}.weight": (out, inner), f"{path}.bias": (out,)}
 
 
+def _expert_files(kind: str) -> dict[str, Name]:
+    """The names of experts, which are one tensor in a module, in files that have one tensor for each."""
+    router, gate, up, down = EXPERTS[kind]
+    leaf = "model.layers.mlp.experts."
+    both = Joined((gate, up), dim=-2)
+    return {"model.layers.mlp.gate.weight": router, f"{leaf}gate_up_proj": both, f"{leaf}down_proj": down}
+
+
 _VOCAB: dict[str, Role] = {"model.embed_tokens": "vocab", "lm_head": "logits"}
 _QKV: dict[str, Role] = {f"*.self_attn.{x}_proj": "column" for x in "qkv"}
 _LLAMA = Family(
@@ -189,7 +197,6 @@ _PHI = Family(
     heads=_LLAMA.heads,
 )
 
-_EXPERTS = "model.layers.{i}.mlp.experts.{j}."
 _QWEN_MOE = replace(
     _LLAMA,
     names={
@@ -198,25 +205,10 @@ _QWEN_MOE = replace(
         "*.experts.gate_up_proj": (None, None, "embed"),
         "*.experts.down_proj": (None, "embed", None),
     },
-    files={
-        "model.layers.mlp.experts.gate_up_proj": Joined(
-            (f"{_EXPERTS}gate_proj.weight", f"{_EXPERTS}up_proj.weight"), dim=-2
-        ),
-        "model.layers.mlp.experts.down_proj": f"{_EXPERTS}down_proj.weight",
-    },
+    files=_expert_files("qwen3_moe"),
 )
 
-_SPARSE = "model.layers.{i}.block_sparse_moe."
-_MIXTRAL = replace(
-    _QWEN_MOE,
-    files={
-        "model.layers.mlp.gate.weight": f"{_SPARSE}gate.weight",
-        "model.layers.mlp.experts.gate_up_proj": Joined(
-            (f"{_SPARSE}experts.{{j}}.w1.weight", f"{_SPARSE}experts.{{j}}.w3.weight"), dim=-2
-        ),
-        "model.layers.mlp.experts.down_proj": f"{_SPARSE}experts.{{j}}.w2.weight",
-    },
-)
+_MIXTRAL = replace(_QWEN_MOE, files=_expert_files("mixtral"))
 
 _GPT2 = Family(
     units=(("transformer.wte", "transformer.wpe"), "transformer.h.*", ("transformer.ln_f", "lm_head")),
