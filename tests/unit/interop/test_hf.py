@@ -16,6 +16,7 @@ from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.checkpoint import byte_ranges
 from fsharding.interop import hf
 from fsharding.interop.hf.config_tables import FAMILIES
+from fsharding.interop.hf.naming import pieces_by_leaf
 from fsharding.models import MLA, DecoderConfig, Experts, Stack
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import refusal
@@ -458,6 +459,20 @@ def test_what_cannot_be_saved(saved, tmp_path):
         hf.load, folder, fused, wrong, kind=CheckpointError
     )
     assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+def test_a_leaf_without_pieces_has_a_row():
+    names = {"w": "layers.{i}.w", "many": "layers.{i}.{j}", "gone": "gone", "odd": "{j}"}
+    found, rows = pieces_by_leaf(names, {"w": (3, 2), "many": (2, 2), "odd": (2,), "bare": (1,)}, None, most=2)
+    assert [(piece.name, piece.shape, piece.box) for piece in found["w"]] == [
+        (f"layers.{i}.w", (2,), ((i, i + 1), (0, 2))) for i in range(3)
+    ]
+    assert rows == [
+        "gone is no leaf of ours; its name is 'gone'",
+        "many is more tensors than the 2 that are there",
+        "odd: '{j}': indices are {i}, {j}, {k} in this order, at most one for each dim",
+        "bare has no name there",
+    ]
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
