@@ -7,17 +7,6 @@ from fsharding.interop.hf.saving import Saved, save
 from fsharding.interop.module import hf_tables as families
 
 __all__ = [
-    "Joined",
-    "Name",
-    "Names",
-    "Rows",
-    "Saved",
-    "Section",
-    "Transposed",
-    "config_json",
-    "config_of",
-    "families",
-    "load",
-    "names_of",
-    "save",
-]
+    "Joined", "Name", "Names", "Rows", "Saved", "Section", "Transposed", "config_json", "config_of", "families", "load",
+    "names_of", "save",
+]  # fmt: skip

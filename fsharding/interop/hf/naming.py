@@ -23,21 +23,9 @@ from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.partition_spec import Fused
 
 __all__ = [
-    "EXPERTS",
-    "Joined",
-    "Name",
-    "Names",
-    "Piece",
-    "Rows",
-    "Section",
-    "Transposed",
-    "in_tensors",
-    "names_of",
-    "pieces_by_leaf",
-    "pieces_of",
-    "renumbered",
-    "untiled",
-]
+    "EXPERTS", "Joined", "Name", "Names", "Piece", "Rows", "Section", "Transposed", "in_tensors", "names_of",
+    "pieces_by_leaf", "pieces_of", "renumbered", "untiled",
+]  # fmt: skip
 
 
 class Joined(NamedTuple):

@@ -22,16 +22,8 @@ from fsharding.sharding.leaf_plan import LAYERS, type_text
 from fsharding.sharding.partition_spec import DimName
 
 __all__ = [
-    "Anatomy",
-    "ModuleLeaf",
-    "ModuleUnit",
-    "NameTable",
-    "UnitPatterns",
-    "Weight",
-    "nested",
-    "plan_module",
-    "shadowed",
-]
+    "Anatomy", "ModuleLeaf", "ModuleUnit", "NameTable", "UnitPatterns", "Weight", "nested", "plan_module", "shadowed",
+]  # fmt: skip
 
 UnitPatterns: TypeAlias = str | Sequence[str | tuple[str, ...]]
 """Paths of modules; `*` stands for one part of a path, and a tuple is gathered together."""

@@ -244,18 +244,20 @@ def check_axes(
             called = rule_name(name)
             axes = [a for a in rules.get(called, ()) if shape.axis_size(a) > 1] if called is not None else []
             cuts = [a for a in axes if a not in (*DATA_AXES, "pp") or called == EXPERT]
-            cut_heads |= bool(cuts) and called in ("heads", "kv_heads")
+            if not cuts:
+                continue
+            cut_heads |= called in ("heads", "kv_heads")
             cut_weights |= {*called_by[i]} if "tp" in cuts else set()
             inner = dim - 1 if leaf.stacked else dim
             bad = next((source for source in called_by[i] if not _can_cut(source, roles.roles, inner)), None)
             where = f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, dim {dim} ({called!r}) over {', '.join(cuts)}"
-            if cuts and (bad or cuts != ["tp"]):
-                owner = (source := bad or leaf.sources[0]).rpartition(".")[0]
-                role = roles.roles.get(owner)
-                why = roles.refused.get(owner)
-                whose = f"{source} is of a layer with {f'role {role!r}' if role else 'no role'}"
-                wrong.append(f"{where}: " + (whose if why is None else f"{owner} is {why}"))
-            elif cuts and leaf.shape[dim] == 1:  # a rank tells by its sizes whether it has a shard
+            if bad or cuts != ["tp"]:
+                source = bad or leaf.sources[0]
+                owner = source.rpartition(".")[0]
+                role = f"role {roles.roles[owner]!r}" if owner in roles.roles else "no role"
+                why = f"{owner} is {roles.refused[owner]}" if owner in roles.refused else None
+                wrong.append(f"{where}: {why or f'{source} is of a layer with {role}'}")
+            elif leaf.shape[dim] == 1:  # a rank tells by its sizes whether it has a shard
                 wrong.append(f"{where}: one rank would have all of it")
     tp = shape.axis_size("tp")
     wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if cut_heads and count % tp]

@@ -35,7 +35,7 @@ from fsharding.checkpoint import manifest as manifests
 from fsharding.checkpoint.chunks import from_metadata
 from fsharding.checkpoint.serialized_layout import layout_of
 from fsharding.interop import hf
-from fsharding.interop.hf.folder import open_folder
+from fsharding.interop.hf.loading import open_folder
 from tests import checkpoints
 from tests.checkpoints import small_draws
 from tests.commands import read_metrics
