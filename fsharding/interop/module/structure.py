@@ -5,7 +5,7 @@ Guarantee: every name of every parameter is in one unit, and a tied parameter is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -129,10 +129,6 @@ def nested(values: Mapping[str, Any]) -> Tree:
 _RENAME = "Rename what stands beside the blocks, or name each block as a unit of its own, without a star."
 
 
-_Homes: TypeAlias = dict[int, list[tuple[int, str]]]
-"""For each parameter (by identity) the units that have it, by number, and its names there."""
-
-
 def plan_module(
     module: nn.Module,
     units: UnitPatterns,
@@ -149,15 +145,17 @@ def plan_module(
     result = [ModuleUnit((), (), None), *patterns]
     is_sure = len(problems.errors) == before
     uses = _uses(modules, result)
-    homes: _Homes = {}
+    homes: dict[int, list[tuple[int, str]]] = {}  # of each parameter, by identity: numbers of units, and names there
     for number, named in enumerate(uses):
         for name, parameter in named.items():
             homes.setdefault(id(parameter), []).append((number, name))
-    own = [_own(unit, named, homes) for unit, named in zip(result, uses, strict=True)]
-    _check_blocks(result, uses, own, problems, ragged=ragged)
+    # First names of the parameters of blocks that no other unit has: these are stacked, others are tied.
+    alone = (every[0] for every in homes.values() if len({number for number, _ in every}) == 1)
+    stacked = {name for number, name in alone if result[number].stack is not None}
+    _check_blocks(result, uses, stacked, problems, ragged=ragged)
     sources: dict[tuple[str, bool], list[tuple[str, nn.Parameter]]] = {}
     places: dict[int, tuple[str, int | None]] = {}
-    for unit, named, stacked in zip(result, uses, own, strict=True):
+    for unit, named in zip(result, uses, strict=True):
         for name, parameter in named.items():
             if id(parameter) in places:
                 continue
@@ -262,18 +260,10 @@ def _uses(modules: Mapping[str, nn.Module], groups: Sequence[ModuleUnit]) -> lis
     return uses
 
 
-def _own(unit: ModuleUnit, named: Mapping[str, nn.Parameter], homes: _Homes) -> set[str]:
-    """The first names of those parameters of a block that no other unit has: they are stacked."""
-    if unit.stack is None:
-        return set()
-    alone = {name: homes[id(p)] for name, p in named.items() if len({number for number, _ in homes[id(p)]}) == 1}
-    return {name for name, uses in alone.items() if uses[0][1] == name}
-
-
 def _check_blocks(
     units: Sequence[ModuleUnit],
     uses: Sequence[Mapping[str, nn.Parameter]],
-    own: Sequence[set[str]],
+    stacked: Collection[str],
     problems: Problems,
     *,
     ragged: bool,
@@ -281,7 +271,7 @@ def _check_blocks(
     """Object to blocks of one stack that cannot be its rows."""
     firsts: dict[str, dict[str, tuple[str, str]]] = {}
     wrong: list[str] = []
-    for unit, named, stacked in zip(units, uses, own, strict=True):
+    for unit, named in zip(units, uses, strict=True):
         if unit.stack is None:
             continue
         (member,) = unit.members
