@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["Coding", "Rule", "rule_of"]
+__all__ = ["Coding", "Rule"]
 
 _PLAIN = ("*embed*", "lm_head*", "*router*", "*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
 """Tensors of which no reader expects codes: tables that are looked up, and routers."""
@@ -37,26 +36,21 @@ _BUCKET = 4 << 20
 """How many magnitudes the ranks tell each other at once."""
 
 
-@dataclass(frozen=True)
 class Rule:
-    """Which leaves are written as codes."""
+    """Which leaves are written as codes of a format."""
 
-    format: Blocks
-    precision: Precision  # the same format and the leaves that are kept, as `Precision` says them
+    def __init__(self, format: Blocks, layout: Layout | None) -> None:
+        self.format = format
+        # What is kept is said by the precision of the layout, if there is one.
+        self._precision = Precision(gather=format, keep=KEEP if layout is None else layout.precision.keep)
 
     def takes(self, path: str, shape: tuple[int, ...], piece: Piece) -> bool:
         """Whether a piece of a leaf is codes."""
         if any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in _PLAIN):
             return False
-        if self.precision.format_of(path, len(piece.shape)) is None:
+        if self._precision.format_of(path, len(piece.shape)) is None:
             return False
-        return not piece.lead or piece.box[0][0] not in self.precision.kept_rows(path, shape[0])
-
-
-def rule_of(format: Blocks, layout: Layout | None) -> Rule:
-    """The rule for a format; what is kept is said by the precision of the layout, if there is one."""
-    keep = KEEP if layout is None else layout.precision.keep
-    return Rule(format, Precision(gather=format, keep=keep))
+        return not piece.lead or piece.box[0][0] not in self._precision.kept_rows(path, shape[0])
 
 
 class Coding:

@@ -39,7 +39,7 @@ from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.foreign.name_map import written_constants
 from fsharding.foreign.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
 from fsharding.formats import Blocks
-from fsharding.interop.hf.coding import Coding, Rule, rule_of
+from fsharding.interop.hf.coding import Coding, Rule
 from fsharding.interop.hf.comparison import differences, generation_of
 from fsharding.interop.hf.config_tables import GENERATION, config_json, config_of, decoder_config
 from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, pieces_by_leaf, pieces_of, untiled
@@ -354,7 +354,7 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
     unlike = [(path, source.sizes[path]) for path, shape in shapes.items() if source.sizes.get(path, shape) != shape]
     rows += [f"{path} is {list(shapes[path])}; the config says {list(shape)}" for path, shape in unlike]
     pieces, misfits = pieces_by_leaf(source.names, shapes, layout)
-    rule = None if format is None else rule_of(format, layout)
+    rule = None if format is None else Rule(format, layout)
     tensors = _Tensors(dtype, rule)
     for path, own in pieces.items():
         tensors.add_leaf(path, leaves[path], own)

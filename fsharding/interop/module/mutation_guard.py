@@ -35,15 +35,19 @@ def unlike_blocks(blocks: Mapping[str, nn.Module]) -> list[str]:
     wanted = dict(_state(template))
     rows: list[str] = []
     for path, block in others:
-        result = dict(_state(block))
-        for name in sorted({*wanted, *result}):
-            a = wanted.get(name, _NOT_THERE)
-            b = result.get(name, _NOT_THERE)
-            if not _alike(a, b):
-                alike = isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b)
-                values = " of other values" if alike else ""
-                rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}{values}")
+        for name, a, b in sorted(_differing(wanted, dict(_state(block))), key=lambda row: row[0]):
+            alike = isinstance(a, Tensor) and isinstance(b, Tensor) and _shown(a) == _shown(b)
+            values = " of other values" if alike else ""
+            rows.append(f"{name}: {_shown(a)} in {first}, {_shown(b)} in {path}{values}")
     return rows
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The names whose values differ, with both values."""
+    for name in {**before, **now}:
+        a, b = before.get(name, _NOT_THERE), now.get(name, _NOT_THERE)
+        if not _alike(a, b):
+            yield name, a, b
 
 
 class _Object(NamedTuple):
@@ -127,12 +131,8 @@ class Original:
 
     def check(self) -> None:
         """Check that the module is as it was, but for the values of parameters."""
-        now = dict(_settings(self._module))
-        both = {
-            name: (self._settings.get(name, _NOT_THERE), now.get(name, _NOT_THERE))
-            for name in {**self._settings, **now}
-        }
-        rows = [f"{name}: {_shown(a)} then, {_shown(b)} now" for name, (a, b) in both.items() if not _alike(a, b)]
+        changed = _differing(self._settings, dict(_settings(self._module)))
+        rows = [f"{name}: {_shown(a)} then, {_shown(b)} now" for name, a, b in changed]
         copies = self._copies()
         for name, x in self._module.named_buffers():
             copied = copies.get(name, x)
