@@ -216,7 +216,8 @@ class Engine:
         # Under `fs.evaluate` the module is in eval mode inside, where nothing is dropped and no key is needed.
         if self.drops and not keyed and not is_evaluating():
             raise TransformError(_keyless(self.drops))
-        found = (x.device if isinstance(x, Tensor) else _device_of(x) for x in leaves if isinstance(x, Local | Tensor))
+        known = (x for x in leaves if isinstance(x, Local | Tensor))
+        found = (device_of(x.value, x.sharding.device_type) if isinstance(x, Local) else x.device for x in known)
         device = next(found, torch.device("cpu"))
         self._note_constants()
         self._move(device)
@@ -308,9 +309,9 @@ class Run:
         policy: Policy,
         leaves: list[Any],
         key: Tensor | None,
-        buffers: Mapping[str, Tensor] | None = None,
+        buffers: Mapping[str, Tensor] | None,
         *,
-        cast_inputs: bool = True,
+        cast_inputs: bool,
     ) -> None:
         self._engine = engine
         self._policy = policy
@@ -432,10 +433,6 @@ def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Te
 
 def _dtype(leaf: Any) -> torch.dtype:
     return (leaf.value if isinstance(leaf, Local) else leaf).dtype
-
-
-def _device_of(leaf: Local) -> torch.device:
-    return device_of(leaf.value, leaf.sharding.device_type)
 
 
 def _compute_dtype(stored: Sequence[torch.dtype], leaves: Sequence[Any]) -> torch.dtype | None:
