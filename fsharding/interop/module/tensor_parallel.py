@@ -5,6 +5,7 @@ Guarantee: outputs and gradients match one rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,14 +124,15 @@ def install(module: nn.Module, roles: Mapping[str, Role]) -> Entrances:
         if role is None:
             continue
         parent = module.get_submodule(path.rpartition(".")[0])
+        whole = layer.forward
         if isinstance(layer, nn.Linear) and role in ("column", "row", "logits"):
-            make = {"column": _column, "row": _row, "logits": _logits}[role]
-            layer.forward = make(layer, layer.forward, parent, entrances)
+            compute = {"column": _column, "row": _row, "logits": _logits}[role]
+            vars(layer)["forward"] = functools.partial(compute, layer, whole, parent, entrances)
         elif isinstance(layer, nn.Embedding) and role == "vocab":
-            layer.forward = _vocab(layer, layer.forward)
+            vars(layer)["forward"] = functools.partial(_vocab, layer, whole)
         else:
             siblings = [child for child in parent.children() if isinstance(child, nn.Linear)]
-            layer.forward = _inside(layer, layer.forward, siblings)
+            vars(layer)["forward"] = functools.partial(_inside, whole, Bare(layer, whole), siblings)
     return entrances
 
 
@@ -144,62 +146,45 @@ class _Embedding(nn.Embedding):
 _Forward: TypeAlias = Callable[..., Any]
 
 
-def _column(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances) -> _Forward:
-    def forward(x: Tensor) -> Tensor:
-        if layer.weight.shape[0] == layer.out_features:
-            return whole(x)
-        entrances.begin(parent)
-        return F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
-
-    return forward
+def _column(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances, x: Tensor) -> Tensor:
+    if layer.weight.shape[0] == layer.out_features:
+        return whole(x)
+    entrances.begin(parent)
+    return F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
 
 
-def _row(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances) -> _Forward:
-    def forward(x: Tensor) -> Tensor:
-        if layer.weight.shape[1] == layer.in_features:
-            return whole(x)
-        bias = cast("Tensor | None", layer.bias)
-        y = ops.reduce_from_tp(F.linear(x, layer.weight))
-        entrances.end(parent)
-        return y if bias is None else y + bias
-
-    return forward
+def _row(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances, x: Tensor) -> Tensor:
+    if layer.weight.shape[1] == layer.in_features:
+        return whole(x)
+    bias = cast("Tensor | None", layer.bias)
+    y = ops.reduce_from_tp(F.linear(x, layer.weight))
+    entrances.end(parent)
+    return y if bias is None else y + bias
 
 
-def _logits(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances) -> _Forward:
-    def forward(x: Tensor) -> Tensor:
-        if layer.weight.shape[0] == layer.out_features:
-            return whole(x)
-        own = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
-        start, stop = boxes.chunk(layer.out_features, axis_size("tp"), axis_index("tp"))
-        # A sum, because its transpose is the identity: all ranks go on with the same logits.
-        return ops.reduce_from_tp(F.pad(own, (start, layer.out_features - stop)))
-
-    return forward
+def _logits(layer: nn.Linear, whole: _Forward, parent: nn.Module, entrances: Entrances, x: Tensor) -> Tensor:
+    if layer.weight.shape[0] == layer.out_features:
+        return whole(x)
+    own = F.linear(entrances.enter(parent, x), layer.weight, layer.bias)
+    start, stop = boxes.chunk(layer.out_features, axis_size("tp"), axis_index("tp"))
+    # A sum, because its transpose is the identity: all ranks go on with the same logits.
+    return ops.reduce_from_tp(F.pad(own, (start, layer.out_features - stop)))
 
 
-def _vocab(layer: nn.Embedding, whole: _Forward) -> _Forward:
-    def forward(tokens: Tensor) -> Tensor:
-        if layer.weight.shape[0] == layer.num_embeddings:
-            return whole(tokens)
-        result = ops.embedding(tokens, layer.weight, vocab=layer.num_embeddings)
-        if layer.padding_idx is None:
-            return result
-        return torch.where((tokens == layer.padding_idx).unsqueeze(-1), result.detach(), result)
-
-    return forward
+def _vocab(layer: nn.Embedding, whole: _Forward, tokens: Tensor) -> Tensor:
+    if layer.weight.shape[0] == layer.num_embeddings:
+        return whole(tokens)
+    result = ops.embedding(tokens, layer.weight, vocab=layer.num_embeddings)
+    if layer.padding_idx is None:
+        return result
+    return torch.where((tokens == layer.padding_idx).unsqueeze(-1), result.detach(), result)
 
 
-def _inside(layer: nn.Module, whole: _Forward, siblings: Sequence[nn.Linear]) -> _Forward:
-    bare = Bare(layer, whole)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if all(s.weight.shape == (s.out_features, s.in_features) for s in siblings):
-            return whole(*args, **kwargs)
-        varied = {f"inner.{name}": ops.pvary(p, "tp") for name, p in layer.named_parameters()}
-        return torch.func.functional_call(bare, varied, args, kwargs, tie_weights=False)
-
-    return forward
+def _inside(whole: _Forward, bare: Bare, siblings: Sequence[nn.Linear], /, *args: Any, **kwargs: Any) -> Any:
+    if all(s.weight.shape == (s.out_features, s.in_features) for s in siblings):
+        return whole(*args, **kwargs)
+    varied = {f"inner.{name}": ops.pvary(p, "tp") for name, p in bare.inner.named_parameters()}
+    return torch.func.functional_call(bare, varied, args, kwargs, tie_weights=False)
 
 
 class Bare(nn.Module):

@@ -5,6 +5,7 @@ Guarantee: `nn.SyncBatchNorm` over any number of data ranks is the batch norm of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -117,51 +118,42 @@ def synchronize(module: nn.Module) -> None:
     """Replace the forwards of norms with running statistics, and of `nn.SyncBatchNorm` for any device and mesh."""
     for layer in module.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats:
-            vars(layer)["forward"] = _mixed(layer, layer.forward)
-        if isinstance(layer, nn.SyncBatchNorm):
-            vars(layer)["forward"] = _synchronized(layer, layer.forward)
+            vars(layer)["forward"] = functools.partial(_mixed, layer, layer.forward, Bare(layer, layer.forward))
+        if isinstance(layer, nn.SyncBatchNorm):  # in eval mode it computes as the norm above
+            vars(layer)["forward"] = functools.partial(_synchronized, layer, layer.forward)
 
 
-def _mixed(layer: Any, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _mixed(layer: Any, whole: Callable[[Tensor], Tensor], bare: nn.Module, x: Tensor) -> Tensor:
     """The forward of a norm whose statistics stay in float32 where a precision casts its weights."""
-    bare = Bare(layer, whole)
-
     # Torch's kernels take inputs of a lower dtype than both, but not weights of another dtype than the statistics.
-    def forward(x: Tensor) -> Tensor:
-        weights: dict[str, Tensor] = dict(layer.named_parameters())
-        dtype = layer.running_mean.dtype
-        if all(w.dtype == dtype for w in weights.values()):
-            return whole(x)
-        wide = {f"inner.{name}": w.to(dtype) for name, w in weights.items()}
-        return torch.func.functional_call(bare, wide, (x,), tie_weights=False)
-
-    return forward
+    weights: dict[str, Tensor] = dict(layer.named_parameters())
+    dtype = layer.running_mean.dtype
+    if all(w.dtype == dtype for w in weights.values()):
+        return whole(x)
+    wide = {f"inner.{name}": w.to(dtype) for name, w in weights.items()}
+    return torch.func.functional_call(bare, wide, (x,), tie_weights=False)
 
 
-def _synchronized(layer: Any, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _synchronized(layer: Any, whole: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The forward of a batch norm with statistics over all data ranks."""
-
-    def forward(x: Tensor) -> Tensor:
-        if not layer.training:
-            return whole(x)
-        layer._check_input_dim(x)
-        dims = [0, *range(2, x.ndim)]
-        shape = (1, -1, *(1,) * (x.ndim - 2))
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        # The mean first: a sum of squares alone loses the variance of values far from 0.
-        count = _sum_over_data(torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device))
-        count = count.to(wide.dtype)
-        mean = _sum_over_data(wide.sum(dims)) / count
-        centered = wide - mean.view(shape)
-        variance = _sum_over_data(centered.square().sum(dims)) / count
-        y = centered * (variance + layer.eps).rsqrt().view(shape)
-        y = y if layer.weight is None else y * layer.weight.view(shape)
-        y = y if layer.bias is None else y + layer.bias.view(shape)
-        if layer.track_running_stats:
-            _track(layer, mean.detach(), variance.detach() * (count / (count - 1)))
-        return y.to(x.dtype)
-
-    return forward
+    if not layer.training:
+        return whole(x)
+    layer._check_input_dim(x)
+    dims = [0, *range(2, x.ndim)]
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    # The mean first: a sum of squares alone loses the variance of values far from 0.
+    count = _sum_over_data(torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device))
+    count = count.to(wide.dtype)
+    mean = _sum_over_data(wide.sum(dims)) / count
+    centered = wide - mean.view(shape)
+    variance = _sum_over_data(centered.square().sum(dims)) / count
+    y = centered * (variance + layer.eps).rsqrt().view(shape)
+    y = y if layer.weight is None else y * layer.weight.view(shape)
+    y = y if layer.bias is None else y + layer.bias.view(shape)
+    if layer.track_running_stats:
+        _track(layer, mean.detach(), variance.detach() * (count / (count - 1)))
+    return y.to(x.dtype)
 
 
 @torch.no_grad()
