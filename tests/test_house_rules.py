@@ -309,7 +309,7 @@ LINES = {
     "formats": 1_692,
     "mesh": 3_502,
     "sharding": 3_681,
-    "comm": 5_437,
+    "comm": 5_436,
     "ops": 3_179,
     "transforms": 4_622,
     "optim": 3_663,
@@ -318,7 +318,7 @@ LINES = {
     "train": 5_050,
     "checkpoint": 4_650,
     "foreign": 1_677,
-    "interop": 5_421,
+    "interop": 5_254,
     "testing": 1_606,
     "contrib": 3_727,
     "apps": 3_274,
@@ -333,10 +333,10 @@ COUNTS = {
     "files that know low precision": 31,
     "records of a leaf and where it is": 13,
     "functions of nine parameters or more": 13,
-    "functions of more than 80 lines": 13,
+    "functions of more than 80 lines": 11,
     "marks of public names": 0,
 }
-COMMENTS = 682
+COMMENTS = 685
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}
