@@ -26,32 +26,11 @@ from fsharding.sharding import named_sharding
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = [
-    "ContextTransformation",
-    "EmptyState",
-    "GradientTransformation",
-    "InitContext",
-    "UpdateContext",
-    "add_decay_",
-    "check_moments",
-    "check_state",
-    "check_update",
-    "clone",
-    "like",
-    "like_leaf",
-    "local_grads",
-    "local_leaves",
-    "local_params",
-    "multiply",
-    "new_zeros",
-    "next_count",
-    "refuse_no_gradients",
-    "refuse_other_shapes",
-    "refuse_other_shards",
-    "require_params",
-    "shardings_of",
-    "where_finite",
-    "writable_leaves",
-]
+    "ContextTransformation", "EmptyState", "GradientTransformation", "InitContext", "UpdateContext", "add_decay_",
+    "check_moments", "check_state", "check_update", "clone", "like", "like_leaf", "local_grads", "local_leaves",
+    "local_params", "multiply", "new_zeros", "next_count", "refuse_no_gradients", "refuse_other_shapes",
+    "refuse_other_shards", "require_params", "shardings_of", "where_finite", "writable_leaves",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -155,9 +155,8 @@ def multi_transform(
             the update: a state of other groups.
 
     Example:
-        >>> opt = fs.optim.multi_transform(
-        ...     {"train": fs.sgd(0.1), "none": fs.optim.chain()}, lambda path, x: "none" if path == "b" else "train"
-        ... )
+        >>> groups = {"train": fs.sgd(0.1), "none": fs.optim.chain()}
+        >>> opt = fs.optim.multi_transform(groups, lambda path, x: "none" if path == "b" else "train")
         >>> params = {"w": torch.ones(1), "b": torch.ones(1)}
         >>> opt.update(params, opt.init(params), params)[0]
         {'w': tensor([-0.1000]), 'b': tensor([1.])}
@@ -166,20 +165,12 @@ def multi_transform(
         check_optimizer(t)
     members = {label: t.with_context() for label, t in groups.items()}
 
-    def label_tree(params: Tree, context: InitContext | UpdateContext) -> Tree:
-        if callable(labels):
-            return tree.map_with_path(lambda path, x: labels(path, of_one_layer(path, x, context.stacked)), params)
-        return tree.prune(labels, params, ("labels", "parameters"))
-
     @public
     def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
-        labeled = label_tree(params, context)
-        _check_labels(params, labeled, groups)
-        _check_used(params, labeled, groups)
-        params_of = _split(params, labeled, groups)
-        shardings_of = _split(_pruned(context.shardings, params), labeled, groups)
-        whole_of = _split(_pruned(context.whole, params), labeled, groups)
-        contexts = {g: replace(context, shardings=shardings_of[g], whole=whole_of[g]) for g in members}
+        labeled = _labeled(labels, params, context, groups)
+        labeled.check(params)
+        params_of = labeled.split(params)
+        contexts = labeled.init_contexts(params, context)
         return MultiTransformState({g: t.init(params_of[g], contexts[g]) for g, t in members.items()})
 
     @public
@@ -188,12 +179,12 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         params = _pruned(params, updates)
-        labeled = label_tree(params if params is not None else updates, context)
-        updates_of = _split(updates, labeled, groups)
-        params_of = _split(params, labeled, groups)
-        contexts = _contexts(context, updates, labeled, groups)
+        labeled = _labeled(labels, params if params is not None else updates, context, groups)
+        updates_of = labeled.split(updates)
+        params_of = labeled.split(params)
+        contexts = labeled.update_contexts(updates, context)
         results = {g: t.update(updates_of[g], state.groups[g], params_of[g], contexts[g]) for g, t in members.items()}
-        return _merge(updates, labeled, results)
+        return labeled.merge(updates, results)
 
     applies = {g: t.apply for g, t in members.items() if t.apply is not None}
     # A member that needs a norm needs the norm of its group, which no context has.
@@ -212,29 +203,73 @@ def multi_transform(
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
         pruned = tree.prune(params, updates, _LABELS)
-        labeled = label_tree(pruned, context)
-        updates_of = _split(updates, labeled, groups)
-        params_of = _split(pruned, labeled, groups)
-        contexts = _contexts(context, updates, labeled, groups)
+        labeled = _labeled(labels, pruned, context, groups)
+        updates_of = labeled.split(updates)
+        params_of = labeled.split(pruned)
+        contexts = labeled.update_contexts(updates, context)
         results = {
             g: apply_group(updates_of[g], state.groups[g], params_of[g], contexts[g], scale=scale)
             for g, apply_group in applies.items()
         }
-        return _merge(params, labeled, results)
+        return labeled.merge(params, results)
 
-    return ContextTransformation(
-        init, update, apply, masks=all(t.masks for t in members.values()), by_element=by_element
-    )
-
-
-_Groups = Mapping[str, Any]
+    masks = all(t.masks for t in members.values())
+    return ContextTransformation(init, update, apply, masks=masks, by_element=by_element)
 
 
-def _split(values: Tree, labeled: Tree, groups: _Groups) -> dict[str, Tree]:
-    """A tree for each group, with None for the leaves of others; None for each group where there is no tree."""
-    if values is None:
-        return dict.fromkeys(groups)
-    return {g: tree.map(lambda x, label: x if label == g else None, values, labeled) for g in groups}  # noqa: B023
+class _Labeled(NamedTuple):
+    """The group of each leaf: splits trees by group, and merges what the groups make of them."""
+
+    labels: Tree
+    groups: Collection[str]
+
+    def split(self, values: Tree) -> dict[str, Tree]:
+        """A tree for each group, with None for the leaves of others; None for each group where there is no tree."""
+        if values is None:
+            return dict.fromkeys(self.groups)
+        return {g: tree.map(lambda x, label: x if label == g else None, values, self.labels) for g in self.groups}  # noqa: B023
+
+    def init_contexts(self, params: Tree, context: InitContext) -> dict[str, InitContext]:
+        """The context of each group: its own shardings and whole leaves."""
+        shardings, whole = (self.split(_pruned(x, params)) for x in (context.shardings, context.whole))
+        return {g: replace(context, shardings=shardings[g], whole=whole[g]) for g in self.groups}
+
+    def update_contexts(self, updates: Tree, context: UpdateContext) -> dict[str, UpdateContext]:
+        """The context of each group: its own shardings, and no norm, since the norm covers all groups."""
+        shardings = self.split(_pruned(context.shardings, updates))
+        return {g: replace(context, norm=None, shardings=shardings[g]) for g in self.groups}
+
+    def merge(self, values: Tree, results: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MultiTransformState]:
+        """The results of all groups as one tree, and their states; leaves without a label are those of `values`."""
+        by_group = {g: tree.named_leaves(result) for g, (result, _) in results.items()}
+        label_of = tree.named_leaves(self.labels)
+        merged = tree.map_with_path(lambda path, x: by_group[label_of[path]][path] if path in label_of else x, values)
+        return merged, MultiTransformState({g: inner for g, (_, inner) in results.items()})
+
+    def check(self, params: Tree) -> None:
+        """Refuse labels without a group, and groups that no leaf is in."""
+        rows: list[str] = []
+        groups = self.groups
+        tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, self.labels)
+        if rows:
+            known = f"Labels are {listed(map(repr, groups))}."
+            raise TreeError(message("has labels without a transformation.", rows, known))
+        # Frozen leaves have no label here, and may belong to a group.
+        if any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None)):
+            return
+        used = set(tree.leaves(self.labels))
+        if used and (idle := [repr(group) for group in groups if group not in used]):
+            given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(self.labels).items())
+            mend = f"Leaves have {given}. Take the group out, or mend the labels."
+            raise TreeError(message("has groups that no leaf is in.", idle, mend))
+
+
+def _labeled(labels: Any, params: Tree, context: InitContext | UpdateContext, groups: Collection[str]) -> _Labeled:
+    """Find the group of each parameter."""
+    if callable(labels):
+        named = tree.map_with_path(lambda path, x: labels(path, of_one_layer(path, x, context.stacked)), params)
+        return _Labeled(named, groups)
+    return _Labeled(tree.prune(labels, params, ("labels", "parameters")), groups)
 
 
 def _pruned(values: Tree, updates: Tree) -> Tree:
@@ -242,40 +277,7 @@ def _pruned(values: Tree, updates: Tree) -> Tree:
     return tree.prune(values, updates, _LABELS) if values is not None else None
 
 
-def _contexts(context: UpdateContext, updates: Tree, labeled: Tree, groups: _Groups) -> dict[str, UpdateContext]:
-    """The context of each group: its own shardings, and no norm, since the norm covers all groups."""
-    shardings = _split(_pruned(context.shardings, updates), labeled, groups)
-    return {g: replace(context, norm=None, shardings=shardings[g]) for g in groups}
-
-
-def _merge(values: Tree, labeled: Tree, results: dict[str, tuple[Tree, Tree]]) -> tuple[Tree, MultiTransformState]:
-    """The results of all groups as one tree, and their states; leaves without a label stay as they are in `values`."""
-    by_group = {g: tree.named_leaves(result) for g, (result, _) in results.items()}
-    label_of = tree.named_leaves(labeled)
-    merged = tree.map_with_path(lambda path, x: by_group[label_of[path]][path] if path in label_of else x, values)
-    return merged, MultiTransformState({g: inner for g, (_, inner) in results.items()})
-
-
-def _check_labels(params: Tree, labeled: Tree, groups: _Groups) -> None:
-    rows: list[str] = []
-    tree.map_with_path(lambda p, _, g: rows.append(f"{p}: {g!r}") if g not in groups else None, params, labeled)
-    if rows:
-        known = f"Labels are {listed(map(repr, groups))}."
-        raise TreeError(message("has labels without a transformation.", rows, known))
-
-
-def _check_used(params: Tree, labeled: Tree, groups: _Groups) -> None:
-    """Refuse groups that no leaf is in; frozen leaves have no label here, and may belong to a group."""
-    if any(x is None for x in tree.leaves(params, is_leaf=lambda x: x is None)):
-        return
-    used = set(tree.leaves(labeled))
-    if used and (idle := [repr(group) for group in groups if group not in used]):
-        given = listed(f"{path}: {label!r}" for path, label in tree.named_leaves(labeled).items())
-        mend = f"Leaves have {given}. Take the group out, or mend the labels."
-        raise TreeError(message("has groups that no leaf is in.", idle, mend))
-
-
-def _check_groups(updates: Tree, state: Any, groups: _Groups) -> None:
+def _check_groups(updates: Tree, state: Any, groups: Mapping[str, Any]) -> None:
     check_state(MultiTransformState, updates, state)
     if state.groups.keys() != groups.keys():
         text = f"got a state of the groups {', '.join(state.groups)}, and has {', '.join(groups)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -159,6 +159,74 @@ def elementwise(
     return driven(rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
 
 
+@dataclass(frozen=True)
+class _Driver:
+    """The functions of an optimizer that is made from a kernel: `start`, `advance` and `change` in place."""
+
+    kernel: Kernel
+    rate: Schedule
+    state_of: State
+    kept: MomentType
+    weight_decay: float
+    l2: float
+    in_place: bool
+
+    def home_of(self, updates: Tree, before: list[Tree], params: Tree) -> Tree:
+        """A tree in the shapes and shardings in which an update is computed."""
+        if before:
+            check_moments(**dict(zip(self.state_of.names, before, strict=True)))
+            return carriers(before[0])
+        return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
+
+    def start(self, params: Tree, context: InitContext) -> Any:
+        names = self.state_of.names
+        trees = [init_moments(params, self.kept, context, root=name in self.state_of.roots) for name in names]
+        return self.state_of.make(torch.zeros((), dtype=torch.int64), trees)
+
+    def advance(self, updates: Tree, state: Any, params: Tree, context: UpdateContext) -> tuple[Tree, Any]:
+        check_update(self.state_of.kind, updates, state, params, decay=self.weight_decay or self.l2)
+        before = self.state_of.moments(state)
+        home = self.home_of(updates, before, params)
+        grads = local_grads(updates, home, "moments" if before else "parameters")
+        if self.l2:
+            main = [p.to(g.dtype) for p, g in zip(local_params(params, home), grads, strict=True)]
+            grads = _compat.foreach_add(grads, _compat.foreach_mul(main, self.l2))
+        step = step_at(self.rate, state.count, grads)  # A schedule that raises does so before anything is written.
+        after = [owned(moment, donate=context.donate) for moment in before]
+        parts = [*map(parts_of, after)]
+        values = _zeros_of(parts[0]) if self.in_place else None
+        context = replace(context, finite=None)  # Where it is false the caller takes the old values.
+        deltas = run_rule(self.kernel, step, values, grads, parts, (after or [home])[0], context)
+        if self.weight_decay:
+            add_decay_(deltas, params, home, -step.rate * self.weight_decay)
+        return like(home, deltas), self.state_of.make(state.count + 1, after)
+
+    def change(
+        self, updates: Tree, state: Any, params: Tree, context: UpdateContext, scale: float | Tensor
+    ) -> tuple[Tree, Any]:
+        check_update(self.state_of.kind, updates, state, params, decay=self.weight_decay)
+        before = self.state_of.moments(state)
+        settings = {"decay": self.weight_decay, "scale": scale, "finite": context.finite}
+        count = next_count(state.count, context.finite)
+        columns = writable_leaves(params, updates, *before) if context.donate else None
+        if columns is not None:
+            values, grads, *parts = columns
+            step = step_at(self.rate, state.count, grads, **settings)
+            run_rule(self.kernel, step, values, grads, parts, updates, context)
+            return params, self.state_of.make(count, before)
+        home = self.home_of(updates, before, params)
+        grads = local_grads(updates, home)
+        step = step_at(self.rate, state.count, grads, **settings)
+        after = [owned(moment, donate=context.donate) for moment in before]
+
+        def change_local(slices: list[Tensor]) -> list[Tensor]:
+            main = slices if context.donate else [*map(clone, slices)]
+            return run_rule(self.kernel, step, main, grads, [*map(parts_of, after)], after[0], context)
+
+        changed = change_slices(params, home, change_local, donate=context.donate)
+        return changed, self.state_of.make(count, after)
+
+
 def driven(
     rule: Rule | Kernel,
     learning_rate: float | Schedule,
@@ -173,39 +241,17 @@ def driven(
     kept = check_moment_type(moments)
     rate = as_schedule(learning_rate)
     kernel = rule if in_place else _directed(rule)
-
-    def home_of(updates: Tree, before: list[Tree], params: Tree) -> Tree:
-        """A tree in the shapes and shardings in which an update is computed."""
-        if before:
-            check_moments(**dict(zip(state_of.names, before, strict=True)))
-            return carriers(before[0])
-        return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
+    driver = _Driver(kernel, rate, state_of, kept, weight_decay=weight_decay, l2=l2, in_place=in_place)
 
     @public
     def init(params: Tree, context: InitContext = InitContext()) -> Any:
-        trees = [init_moments(params, kept, context, root=name in state_of.roots) for name in state_of.names]
-        return state_of.make(torch.zeros((), dtype=torch.int64), trees)
+        return driver.start(params, context)
 
     @public
     def update(
         updates: Tree, state: Any, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, Any]:
-        check_update(state_of.kind, updates, state, params, decay=weight_decay or l2)
-        before = state_of.moments(state)
-        home = home_of(updates, before, params)
-        grads = local_grads(updates, home, "moments" if before else "parameters")
-        if l2:
-            main = [p.to(g.dtype) for p, g in zip(local_params(params, home), grads, strict=True)]
-            grads = _compat.foreach_add(grads, _compat.foreach_mul(main, l2))
-        step = step_at(rate, state.count, grads)  # A schedule that raises does so before anything is written.
-        after = [owned(moment, donate=context.donate) for moment in before]
-        parts = [*map(parts_of, after)]
-        values = _zeros_of(parts[0]) if in_place else None
-        context = replace(context, finite=None)  # Where it is false the caller takes the old values.
-        deltas = run_rule(kernel, step, values, grads, parts, (after or [home])[0], context)
-        if weight_decay:
-            add_decay_(deltas, params, home, -step.rate * weight_decay)
-        return like(home, deltas), state_of.make(state.count + 1, after)
+        return driver.advance(updates, state, params, context)
 
     @public
     def apply(
@@ -216,26 +262,7 @@ def driven(
         *,
         scale: float | Tensor = 1.0,
     ) -> tuple[Tree, Any]:
-        check_update(state_of.kind, updates, state, params, decay=weight_decay)
-        before = state_of.moments(state)
-        settings = {"decay": weight_decay, "scale": scale, "finite": context.finite}
-        count = next_count(state.count, context.finite)
-        columns = writable_leaves(params, updates, *before) if context.donate else None
-        if columns is not None:
-            values, grads, *parts = columns
-            run_rule(kernel, step_at(rate, state.count, grads, **settings), values, grads, parts, updates, context)
-            return params, state_of.make(count, before)
-        home = home_of(updates, before, params)
-        grads = local_grads(updates, home)
-        step = step_at(rate, state.count, grads, **settings)
-        after = [owned(moment, donate=context.donate) for moment in before]
-
-        def change_local(slices: list[Tensor]) -> list[Tensor]:
-            main = slices if context.donate else [*map(clone, slices)]
-            return run_rule(kernel, step, main, grads, [*map(parts_of, after)], after[0], context)
-
-        changed = change_slices(params, home, change_local, donate=context.donate)
-        return changed, state_of.make(count, after)
+        return driver.change(updates, state, params, context, scale)
 
     return ContextTransformation(init, update, apply if in_place else None, masks=in_place, by_element=True)
 

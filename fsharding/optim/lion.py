@@ -46,13 +46,10 @@ def lion(
         b1: share of the momentum in the direction of the update.
         b2: decay of the momentum, at least 0 and below 1.
         weight_decay: decoupled decay, times the learning rate.
-        moments: the dtype in which the momentum is kept; by default `Precision.moments` of the layout, or else float32
-            at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8
-            bits, as in `fs.adamw`.
+        moments: the dtype, or the format of 8 bits, in which the momentum is kept, as in `fs.adamw`.
 
     Raises:
-        ConfigError: numbers below 0, or above 1 for the momentum; all of them are listed. A momentum in a dtype that
-            kernels lack.
+        ConfigError: numbers below 0, or above 1 for the momentum; a momentum in a dtype that kernels lack.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
 
     Example:

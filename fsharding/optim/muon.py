@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -91,9 +92,7 @@ def muon(
         steps: Newton-Schulz iterations of each update.
         eps: smallest norm that a matrix is divided by.
         dtype: in which the iteration runs, and its matrices travel.
-        moments: the dtype in which the momentum is kept; by default `Precision.moments` of the layout, or else float32
-            at least. An update is computed in float32 at least, and the momentum is rounded after it. Or a format of 8
-            bits, as in `fs.adamw`.
+        moments: the dtype, or the format of 8 bits, in which the momentum is kept, as in `fs.adamw`.
 
     Raises:
         ConfigError: an unknown `adjust`; numbers below 0, all of them listed. A dtype that kernels lack.
@@ -101,14 +100,11 @@ def muon(
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> groups = {"matrix": fs.optim.muon(1e-2), "other": fs.adamw(3e-4)}
         >>> opt = fs.optim.multi_transform(groups, fs.optim.label_matrices())
-        >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
-        >>> state.opt_state.groups["matrix"].mu["blocks"]["wq"].shape
-        torch.Size([2, 8, 8])
+        >>> params = {"blocks": {"w": torch.ones(2, 3, 4)}, "norm": torch.ones(4)}
+        >>> opt.init(params).groups["matrix"].mu["blocks"]["w"].shape
+        torch.Size([2, 3, 4])
     """
     if adjust not in _ADJUST:
         text = f"knows no adjust={adjust!r}."
@@ -117,8 +113,8 @@ def muon(
     check_settings((FROM_0, above), (FROM_1, {"steps": steps}))
     own = check_moment_type(moments)
     check_dtype("dtype", dtype)
-    rate = as_schedule(learning_rate)
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
+    rule = _Muon(as_schedule(learning_rate), momentum, nesterov, weight_decay, adjust, orthogonal, dtype)
 
     @public
     def init(params: Tree, context: InitContext = InitContext()) -> MuonState:
@@ -134,32 +130,49 @@ def muon(
         context: UpdateContext = UpdateContext(),
         shardings: Tree = None,
     ) -> tuple[Tree, MuonState]:
-        check_update(MuonState, updates, state, params, decay=weight_decay)
+        return rule.update(updates, state, params, context)
+
+    return ContextTransformation(init, update)
+
+
+@dataclass(frozen=True)
+class _Muon:
+    """The settings of an update; see `muon`."""
+
+    rate: Schedule
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    adjust: str
+    orthogonal: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+    def kernel(self, _: None, grads: list[Tensor], mu: list[Tensor], step: Step) -> list[Tensor]:
+        """Advance the momentum; return the matrices to make orthogonal."""
+        for m, g in zip(mu, grads, strict=True):
+            m.lerp_(g, 1 - self.momentum)
+        ahead = [g.lerp(m, self.momentum) for m, g in zip(mu, grads, strict=True)] if self.nesterov else mu
+        return [x.to(self.dtype) for x in ahead]
+
+    def update(self, updates: Tree, state: MuonState, params: Tree, context: UpdateContext) -> tuple[Tree, MuonState]:
+        """Advance the momentum, and make it orthogonal on full matrices, which ranks exchange."""
+        check_update(MuonState, updates, state, params, decay=self.weight_decay)
         check_moments(mu=state.mu)
         held = carriers(state.mu)
         local = local_grads(updates, held)
         shardings = assigned_shardings(held, context.shardings, known=_STAGES)
         wholes = [_whole(x, sharding) for x, sharding in zip(tree.leaves(held), shardings, strict=True)]
-
-        def kernel(_: None, grads: list[Tensor], mu: list[Tensor], step: Step) -> list[Tensor]:
-            for m, g in zip(mu, grads, strict=True):
-                m.lerp_(g, 1 - momentum)
-            ahead = [g.lerp(m, momentum) for m, g in zip(mu, grads, strict=True)] if nesterov else mu
-            return [x.to(dtype) for x in ahead]
-
         new_mu = owned(state.mu, donate=context.donate)
-        step = step_at(rate, state.count, local)
-        directions = run_rule(kernel, step, None, local, [parts_of(new_mu)], new_mu, context, dtype=dtype)
+        step = step_at(self.rate, state.count, local)
+        directions = run_rule(self.kernel, step, None, local, [parts_of(new_mu)], new_mu, context, dtype=self.dtype)
         kinds = [wide(m.dtype) if isinstance(m, Tensor) else torch.float32 for m in moment_leaves(state.mu)]
         deltas = [
-            x.to(kind) * (-step.rate * _ratio(adjust, whole.shape))
-            for x, kind, whole in zip(_on_whole_matrices(orthogonal, directions, wholes), kinds, wholes, strict=True)
+            x.to(kind) * (-step.rate * _ratio(self.adjust, whole.shape))
+            for x, kind, whole in zip(_on_whole(self.orthogonal, directions, wholes), kinds, wholes, strict=True)
         ]
-        if weight_decay:
-            add_decay_(deltas, params, held, -step.rate * weight_decay)
+        if self.weight_decay:
+            add_decay_(deltas, params, held, -step.rate * self.weight_decay)
         return like(held, deltas), MuonState(state.count + 1, new_mu)
-
-    return ContextTransformation(init, update)
 
 
 def _refuse_vectors(params: Tree) -> None:
@@ -227,7 +240,7 @@ def _whole(x: Tensor, sharding: NamedSharding | None) -> _Whole:
     return _Whole(shape, on_stage, whole)
 
 
-def _on_whole_matrices(fn: functools.partial[Tensor], local: list[Tensor], wholes: list[_Whole]) -> list[Tensor]:
+def _on_whole(fn: Callable[[Tensor], Tensor], local: list[Tensor], wholes: list[_Whole]) -> list[Tensor]:
     """Runs a function on whole matrices: of a stack, each rank has some. Collective over the meshes of the leaves."""
     result = list(local)
     groups: dict[Mesh, list[int]] = {}

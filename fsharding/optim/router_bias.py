@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import tree
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import on_device
+from fsharding.optim.base import like_leaf
 from fsharding.sharding.named_sharding import like, local_of
 
 __all__ = ["update_against_load", "split_loads"]
@@ -22,8 +23,8 @@ def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Te
     loads = {path: _here(x) for path, x in tree.named_leaves(grads).items() if path in paths} if paths else {}
     if not loads:
         return grads, loads
-    rest = tree.map_with_path(lambda p, x: _with(x, torch.zeros_like(local_of(loads[p]))) if p in loads else x, grads)
-    return rest, loads
+    zeros = {path: torch.zeros_like(local_of(x)) for path, x in loads.items()}
+    return tree.map_with_path(lambda path, x: like_leaf(x, zeros[path]) if path in zeros else x, grads), loads
 
 
 def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tree:
@@ -35,7 +36,7 @@ def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mappi
         if path not in loads:
             return x
         load = local_of(loads[path]).to(local_of(x).device)
-        return _with(loads[path], torch.sign(load) * -rates[path])
+        return like_leaf(loads[path], torch.sign(load) * -rates[path])
 
     return tree.map_with_path(change, updates)
 
@@ -43,7 +44,3 @@ def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mappi
 def _here(x: Tensor) -> Tensor:
     """A gradient on the device; loads are few numbers, so they stay there."""
     return like(x, on_device(local_of(x), x.device_mesh.device_type)) if isinstance(x, DTensor) else x
-
-
-def _with(x: Tensor, local: Tensor) -> Tensor:
-    return like(x, local) if isinstance(x, DTensor) else local

@@ -54,13 +54,10 @@ def sgd(
         dampening: share of a gradient that is not added to the trace.
         nesterov: look ahead; without dampening only.
         weight_decay: added to the gradient, as in `torch.optim.SGD`.
-        moments: the dtype in which the trace is kept; by default `Precision.moments` of the layout, or else float32 at
-            least. An update is computed in float32 at least, and it is rounded after it. Or a format of 8 bits, as in
-            `fs.adamw`.
+        moments: the dtype, or the format of 8 bits, in which the trace is kept, as in `fs.adamw`.
 
     Raises:
-        ConfigError: Nesterov's with dampening, or without momentum; numbers below 0, all of them listed. A trace in a
-            dtype that kernels lack.
+        ConfigError: Nesterov's with dampening or without momentum; numbers below 0; a trace in a dtype without kernels.
         TreeError: from the update: no parameters, though they decay; or something else than gradients and this state.
 
     Example:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, tree
 from fsharding.base.errors import LayoutError, message
 from fsharding.base.tree import Tree
+from fsharding.comm.handles import Handle
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
@@ -178,14 +179,11 @@ def sum_dims(
             cut = {axis for dim in over for axis in sharding.axes(dim)} | {a.axis for a in owners if a.dim in over}
             if cut:
                 groups.setdefault((sharding.mesh, tuple(a for a in AXES if a in cut)), []).append(i)
-    pending = [
-        (
-            members,
-            start_sum(torch.cat([sums[i].reshape(-1) for i in members]), axis_group(mesh, axes), torch.float64),
-        )
-        for (mesh, axes), members in groups.items()
-    ]
-    for members, total in pending:
+    totals: list[Handle[Tensor]] = []
+    for (mesh, axes), members in groups.items():
+        flat = torch.cat([sums[i].reshape(-1) for i in members])
+        totals.append(start_sum(flat, axis_group(mesh, axes), torch.float64))
+    for members, total in zip(groups.values(), totals, strict=True):
         parts = total.wait().split([sums[i].numel() for i in members])
         for i, part in zip(members, parts, strict=True):
             sums[i] = part.view(sums[i].shape)
