@@ -294,9 +294,9 @@ class GatherContext:
             shards = [leaves[i] for i in chosen]
             places = tuple(index[i] for i in chosen)
             noise = self._noise_of(shards, places)
-            return GatheredUnit(
-                plan, shards, places, self._pool, self, self._device, site=site, noise=noise, columns=columns
-            )
+            # An owner of its own: a unit that owned its memory would live until the garbage collector runs.
+            memory = self._pool.memory(self._device, owner=object())
+            return GatheredUnit(plan, shards, places, memory, self, site=site, noise=noise, columns=columns)
 
         plan = plan_unit(tuple(described))
         columns = None if plan.again is None else gathered(*plan.again, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.base.errors import TransformError, report
-from fsharding.comm.buffer_pool import Pool
+from fsharding.comm.buffer_pool import PoolMemory
 from fsharding.comm.handles import Handle
 from fsharding.comm.leaf_memory import on_device, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex
@@ -63,9 +63,8 @@ class GatheredUnit:
         plan: UnitPlan,
         leaves: Sequence[Local],
         index: tuple[LeafIndex, ...],  # the places of its leaves in the parameter tree
-        pool: Pool,  # the pool of buffers, which counts the unit's bytes
+        memory: PoolMemory,  # where it is gathered, whose bytes are counted as the unit's; shards may be elsewhere
         owner: Owner,  # names the unit, and is notified of each collective
-        device: torch.device,  # where it is gathered; shards may be elsewhere
         *,
         site: tuple[str, int] | None = None,  # file and line of the user's call; None if no error needs them
         noise: Noise | None = None,  # returns the numbers for keyed rounding of a leaf, by its index in the plan
@@ -78,11 +77,9 @@ class GatheredUnit:
         self._owner = owner
         self._noise = noise
         self.site = site
-        # An owner of its own: the unit would hold a memory that holds the unit, until the garbage collector runs.
-        self._device_type = device.type
-        self._memory, self._streams = pool.memory(device, owner=object()), streams_for(device)
-        if self._streams.several:
-            self._memory = self._memory.of_one_user()
+        self._device_type = memory.device.type
+        self._streams = streams_for(memory.device)
+        self._memory = memory.of_one_user() if self._streams.several else memory
         # See `UnitState`. All-gathers are under way only while it is GATHERING, and `buffers` has elements only while
         # it is ALIVE or when waiting for one of several has failed.
         self.state = UnitState.PLANNED

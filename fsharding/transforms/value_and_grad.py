@@ -112,6 +112,11 @@ class LossAndGrads(NamedTuple):
     aux: Any  # what else it returned
     grads: Tree  # of the sum, in the shardings that were asked for
 
+    def averaged(self) -> LossAndGrads:
+        """Divide the loss and the gradients by the count."""
+        divisor = _divisor(self.count)
+        return self._replace(loss=self.loss / divisor, grads=scaled(self.grads, 1.0 / divisor))
+
 
 class _Loss(NamedTuple):
     """A loss function's result, taken apart."""
@@ -156,53 +161,46 @@ def value_and_grad(
 
     `fn(params, *args)` returns a 0-d tensor, or `(sum, count)`: the sum of this rank's terms (rows, tokens), and their
     number. `value_and_grad` differentiates the global mean, `psum(sum) / psum(count)` over all data axes; a bare
-    tensor counts as the mean of its rank, with count 1.
+    tensor counts as the mean of its rank, with count 1. The first call of `fn` warns of a loss that depends on no
+    parameter, whose gradients are all 0; of a mean returned with a count above 1, which is divided twice; of random
+    numbers from a global generator; and of two draws with one key.
 
     Args:
         fn: the loss function; it gets the parameters as `Local` nodes, to be opened by `gather_unit` or `scan_units`.
         has_aux: `fn` returns `(loss, aux)`; aux is returned unchanged.
         grads: tree of `NamedSharding` for the gradients; None at a leaf freezes it. By default gradients are sharded as
             the parameters. Axes that are partial in it are left unreduced.
-        precision: dtypes of compute, wire and gradients, and formats of weights. If the parameters are rounded copies
-            of separate main parameters, pass `layout.in_flight(precision)`, so that they are not rounded twice.
+        precision: dtypes of compute, wire and gradients, and formats of weights. For rounded copies of main parameters
+            pass `layout.in_flight(precision)`, so that they are not rounded twice.
         mean: divide by the global count; otherwise loss and gradients are sums.
         key: int64[2], for keyed (stochastic) rounding: a new one in each step, the same on all ranks.
         prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward. Under
-            policies that free gathered weights at most `prefetch_depth + 1` are alive. With 0 each unit is gathered
-            when it is needed. Results don't depend on it.
+            policies that free gathered weights at most `prefetch_depth + 1` are alive. Results don't depend on it.
 
     Returns:
         A function `(params, *args, accumulate=None, donate=False) -> ((loss, count), grads)`; `(loss, grads)` when
         `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and count are 0-d float32, the
         same on all data ranks. A mean loss and its gradients are NaN if the counts do not sum to a positive number.
-        `accumulate` is a tree of gradient sums of earlier calls, to which the new ones are added; use it with
-        `mean=False`, since a mean divides the total by this call's count. With `donate=True` they are added in place,
-        and the tree must not be used again.
-
-    The first call of `fn` warns of a loss that depends on no parameter, whose gradients are all 0; of a mean returned
-    with a count above 1, which is divided twice; of random numbers from a global generator; and of two draws
-    with one key.
+        `accumulate` has gradient sums of earlier calls, to which the new ones are added, with `donate=True` in place;
+        use it with `mean=False`, since a mean divides the total by this call's count.
 
     Raises:
-        ArgumentError: `fn` isn't a function of at least one argument; or, from the function, its arguments are wrong
-            or swapped.
-        ConfigError: `prefetch_depth` isn't an integer from 0.
+        ArgumentError: `fn` isn't a function of at least one argument; or the returned function's are wrong or swapped.
+        ConfigError: `prefetch_depth` isn't an integer from 0; or `precision` is strict, and the device has no kernel.
         TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
             what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
-        NotGatheredError: from the function: a leaf was used before it was gathered.
-        ConfigError: from the function: `precision` is strict, and the device has no kernel for its format.
-        LayoutError: from the function: `precision` has patterns that match no leaf.
-        MissingKeyError: from the function: `fn` asks for an entry that none of its arguments has.
-        BatchError: from the function: `fn` failed, and something in the batch isn't a tensor.
-        ShapeError: from the function: shapes in `fn` don't match.
-        RankError: from the function: another rank is lost, or does not answer within the mesh's timeout.
+        NotGatheredError: a leaf was used before it was gathered.
+        LayoutError: `precision` has patterns that match no leaf.
+        MissingKeyError: `fn` asks for an entry that none of its arguments has.
+        BatchError: `fn` failed, and something in the batch isn't a tensor.
+        ShapeError: shapes in `fn` don't match.
+        RankError: another rank is lost, or does not answer within the mesh's timeout.
         TreeError: `grads` or `accumulate` does not match the parameters.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4, 2)}, layout)
-        >>> def loss(params, x):
-        ...     return (x @ fs.gather_unit(params)["w"]).sum()
+        >>> loss = lambda params, x: (x @ fs.gather_unit(params)["w"]).sum()
         >>> value, grads = fs.value_and_grad(loss)(params, torch.ones(3, 4))
         >>> float(value), fs.unshard(grads["w"])[0].tolist()
         (24.0, [3.0, 3.0])
@@ -210,9 +208,7 @@ def value_and_grad(
     check_function("a loss function (params, *args)", fn, 1)
     check_precision(precision)
     check_depth(prefetch_depth)
-    if isinstance(grads, Layout | bool | str):
-        mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
-        raise refuse("grads= as a tree of NamedSharding", grads, mend)
+    _refuse_no_shardings(grads)
 
     @public
     @_compat.never_inlined
@@ -225,17 +221,18 @@ def value_and_grad(
         options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
         args = tuple(map(unmarked, args))
         sums = loss_and_grads(watched, params, args, GradsTo(grads, accumulate), options, has_aux=has_aux, first=first)
-        loss = sums.loss
-        summed = sums.grads
-        if mean:
-            divisor = _divisor(sums.count)
-            loss = loss / divisor
-            summed = scaled(summed, 1.0 / divisor)
-        value = refuse_backward(loss.float())
+        sums = sums.averaged() if mean else sums
+        value = refuse_backward(sums.loss.float())
         result = (value, sums.count.float()) if sums.counted else value
-        return ((result, sums.aux) if has_aux else result), summed
+        return ((result, sums.aux) if has_aux else result), sums.grads
 
     return run
+
+
+def _refuse_no_shardings(grads: Any) -> None:
+    if isinstance(grads, Layout | bool | str):
+        mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
+        raise refuse("grads= as a tree of NamedSharding", grads, mend)
 
 
 _COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."
