@@ -18,7 +18,7 @@ import fsharding as fs
 from fsharding.comm.stream_log import recording_streams
 from fsharding.models.decoder import decoder
 from fsharding.models.presets import recipe
-from fsharding.train.foresight import fake_step
+from fsharding.train.foresight import FakeRank, fake_step
 from fsharding.train.timeline import Rates, timeline_of
 from tests import sim_device
 
@@ -54,7 +54,7 @@ def main() -> None:
         layout = fs.plan_layout(model, mesh, strategy=fs.zero(3).with_memory(**memory), precision=precision)
         log = fake_step(
             recording_streams, model, fs.adamw(1e-3), layout, {"tokens": tokens, "targets": tokens},
-            device_type=sim_device.NAME, donate=True, check="async", policy=policy,
+            rank=FakeRank(device_type=sim_device.NAME), donate=True, check="async", policy=policy,
         )  # fmt: skip
         line = timeline_of([log.rows], rates)
         numbers = f"{line.seconds * 1e3:.1f} | {line.compute * 1e3:.1f} | {line.copies * 1e3:.1f}"

@@ -20,7 +20,7 @@ from fsharding.comm.stream_log import recording_streams
 from fsharding.models.decoder import decoder
 from fsharding.models.presets import recipe
 from fsharding.sharding.strategy import Strategy
-from fsharding.train.foresight import fake_step
+from fsharding.train.foresight import FakeRank, fake_step
 from fsharding.train.timeline import Rates, Timeline, draw_timeline, timeline_of, write_trace
 
 __all__ = ["bench_overlap", "step_timeline"]
@@ -75,7 +75,7 @@ def step_timeline(config: OverlapConfig, strategy: str, order: int | str) -> Tim
     tokens = torch.empty(config.batch, config.seq_len, dtype=torch.int64, device="meta")
     batch, opt = {"tokens": tokens, "targets": tokens}, fs.adamw(1e-3)
     logs = [
-        fake_step(recording_streams, model, opt, layout, batch, coord={"pp": stage}, **how).rows
+        fake_step(recording_streams, model, opt, layout, batch, rank=FakeRank({"pp": stage}), **how).rows
         for stage in range(config.stages)
     ]
     rates = Rates(config.tflops * 1e12, config.memory_gbs * 1e9, config.link_gbs * 1e9, config.latency_us * 1e-6)

@@ -5,6 +5,7 @@ Guarantee: a train step on the same parameters and batch has the same loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -66,17 +67,15 @@ def evaluate(
         0-d; with `has_aux` `(Loss, (aux of each microbatch,))`. It takes parameters, or a whole `TrainState`.
 
     Raises:
-        ArgumentError: no `Model` and no function of two arguments. From the function: on a mesh with `pp`, parameters
-            without their state, or for a loss function that takes buffers.
-        ConfigError: a number of microbatches below 1, or `has_aux` with a `Model`. From the function: a `Model` on an
-            axis that it does not compute over.
-        ScheduleError: from the function: a loss function that is no `Model` on a mesh with `pp`.
-        BatchError: from the function: a leaf of the batch is no tensor, or cannot be cut into microbatches.
-        NonFiniteError: from the function: an expert got more tokens than its capacity has room for. A count on a device
-            is not read: then the mean is NaN.
-        TransformError: the loss function names a `GradScaler` of torch and calls its `scale`. From the function: the
-            loss is not a 0-d floating point tensor.
-        RankError: from the function: another rank is gone.
+        ArgumentError: no `Model` and no function of two arguments; or parameters without their state on a mesh with
+            `pp`, or for a loss function that takes buffers.
+        ConfigError: fewer than 1 microbatch; `has_aux` with a `Model`; a `Model` on an axis that it does not use.
+        ScheduleError: a loss function that is no `Model` on a mesh with `pp`.
+        BatchError: a leaf of the batch isn't a tensor, or cannot be split into microbatches.
+        NonFiniteError: an expert got more tokens than its capacity has room for. A count on a device is not read: then
+            the mean is NaN.
+        TransformError: the loss function calls `scale` of a `GradScaler`, or the loss is not 0-d floating point.
+        RankError: another rank is gone.
 
     Example:
         >>> def loss(params, batch, key=None):
@@ -90,18 +89,8 @@ def evaluate(
         >>> float(validation.mean), int(validation.count)
         (16.0, 6)
     """
-    if isinstance(model, TrainStep):
-        mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
-        raise refuse("a Model, or a loss function (params, batch)", model, mend)
     is_model = hasattr(model, "block")
-    if not is_model:
-        check_function("a Model, or a loss function (params, batch)", model, 2)
-        refuse_named_scaler(model)
-    elif has_aux:
-        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
-        raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigError(message(f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
+    _check_arguments(model, microbatches, has_aux)
     loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux)
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
@@ -130,19 +119,40 @@ def evaluate(
             mend = "Give the whole state, which has them: fs.evaluate(loss_fn)(state, batch)."
             raise ArgumentError(message(rule, mend=mend))
         fn = loss_fn.bound({} if state is None else loss_fn.buffers(state))
-        losses: list[Loss] = []
-        auxes: list[Any] = []
-        for piece in pieces:
-            with evaluating():
-                loss, beside = global_loss(fn, values, (piece,), has_aux=True, precision=dtypes, key=key)
-            losses.append(loss)
-            auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
-        counts = [torch.as_tensor(x.count) for x in losses]
-        total = Loss(without_gradients(torch.stack([x.sum for x in losses]).sum()), torch.stack(counts).sum())
-        _refuse_full(total)
-        return (total, tuple(auxes)) if has_aux else total
+        total, auxes = _sum_of_pieces(fn, values, pieces, dtypes, key)
+        return (total, auxes) if has_aux else total
 
     return run
+
+
+def _check_arguments(model: Any, microbatches: Any, has_aux: bool) -> None:
+    if isinstance(model, TrainStep):
+        mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
+        raise refuse("a Model, or a loss function (params, batch)", model, mend)
+    if not hasattr(model, "block"):
+        check_function("a Model, or a loss function (params, batch)", model, 2)
+        refuse_named_scaler(model)
+    elif has_aux:
+        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
+        raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ConfigError(message(f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
+
+
+def _sum_of_pieces(
+    fn: Callable[[Tree, Tree], Any], params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None
+) -> tuple[Loss, tuple[Any, ...]]:
+    """Evaluate microbatches one by one; return the sum of their losses, and the aux of each."""
+    losses: list[Loss] = []
+    auxes: list[Any] = []
+    for piece in pieces:
+        with evaluating():
+            loss, beside = global_loss(fn, params, (piece,), has_aux=True, precision=precision, key=key)
+        losses.append(loss)
+        auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, beside.aux))
+    counts = [torch.as_tensor(x.count) for x in losses]
+    total = Loss(without_gradients(torch.stack([x.sum for x in losses]).sum()), torch.stack(counts).sum())
+    return _refuse_full(total), tuple(auxes)
 
 
 def _refuse_full(loss: Loss) -> Loss:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from fsharding.train.buffers import Buffers
 from fsharding.train.state import TrainState, init_state
 from fsharding.train.step import make_train_step
 
-__all__ = ["expected_memory", "expected_traffic", "fake_step"]
+__all__ = ["FakeRank", "expected_memory", "expected_traffic", "fake_step"]
 
 T = TypeVar("T")
 
@@ -76,15 +76,15 @@ def expected_traffic(
         MeshError: `coord` is outside the mesh.
 
     Example:
-        >>> def loss(params, batch):
-        ...     return (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
+        >>> loss = lambda params, batch: (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
         >>> mesh = fs.AbstractMesh(("dp",), (2,))
         >>> layout = fs.plan_layout({"w": fs.random.zeros((8, 4))}, mesh, strategy=fs.zero(3))
         >>> traffic = fs.debug.expected_traffic(loss, fs.adamw(1e-3), layout, {"x": torch.ones(3, 8)})
         >>> traffic.by_axes[("dp",)].calls  # gather, reduce-scatter, and the sums of losses and norms
         4
     """
-    return fake_step(lambda *_: count_bytes(), model, opt, layout, batch, coord=coord, buffers=buffers, **options)
+    rank = FakeRank(coord)
+    return fake_step(lambda *_: count_bytes(), model, opt, layout, batch, rank=rank, buffers=buffers, **options)
 
 
 @public
@@ -126,8 +126,7 @@ def expected_memory(
         MeshError: `coord` is outside the mesh.
 
     Example:
-        >>> def loss(params, batch):
-        ...     return (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
+        >>> loss = lambda params, batch: (batch["x"] @ fs.gather_unit(params)["w"]).square().mean()
         >>> mesh = fs.AbstractMesh(("dp",), (4,))
         >>> layout = fs.plan_layout({"w": fs.random.zeros((256, 64))}, mesh, strategy=fs.zero(3))
         >>> peak = fs.debug.expected_memory(loss, fs.adamw(1e-3), layout, {"x": torch.ones(8, 256)})
@@ -135,10 +134,17 @@ def expected_memory(
         True
     """
     device = _device_with_memory(layout)
+    rank = FakeRank(coord, device)
     # After its first step a state has counts on the device.
-    options |= {"coord": coord, "buffers": buffers, "steps": 2, "device_type": device}
-    log = fake_step(recording_streams, model, opt, layout, batch, **options)
+    log = fake_step(recording_streams, model, opt, layout, batch, rank=rank, buffers=buffers, steps=2, **options)
     return peak_bytes(log.rows, device)
+
+
+class FakeRank(NamedTuple):
+    """The rank that a step is taken as: by default this process, or the first rank of an abstract mesh."""
+
+    coord: Mapping[str, int] | None = None
+    device_type: str | None = None  # None for the mesh's
 
 
 def fake_step(
@@ -148,20 +154,19 @@ def fake_step(
     layout: Layout,
     batch: Any,
     *,
-    coord: Mapping[str, int] | None = None,
+    rank: FakeRank,
     buffers: Buffers | None = None,
     steps: int = 1,
-    device_type: str | None = None,
     **options: Any,
 ) -> T:
     """Run steps on fake tensors, as one rank of a mesh; the arguments are those of `expected_traffic`."""
     shape = abstract(_checked(layout).mesh)
     shapes = _shapes(batch)
-    rank = _rank(shape, coordinate(layout.mesh) if coord is None else coord)
-    device: Any = device_type or _device_type(layout)
+    number = _rank(shape, coordinate(layout.mesh) if rank.coord is None else rank.coord)
+    device: Any = rank.device_type or _device_type(layout)
     step = make_train_step(model, opt, **options)
     first = getattr(model, "init_buffers", dict)() if buffers is None else buffers
-    with kept_as_it_was(), groups_of_another_world(), _compat.fake_world(rank, shape.size), _compat.fake_tensors():
+    with kept_as_it_was(), groups_of_another_world(), _compat.fake_world(number, shape.size), _compat.fake_tensors():
         mesh = _mesh(shape, device)
         state = _state(opt, on_mesh(layout, mesh), first)
         here = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), shapes)

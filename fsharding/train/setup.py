@@ -74,13 +74,11 @@ def setup(
         (state, step): `state, metrics = step(state, batch)`; mesh and shardings are `state.layout`.
 
     Raises:
-        ArgumentError: an argument of another kind, such as an `nn.Module`, or two are swapped; no loss function for
-            anything but a `Model`.
+        ArgumentError: an argument of another kind, or two are swapped; no loss function for what is no `Model`.
         ConfigError: as from `plan_layout`, `init_state` and `make_train_step`, and so are all other errors.
 
     Example:
-        >>> def init(key):
-        ...     return {"w": fs.random.normal(key, (4, 1))}
+        >>> init = lambda key: {"w": fs.random.normal(key, (4, 1))}
         >>> def loss_fn(params, batch):
         ...     error = batch["x"] @ fs.gather_unit(params)["w"] - batch["y"]
         ...     return error.square().sum(), error.numel()
@@ -104,9 +102,8 @@ def setup(
     mesh = make_mesh(dp=-1) if mesh is None else mesh
     model, shapes = _model(init_or_model)
     if is_model and stages is None and (ranks := abstract(mesh).axis_size("pp")) > 1:
-        schedule = settings.schedule
-        if isinstance(schedule, str):
-            schedule = plan_schedule(schedule, ranks, settings.microbatches)
+        given = settings.schedule
+        schedule = plan_schedule(given, ranks, settings.microbatches) if isinstance(given, str) else given
         stages = stages_of(init_or_model, schedule)
     layout = plan_layout(
         shapes, mesh, rules, strategy, precision=precision, names=names, frozen=frozen, stages=stages, tp=tp

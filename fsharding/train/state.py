@@ -60,22 +60,10 @@ from fsharding.train.first_values import Sync, same_replicas, same_values
 from fsharding.train.state_check import check_leaves, check_main
 
 __all__ = [
-    "TrainState",
-    "constants_of",
-    "donated_if_written",
-    "init_params",
-    "init_state",
-    "main_of",
-    "main_params",
-    "refuse_changed",
-    "refuse_unlike_replicas",
-    "rounding_key",
-    "sealed",
-    "spread",
-    "params_from_main",
-    "state_bytes",
+    "TrainState", "constants_of", "donated_if_written", "init_params", "init_state", "main_of", "main_params",
+    "refuse_changed", "refuse_unlike_replicas", "rounding_key", "sealed", "spread", "params_from_main", "state_bytes",
     "state_from_params",
-]
+]  # fmt: skip
 
 
 @dataclass(init=False, repr=False)
