@@ -119,26 +119,21 @@ def make_mesh(
     Args:
         *unnamed: refused; every size has the name of its axis.
         order: all six axes, major first: which ranks are neighbors.
-        device: type of device, "cpu" or an accelerator that torch knows, such as "cuda" or "xpu"; by default the
-            accelerator that is here, else "cpu". Of several that a process sees it uses the one of its `LOCAL_RANK` or
-            `SLURM_LOCALID`, and a single one whatever its number.
-        timeout: how long a collective of any group of this mesh waits for its peers; if ranks give different ones, the
-            longest counts.
+        device: "cpu", or a type of accelerator that torch knows, such as "cuda"; by default the one that is here, else
+            "cpu". Of several that a process sees it uses the one of its `LOCAL_RANK` or `SLURM_LOCALID`.
+        timeout: how long collectives of this mesh wait for their peers; if ranks differ, the longest counts.
         ranks: the ranks of the mesh, row-major; by default all of them. Every rank makes the mesh, also those that
             are not in it: they hold nothing of what lives on it, and meet it in `reshard` only.
-        transport: how tensors travel: "native", the collectives of NCCL or of gloo; "pairwise", sends and receives of
-            gloo; "shared_memory", for gloo between processes of one machine; or another one that is registered. By
-            default the fastest that all ranks of a group can use. All of them give the same bits.
-            `FSHARDING_SHARED_MEMORY=0` has "auto" not choose the third.
-        communicators: process groups of each set of ranks. With 2, reductions of gradients have one of their own, so
-            that a gather does not wait until they are done; by default 2 for NCCL, 1 otherwise.
+        transport: how tensors are sent, always with the same bits: "native", the collectives of NCCL or of gloo;
+            "pairwise", sends and receives of gloo; "shared_memory", for gloo on one machine; or a registered one.
+            "auto" takes the fastest that all ranks of a group can use; `FSHARDING_SHARED_MEMORY=0` excludes the third.
+        communicators: process groups of each set of ranks. With 2, gathers do not wait for reductions of gradients; by
+            default 2 for NCCL, 1 otherwise.
         **axes: sizes of `pp`, `replica`, `dp`, `ep`, `cp`, `tp`.
 
     Raises:
-        MeshError: unknown axis, a rank that does not exist or stands twice, the product of the sizes differs from
-            the number of ranks, or there is no GPU for this process.
-        ArgumentError: a size without the name of its axis, a device, a transport or a number of communicators that is
-            none, or a timeout that is no timedelta.
+        MeshError: unknown axis, a rank that does not exist or stands twice, sizes that do not fit the ranks, or no GPU.
+        ArgumentError: a size without its axis, an unknown device, transport or number of communicators, no timedelta.
         ConfigError: not all ranks make the same mesh; the text says who makes which.
         RankError: not all ranks call it before the timeout, or one is gone; the text says which ranks are where.
 
@@ -147,19 +142,8 @@ def make_mesh(
         >>> mesh.mesh_dim_names
         ('dp',)
     """
-    if unnamed:
-        size = next((x for x in unnamed if isinstance(x, int)), -1)
-        mend = f"Name the axis: fs.make_mesh(dp={size}). Axes are {', '.join(AXES)}."
-        raise refuse("sizes by axis", unnamed[0], mend)
+    _check_arguments(unnamed, transport, communicators, timeout)
     device = _device_type(device)
-    transports = "auto", "native", *names_of("transport")
-    if transport not in transports:
-        mend = f"Give one of {', '.join(sorted(transports))}."
-        raise refuse("transport= by name", transport, mend)
-    if communicators not in (None, 1, 2) or isinstance(communicators, bool):
-        mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
-        raise refuse("communicators= as 1 or 2", communicators, mend)
-    check_timeout(timeout)
     index = None if device == "cpu" else _own_index(device, int(os.environ.get("WORLD_SIZE", "1")))
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     members = list(range(world)) if ranks is None else list(ranks)
@@ -221,6 +205,21 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert isinstance(world, dist.ProcessGroup)
     return world
+
+
+def _check_arguments(unnamed: Sequence[Any], transport: Any, communicators: Any, timeout: Any) -> None:
+    if unnamed:
+        size = next((x for x in unnamed if isinstance(x, int)), -1)
+        mend = f"Name the axis: fs.make_mesh(dp={size}). Axes are {', '.join(AXES)}."
+        raise refuse("sizes by axis", unnamed[0], mend)
+    transports = "auto", "native", *names_of("transport")
+    if transport not in transports:
+        mend = f"Give one of {', '.join(sorted(transports))}."
+        raise refuse("transport= by name", transport, mend)
+    if communicators not in (None, 1, 2) or isinstance(communicators, bool):
+        mend = "Give 1, or 2 for gathers and reductions apart; None for what the backend wants."
+        raise refuse("communicators= as 1 or 2", communicators, mend)
+    check_timeout(timeout)
 
 
 def _device_type(device: Any) -> str:
