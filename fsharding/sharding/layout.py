@@ -481,11 +481,9 @@ def plan_layout(
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an init function, or two are swapped.
         SpecError: a dim name without a rule, an axis that would cut two dims of a leaf; all such leaves are listed.
-        ConfigError: the mesh cannot cut a `Model` as the rules ask, its `tp` axis shards no leaf, or there is no
-            strategy of that name.
-        LayoutError: `names` or `stages` do not fit a leaf, a dtype that kernels lack, or a path or a pattern of the
-            precision that no leaf has; leaves whose paths collide or are no names, such as `__metadata__`; or with
-            `align`, a cut that goes through blocks.
+        ConfigError: a mesh that cannot shard a `Model` by the rules; a `tp` axis that shards no leaf; another strategy.
+        LayoutError: `names` or `stages` do not fit a leaf; a dtype that kernels lack; a path or a pattern that no leaf
+            has; paths that collide or are no names, such as `__metadata__`; with `align`, a shard that splits a block.
 
     Example:
         >>> params = {"w": fs.random.normal(fs.random.key(0), (8, 4))}
@@ -505,11 +503,7 @@ def plan_layout(
     frozen = (*((frozen,) if isinstance(frozen, str) else frozen), *getattr(model, "frozen", ()))
     flat, structure = tree.flatten(shapes)
     paths = tree.paths(shapes)
-    if odd := [f"{path} is {kind_of(x)}" for path, x in zip(paths, flat, strict=True) if not _is_leaf(x)]:
-        mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
-        raise LayoutError(message("takes leaves with a shape and a dtype.", odd, mend))
-    if odd := objections_to_names(paths):
-        raise LayoutError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
+    _refuse_odd_leaves(paths, flat)
     dims = [None] * len(flat) if names is None else _names_of(structure, paths, names)
     named = [(p, tuple(x.shape), x.dtype, _tuple(n)) for p, x, n in zip(paths, flat, dims, strict=True)]
     check_leaves(named, mesh, rules, frozen)
@@ -520,8 +514,7 @@ def plan_layout(
     check_stages(named, mesh, owned)
     config = getattr(model, "config", None) if hasattr(model, "init") else None
     with _compat.with_values():
-        written = model.init_buffers() if hasattr(model, "init_buffers") else {}
-    buffers = sum(x.nbytes for x in written.values())
+        buffers = sum(x.nbytes for x in getattr(model, "init_buffers", dict)().values())
     layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align, config, buffers)
     leaves = tuple(
         plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned, layout.blocks_of(leaf))
@@ -585,8 +578,14 @@ def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:
     check_precision(precision)
 
 
-def _is_leaf(x: Any) -> bool:
-    return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype)
+def _refuse_odd_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuse leaves without a shape and a dtype, and paths that are no names."""
+    is_leaf = [hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) for x in leaves]
+    if odd := [f"{path} is {kind_of(x)}" for path, x, fits in zip(paths, leaves, is_leaf, strict=True) if not fits]:
+        mend = "Give a Model, or the tree that its init returns: tensors, or draws such as fs.random.normal."
+        raise LayoutError(message("takes leaves with a shape and a dtype.", odd, mend))
+    if odd := objections_to_names(paths):
+        raise LayoutError(message(f"cannot name {len(odd)} leaves.", odd, MEND))
 
 
 def _tuple(names: Any) -> Any:
