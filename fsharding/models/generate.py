@@ -70,9 +70,9 @@ def generate(
     the same key and prompts all get the same tokens, and `key=fs.random.for_rank(key, mesh)` is a rank's own.
 
     Args:
-        model: a `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` of int64[B, T], which gives
-            [B, T, V] or something that has them as `logits`, as what `functionalize` makes of a model of Hugging Face,
-            which runs in eval mode. A token's logits must not depend on tokens after it.
+        model: a `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` from int64[B, T] to
+            [B, T, V], or to something with `.logits`, such as a functionalized model of Hugging Face, which runs in
+            eval mode. A token's logits must not depend on later tokens.
         params: its parameters, sharded or whole; or a whole `TrainState`. A function gets whole tensors, which
             `gather_unit` hands on.
         prompts: token ids, int64[B, T]; or a list of prompts, of any lengths, each of which is a list or a 1-d tensor.
@@ -80,16 +80,14 @@ def generate(
         key: random key (int64[2]). None takes the likeliest token each time.
         temperature: of the distribution that is drawn from, `softmax(logits / temperature)`; 0 takes the likeliest.
         top_k: draw from so many likeliest tokens only.
-        top_p: draw from the likeliest tokens only that have this probability together, once `top_k` has chosen
-            (Holtzman et al. 2020, arXiv:1904.09751).
+        top_p: draw from the likeliest tokens that have this probability together, after `top_k` (arXiv:1904.09751).
         eos: a token, or several, after which a row ends.
         context: most tokens that a function can take; it gets the last ones. A decoder has no such limit.
         precision: dtype of compute; by default the state's, for parameters alone their own.
         stream: is called with each new token of all rows, int64[B], once it is chosen.
 
     Returns:
-        The new tokens, int64[B, N], without the prompts. What comes after the end of a row is `eos`, the first one if
-        there are several.
+        The new tokens, int64[B, N], without the prompts; the (first) `eos` is repeated after the end of a row.
 
     Raises:
         ArgumentError: no model or function, no prompts of whole numbers, or text in their place.
@@ -105,12 +103,10 @@ def generate(
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
         >>> model = fs.models.decoder(config)
         >>> state, _ = fs.setup(model, None, fs.adamw(1e-3), fs.random.key(0))
-        >>> prompts = [[3, 1, 4], [1, 5]]
-        >>> fs.models.generate(config, state, prompts, 4).shape
+        >>> fs.models.generate(config, state, [[3, 1, 4], [1, 5]], 4).shape
         torch.Size([2, 4])
-        >>> drawn = fs.models.generate(config, state, prompts, 4, key=fs.random.key(1), temperature=0.8, top_k=5)
-        >>> int(drawn.max()) < 16
-        True
+        >>> fs.models.generate(config, state, [[3, 1]], 9, key=fs.random.key(1), temperature=0.8, top_k=5).shape
+        torch.Size([1, 9])
     """
     refuse_compiled("Compile what it calls: fs.models.generate(torch.compile(apply), ...).")
     sampling = _Sampling(key, temperature, top_k, top_p)
@@ -119,11 +115,9 @@ def generate(
     model = decoder(model) if isinstance(model, DecoderConfig) else model
     decode = _decode_of(model, context)
     values, dtypes = (params.params, params.layout.precision) if hasattr(params, "opt_state") else (params, FP32)
-    if precision is not None:
-        check_precision(precision)
-        dtypes = precision
+    dtypes = dtypes if precision is None else precision
+    check_precision(dtypes)
     mesh = _mesh_of(values)
-    _check_mesh(mesh)
     if decode is not None:
         _check_parameters(model, values)
     rows = _rows(prompts, decode.vocab if decode is not None else None)
@@ -133,11 +127,7 @@ def generate(
         if mesh is not None:
             _agree(mesh, rows, max_new_tokens, sampling, ends)
         with nullcontext() if mesh is None else set_mesh(_without_cp(mesh)):
-            predictor: _Predictor
-            if decode is not None:
-                predictor = _Cached(decode, _gathered_units(model, decode, values, dtypes))
-            else:
-                predictor = _Uncached(model, _gathered(values, dtypes), context)
+            predictor = _predictor(model, decode, values, dtypes, context)
             return _loop(predictor, tokens_BT, lengths_B, max_new_tokens, sampling, ends, stream)
 
 
@@ -297,6 +287,15 @@ class _Uncached:
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
+def _predictor(
+    model: Any, decode: Decode | None, params: Tree, precision: Precision, context: int | None
+) -> _Predictor:
+    """Gather the parameters of a model that decodes, or of a function."""
+    if decode is None:
+        return _Uncached(model, _gathered(params, precision), context)
+    return _Cached(decode, _gathered_units(model, decode, params, precision))
+
+
 def _gathered_units(model: Model, decode: Decode, params: Tree, precision: Precision) -> _Units:
     """The units of a model, gathered one after the other, each once; what the head is tied to is there already."""
 
@@ -328,8 +327,14 @@ def _device_of(x: Tensor) -> torch.device:
 
 
 def _mesh_of(params: Tree) -> DeviceMesh | None:
+    """The mesh of parameters, which must not have stages."""
     meshes = (to_local(x).sharding.mesh for x in tree.leaves(params) if isinstance(x, DTensor))
-    return cast("DeviceMesh | None", next(meshes, None))
+    mesh = cast("DeviceMesh | None", next(meshes, None))
+    if mesh is not None and (stages := abstract(mesh).axis_size("pp")) > 1:
+        mend = "Move them first, fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1))), or load the checkpoint"
+        mend += " into such a layout."
+        raise ConfigError(message(f"got parameters on a mesh with pp={stages}.", mend=mend))
+    return mesh
 
 
 def _without_cp(mesh: DeviceMesh) -> DeviceMesh:
@@ -371,13 +376,6 @@ def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: S
     if sampling.key is None and (given := [f"{name}={x}" for name, x in chosen.items() if x is not None]):
         mend = "Give key=fs.random.key(0); without a key the likeliest token is taken each time."
         raise ConfigError(message(f"got {', '.join(given)} and no key to draw with.", mend=mend))
-
-
-def _check_mesh(mesh: DeviceMesh | None) -> None:
-    if mesh is not None and (stages := abstract(mesh).axis_size("pp")) > 1:
-        mend = "Move them first, fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1))), or load the checkpoint"
-        mend += " into such a layout."
-        raise ConfigError(message(f"got parameters on a mesh with pp={stages}.", mend=mend))
 
 
 def _check_parameters(model: Model, params: Tree) -> None:
