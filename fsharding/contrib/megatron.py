@@ -95,10 +95,9 @@ def load(path: StrPath, layout: Layout, config: Any, *, extra: Literal["refuse",
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(model, fs.adamw(1e-3), fs.random.key(0), layout)
+        >>> state, _ = fs.setup(model, None, fs.adamw(1e-3), fs.random.key(0), mesh=fs.make_mesh(dp=-1, device="cpu"))
         >>> saved = fs.megatron.save("iter_0000000", state, config)
-        >>> params = fs.megatron.load(saved.path, layout, config)
+        >>> params = fs.megatron.load(saved.path, state.layout, config)
         >>> torch.equal(fs.unshard(params["embed"]["table"]), fs.unshard(state.params["embed"]["table"]))
         True
     """
@@ -127,10 +126,9 @@ def load_state(
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
         >>> model, opt = fs.models.decoder(config), fs.adamw(1e-3)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(model, opt, fs.random.key(0), layout)
+        >>> state, _ = fs.setup(model, None, opt, fs.random.key(0), mesh=fs.make_mesh(dp=-1, device="cpu"))
         >>> saved = fs.megatron.save("iter_0000000", state, config, "fsdp_dtensor")
-        >>> again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), layout, config)
+        >>> again = fs.megatron.load_state(saved.path, opt, fs.random.key(0), state.layout, config)
         >>> int(again.step)
         0
     """
@@ -331,18 +329,13 @@ def save(
         state: of `models.decoder(config)`. Moments are written if its optimizer is AdamW.
         config: of the decoder, or a recipe that has one.
         format: "torch_dist" stacks the layers, "fsdp_dtensor" numbers them.
-        dtype: of the model's tensors; by default the dtype of the main parameters. Main parameters and moments keep
-            their dtypes.
-        vocab_multiple: rows of the embedding are padded with zeros to a multiple of it: 128 times the tensor parallel
-            size in Megatron.
-        transformer_impl: Megatron's argument of this name in the run that will load the directory. It decides how norms
-            are named.
-        settings: of AdamW, which Megatron's optimizer takes over: `lr`, `betas`, `eps`, `weight_decay`. Megatron Core
-            0.17 and newer compare `max_lr` and `min_lr` with their own; give these too. Without settings, Megatron
-            loads the model only (`--no-load-optim`).
-        samples: rows that the run has read so far, where Megatron's data loader and learning rate schedule continue,
-            the latter with `--override-opt-param-scheduler`. Without it, Megatron's training script loads the
-            directory with `--finetune` or `--no-load-optim` only.
+        dtype: of the model's tensors; by default that of the main parameters, which keep theirs, as moments do.
+        vocab_multiple: rows of the embedding are padded with zeros to a multiple of it; Megatron takes 128 times tp.
+        transformer_impl: Megatron's argument of this name in the run that will load the directory; it names the norms.
+        settings: of AdamW, which Megatron's optimizer takes over: `lr`, `betas`, `eps`, `weight_decay`; for Megatron
+            Core from 0.17 on also `max_lr` and `min_lr`. Without, it loads the model only (`--no-load-optim`).
+        samples: rows that the run has read so far, where Megatron's data loader and learning rate schedule continue
+            (with `--override-opt-param-scheduler`). Without it, load with `--finetune` or `--no-load-optim`.
         timeout: how long ranks wait for one that writes to a slow file system, as in `fs.checkpoint.save`.
 
     Raises:
@@ -354,11 +347,9 @@ def save(
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, intermediate_size=48)
         >>> model = fs.models.decoder(config)
-        >>> layout = fs.plan_layout(model, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(model, fs.sgd(0.1), fs.random.key(0), layout)
+        >>> state, _ = fs.setup(model, None, fs.sgd(0.1), fs.random.key(0), mesh=fs.make_mesh(dp=-1, device="cpu"))
         >>> saved = fs.megatron.save("iter_0000000", state, config)
-        >>> names = list(fs.foreign.open_weights(saved.path).leaves)
-        >>> "decoder.layers.self_attention.linear_qkv.weight" in names
+        >>> "decoder.layers.self_attention.linear_qkv.weight" in fs.foreign.open_weights(saved.path).leaves
         True
     """
     check_path("a path, then a TrainState", path, "fs.megatron.save(path, state, config)")

@@ -15,15 +15,8 @@ from fsharding.interop.hf.naming import Piece, pieces_of
 from fsharding.models.decoder import DecoderConfig
 
 __all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "Dialect",
-    "dialect_of",
-    "extra_states",
-    "megatron_pieces",
-    "refuse_others",
-    "written_norms",
-]
+    "EMBEDDING", "HEAD", "Dialect", "dialect_of", "extra_states", "megatron_pieces", "refuse_others", "written_norms",
+]  # fmt: skip
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"

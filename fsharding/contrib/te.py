@@ -6,7 +6,6 @@ counts.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Generator, Mapping
@@ -406,8 +405,7 @@ def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tupl
         TransformError: from the function: modules with state are called several times.
 
     Example:
-        >>> def loss(params, x):
-        ...     return fs.gather_unit(params)["w"].sum() * x
+        >>> loss = lambda params, x: fs.gather_unit(params)["w"].sum() * x
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
         >>> value, grads, state = fs.te.value_and_grad(loss)(params, torch.tensor(2.0))
@@ -418,18 +416,12 @@ def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tupl
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Tree, Tree]:
-        with _following() as call:
+        call = _Call()
+        with scoped(_calls, call):
             value, grads = inner(*args, **kwargs)
         return value, grads, {} if call.module is None else call.module.read_state()
 
     return run
-
-
-@contextlib.contextmanager
-def _following() -> Generator[_Call]:
-    call = _Call()
-    with scoped(_calls, call):
-        yield call
 
 
 @public

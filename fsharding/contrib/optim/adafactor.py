@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -68,6 +68,10 @@ class _Leaf(NamedTuple):
     unit: tuple[int, ...]  # the dims of one unit of a stack, or all dims
     olds: dict[int, Tensor]  # statistics by dim: -1 and -2 of a matrix, 0 of any other leaf
 
+    def rms(self, squares: Tensor) -> Tensor:
+        """The root mean square of each unit, from sums of squares."""
+        return (squares / max(math.prod(self.shape[dim] for dim in self.unit), 1)).sqrt()
+
 
 @public
 def adafactor(
@@ -93,9 +97,8 @@ def adafactor(
         clip: largest root mean square of an update, before the learning rate.
         weight_decay: decoupled decay, times the learning rate.
         stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units with statistics of their
-            own. Those of a `Model` are under `blocks`; name all others that stages cut by layers.
-        moments: the dtype in which statistics are kept between updates; by default `Precision.moments` of the layout,
-            or else float32 at least.
+            own: by default those of a `Model`; name all others that stages cut by layers.
+        moments: the dtype of statistics; by default the layout's `Precision.moments`, or else float32 at least.
 
     Raises:
         ConfigError: numbers below 0; all of them are listed. Statistics in a dtype that kernels lack.
@@ -111,7 +114,7 @@ def adafactor(
     above = {"learning_rate": learning_rate, "eps[0]": eps[0] or 0.0, "eps[1]": eps[1], "weight_decay": weight_decay}
     check_settings((FROM_0, above), (ABOVE_0, {"clip": clip}))
     own = check_dtype("moments", moments)
-    rate = as_schedule(learning_rate)
+    rule = _Adafactor(as_schedule(learning_rate), beta2_decay, eps, clip, weight_decay, stacks)
 
     @public
     def init(params: Tree, context: InitContext = InitContext()) -> AdafactorState:
@@ -134,6 +137,26 @@ def adafactor(
     def update(
         updates: Tree, state: AdafactorState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, AdafactorState]:
+        return rule.update(updates, state, params, context)
+
+    return ContextTransformation(init, update)
+
+
+@dataclass(frozen=True)
+class _Adafactor:
+    """The settings of an update; see `adafactor`."""
+
+    rate: Schedule
+    beta2_decay: float
+    eps: tuple[float | None, float]
+    clip: float
+    weight_decay: float
+    stacks: tuple[str, ...]
+
+    def update(
+        self, updates: Tree, state: AdafactorState, params: Tree, context: UpdateContext
+    ) -> tuple[Tree, AdafactorState]:
+        """Compute updates and new statistics. Collective over the axes that shard the leaves."""
         base.check_update(AdafactorState, updates, state, base.require_params(params))
         params = tree.prune(params, updates, ("parameters", "gradients"))
         base.refuse_other_shapes(params, updates, ("parameters", "gradients"))
@@ -143,31 +166,28 @@ def adafactor(
         columns = [tree.flatten_up_to(spec, x, ("gradients", "moments")) for x in (state.row, state.col, state.full)]
         leaves: list[_Leaf] = []
         for path, g, sharding, p, *held in zip(tree.paths(updates), grads, shardings, main, *columns, strict=True):
-            dtype, unit = wide(g.dtype), tuple(range(stacked_dims(path, stacks), g.ndim))
+            dtype, unit = wide(g.dtype), tuple(range(stacked_dims(path, self.stacks), g.ndim))
             olds = {dim: x for dim, x in zip(_DIMS, held, strict=True) if x is not None}
             shape = whole_shape(g, sharding)
             leaves.append(_Leaf(path, g, sharding, shape, local_of(g).to(dtype), p.to(dtype), unit, olds))
         device = leaves[0].param.device if leaves else state.count.device
         count = state.count.to(device, non_blocking=True)
         t = count.double() + 1
-        moments, sizes = _moments(leaves, t**beta2_decay)
-        lr = rate_at(rate, count)
+        moments, sizes = _moments(leaves, t**self.beta2_decay)
+        lr = rate_at(self.rate, count)
         lr = lr.double() if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
-        scaled = _normalized(leaves, moments, eps[0])
+        scaled = _normalized(leaves, moments, self.eps[0])
         norms = _sums((u.square() for u in scaled), leaves, [x.unit for x in leaves])
         deltas: list[Tensor] = []
         for x, u, p2, u2 in zip(leaves, scaled, sizes, norms, strict=True):
-            count_of_unit = max(math.prod(x.shape[dim] for dim in x.unit), 1)
-            size = (p2 / count_of_unit).sqrt().clamp(min=eps[1]) * torch.minimum(lr, t**-0.5)
-            share = ((u2 / count_of_unit).sqrt() / clip).clamp(min=1.0)
+            size = x.rms(p2).clamp(min=self.eps[1]) * torch.minimum(lr, t**-0.5)
+            share = (x.rms(u2) / self.clip).clamp(min=1.0)
             delta = u.mul_((-size / share).to(u.dtype))
-            deltas.append(delta.sub_(x.param * (lr * weight_decay)) if weight_decay else delta)
+            deltas.append(delta.sub_(x.param * (lr * self.weight_decay)) if self.weight_decay else delta)
         key = functools.cache(lambda: step_key(context, state.count))
         pairs = [*zip(leaves, moments, strict=True)]
         row, col, full = (tree.unflatten(spec, [_kept(x, dim, new, context, key) for x, new in pairs]) for dim in _DIMS)
         return base.like(updates, deltas), AdafactorState(state.count + 1, row, col, full)
-
-    return ContextTransformation(init, update)
 
 
 def _sums(terms: Iterable[Tensor], leaves: Sequence[_Leaf], dims: Sequence[tuple[int, ...]]) -> list[Tensor]:

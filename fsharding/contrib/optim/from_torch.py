@@ -20,7 +20,6 @@ from fsharding.comm.redistribute import redistribute
 from fsharding.optim import base
 from fsharding.optim.base import ContextTransformation, InitContext, UpdateContext
 from fsharding.optim.coded_moment import refuse_format
-from fsharding.optim.schedules import as_schedule
 from fsharding.optim.validation import FROM_0, check_dtype, check_settings
 from fsharding.sharding.named_sharding import local_of
 
@@ -63,9 +62,8 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
 
     Args:
         optimizer: the class, such as `torch.optim.NAdam`.
-        moments: the dtype in which slots are kept between updates, float32 at least: torch's kernels round to nearest,
-            and a narrower one would lose most changes. By default that of the layout's `Precision`, or else the one
-            that torch takes: the parameter's, float32 at least.
+        moments: the dtype in which slots are kept, float32 at least, since torch's kernels round to nearest; by default
+            the layout's `Precision.moments`, or else torch's.
         **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
             `fused=True` the last bits may depend on where a leaf is cut.
 
@@ -82,12 +80,9 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
     """
     _refuse_others(optimizer, settings)
     own = _refuse_narrow(check_dtype("moments", moments))
-    rate = None
     if callable(settings.get("lr")):
         check_settings((FROM_0, {"lr": settings["lr"]}))
-        rate = as_schedule(settings["lr"])
-        settings = {**settings, "lr": rate(0)}
-    kinds_of = functools.cache(functools.partial(_state_kinds, optimizer, settings))
+    kinds_of = functools.cache(functools.partial(_state_kinds, optimizer, _settings_at(settings, 0)))
     names, fused = kinds_of(torch.float32), settings.get("fused")
 
     @public
@@ -123,19 +118,11 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
         shards = [torch.nn.Parameter(base.clone(p)) for p in main]
         for p, g in zip(shards, base.local_leaves(resharded), strict=True):
             p.grad = g.to(p.dtype).contiguous() if context.donate else base.clone(g.to(p.dtype))
-        current = settings if rate is None else {**settings, "lr": rate(int(state.count))}
-        made = cast(Any, optimizer)(shards, **current)
+        made = cast(Any, optimizer)(shards, **_settings_at(settings, int(state.count)))
         for i, p in enumerate(shards if int(state.count) else ()):
-            kinds, entries = kinds_of(p.dtype), dict[str, Any]()
-            for n, column in slots.items():
-                x, dtype = local_of(column[i]), kinds[0][n]
-                keep = x.dtype == dtype and not context.donate  # torch overwrites what it gets
-                entries[n] = base.clone(x) if keep else x.to(dtype).contiguous()
-            for n, column in scalars.items():
-                x, kind = column[i], kinds[1][n]
-                device = p.device if fused else x.device  # where fused kernels want it
-                entries[n] = x.to(device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
-            made.state[p] = entries
+            kinds = kinds_of(p.dtype)
+            made.state[p] = {n: _slot(x[i], kinds[0][n], donate=context.donate) for n, x in slots.items()}
+            made.state[p] |= {n: _scalar(x[i], kinds[1][n], p if fused else x[i]) for n, x in scalars.items()}
         made.step()
 
         def after(columns: dict[str, list[Any]], leaf: Callable[[Tensor, Any], Tensor]) -> dict[str, Tree]:
@@ -157,6 +144,23 @@ def _refuse_narrow(moments: torch.dtype | None) -> torch.dtype | None:
         mend = "Give it moments=torch.float32 of its own, or use an optimizer such as fs.adamw, which rounds by key."
         raise ConfigError(message(text, mend=mend))
     return moments
+
+
+def _settings_at(settings: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return the settings after some updates, of which `lr` may be a function."""
+    rate = settings.get("lr")
+    return {**settings, "lr": rate(count)} if callable(rate) else settings
+
+
+def _slot(x: Tensor, dtype: torch.dtype, *, donate: bool) -> Tensor:
+    """Return a slot of this rank as torch's optimizer has it, which overwrites what it gets."""
+    local = local_of(x)
+    return base.clone(local) if local.dtype == dtype and not donate else local.to(dtype).contiguous()
+
+
+def _scalar(x: Tensor, kind: Any, beside: Tensor) -> Any:
+    """Return a number as torch has it: a copy beside a tensor, since fused kernels want it there, or Python's."""
+    return x.to(beside.device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
 
 
 def _number(value: Any, kind: Any) -> Tensor:
