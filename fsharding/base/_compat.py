@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,18 +37,17 @@ from fsharding.base import devices
 from fsharding.base.errors import LayoutError, message
 
 __all__ = [
-    "all_gather_several", "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh",
+    "KeyBlock", "all_gather_several", "all_gather_single", "attend_block", "attend_block_backward", "cache_on_its_mesh",
     "cache_on_mesh", "call_first_at_exit", "clone", "close_group", "copied", "copy_of_mesh", "describe_mesh",
-    "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_mode", "fake_tensors", "fake_world",
-    "file_offset", "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_",
-    "foreach_norm", "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of",
-    "is_compiled_caller", "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by",
-    "left_to_python", "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh",
-    "never_inlined", "new_group", "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers",
-    "reduce_scatter_single", "refuse_backward", "refuse_full_tensor", "region", "result_of", "same_glances",
-    "same_kind", "save_record", "save_without_data", "shapes_only", "storage_id", "storage_users",
-    "torch_pipeline_order", "unpack", "version_of", "versions_of", "visit_first", "weak_storage", "WeakStorage",
-    "with_values",
+    "device_mesh_of", "drop_local", "enclose_full_tensor", "fake_mode", "fake_tensors", "fake_world", "file_offset",
+    "flight_record", "foreach_add", "foreach_add_", "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_norm",
+    "foreach_zero_", "fresh", "fused_adamw_", "glance", "group_timeout", "holders_of", "is_compiled_caller",
+    "is_elementwise", "is_fake", "is_same_view", "is_wanted", "keep_unequal", "kept_by", "left_to_python",
+    "like_dtensor", "local_tensor", "make_dtensor", "makes_fakes", "meshless_device_mesh", "never_inlined", "new_group",
+    "outside_of_graphs", "outside_of_modes", "packed", "persistent_buffers", "reduce_scatter_single", "refuse_backward",
+    "refuse_full_tensor", "region", "result_of", "same_glances", "same_kind", "save_record", "save_without_data",
+    "shapes_only", "storage_id", "storage_users", "torch_pipeline_order", "unpack", "version_of", "versions_of",
+    "visit_first", "weak_storage", "WeakStorage", "with_values",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -772,19 +771,28 @@ def fused_adamw_(
         raise LayoutError(_unlike(columns)) from error
 
 
-def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+class KeyBlock(NamedTuple):
+    """A block of keys and values, and how queries attend to it."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # added to the scores
+    causal: bool
+    scale: float | None  # of the scores
+
+
+def attend_block(q: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor]:
     """Attention to one block of keys: what comes out, and the log-sum-exp of its scores, float[B, H, T]."""
     # H is a multiple of the heads of k and v. A mask is added to the scores, has the dtype of q and is finite: where
     # all of a row is -inf, the CPU's kernel says that the log-sum-exp is 0. An empty q or k ends the process.
+    k, v, mask, causal, scale = block
     kernel = block_kernel(q.device.type)
     if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
     if kernel == "plain":
-        scores, values = _scores(q, k, mask, causal, scale), _for_each_head(v, q)
+        scores, values = _scores(q, block), _for_each_head(v, q)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ values, lse
     k, v = (_for_each_head(x, q) for x in (k, v))
@@ -795,19 +803,11 @@ def attend_block(
 
 
 def attend_block_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
+    grad: Tensor, q: Tensor, block: KeyBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The terms that one block of keys adds to the gradients of q, and the gradients of k and v."""
     # `out` and `lse` are those of attention to all blocks; then exp(score - lse) is the weight of each key among all.
+    k, v, mask, causal, scale = block
     kernel = block_kernel(q.device.type)
     if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -815,7 +815,7 @@ def attend_block_backward(
         )
     keys, values = (_for_each_head(x, q) for x in (k, v))
     if kernel == "plain":
-        weights = (_scores(q, k, mask, causal, scale) - lse.unsqueeze(-1)).exp()
+        weights = (_scores(q, block) - lse.unsqueeze(-1)).exp()
         terms = (grad @ values.mT).to(lse.dtype) - (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
         of_scores = (weights * terms * _scale(q, scale)).to(q.dtype)
         of_keys, of_values = of_scores.mT @ q, weights.to(q.dtype).mT @ grad
@@ -838,14 +838,14 @@ def block_kernel(device_type: str) -> Literal["cpu", "efficient", "plain"]:
     return "efficient" if torch._C._dispatch_has_kernel_for_dispatch_key(name, key) else "plain"
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _scores(q: Tensor, block: KeyBlock) -> Tensor:
     """The scores of a block in float32 at least: [B, H, T, S]."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ _for_each_head(k, q).to(wide).mT * _scale(q, scale)
-    if causal:
+    scores = q.to(wide) @ _for_each_head(block.k, q).to(wide).mT * _scale(q, block.scale)
+    if block.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    return scores if mask is None else scores + mask
+    return scores if block.mask is None else scores + block.mask
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

@@ -315,8 +315,8 @@ class _Ring(Function):
         for step in steps:
             come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
             for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
-                part = _compat.attend_block(q[at], held[0][of], held[1][of], mask, causal=causal, scale=settings.scale)
-                _merge(out[at], lse[at], *part)
+                block = _compat.KeyBlock(held[0][of], held[1][of], mask, causal, settings.scale)
+                _merge(out[at], lse[at], *_compat.attend_block(q[at], block))
             pending.wait()
             held = come
         return out.to(q.dtype), lse
@@ -364,9 +364,8 @@ def _ring_backward(
         come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
         terms = [torch.zeros_like(x) for x in sums]
         for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
-            parts = _compat.attend_block_backward(
-                grad[at], q[at], held[0][of], held[1][of], mask, out[at], lse[at], causal=causal, scale=settings.scale
-            )
+            block = _compat.KeyBlock(held[0][of], held[1][of], mask, causal, settings.scale)
+            parts = _compat.attend_block_backward(grad[at], q[at], block, out[at], lse[at])
             _compat.foreach_add_([dq[at], *(x[of] for x in terms)], parts)
         sums_pending.wait()
         _compat.foreach_add_(sums, terms)

@@ -58,8 +58,7 @@ def _of_quantized(x: Tensor, weight: Quantized, dim: int) -> Tensor:
     kernel = _kernel_for(x, weight, dim)
     if kernel is None and not _takes_columns(x, weight, dim):
         return _of_tensor(x, dequantize(weight), dim)
-    held = (weight.carrier, weight.values, weight.scales, weight.outer)
-    return cast(Tensor, _QuantizedProduct.apply(x, *held, weight, kernel, dim))
+    return cast(Tensor, _QuantizedProduct.apply(x, weight.carrier, weight, kernel, dim))
 
 
 def _of_tensor(x: Tensor, weight: Tensor, dim: int) -> Tensor:
@@ -109,16 +108,10 @@ class _QuantizedProduct(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        carrier: Tensor | None,
-        values: Tensor | None,
-        scales: Tensor | None,
-        outer: Tensor | None,
-        weight: Quantized,
-        kernel: ScaledKernel | None,
-        dim: int,
+        ctx: Any, x: Tensor, carrier: Tensor | None, weight: Quantized, kernel: ScaledKernel | None, dim: int
     ) -> Tensor:
+        # The carrier is the input whose gradient is the weight's.
+        values, scales, outer = weight.values, weight.scales, weight.outer
         ctx.kernel = kernel
         ctx.dim = dim
         ctx.static = (weight.format, weight.columns, weight.dtype, weight.block)
@@ -141,7 +134,7 @@ class _QuantizedProduct(Function):
         with torch.no_grad():
             found = _gradients(ctx, grads[0].flatten(0, -2), x, *held)
         rule = "ops.scaled_matmul multiplies quantized values here, which autograd can differentiate once only."
-        return *differentiable_once(rule, found, (grads[0], x, held[-1])), *(None,) * 6
+        return *differentiable_once(rule, found, (grads[0], x, held[-1])), *(None,) * 3
 
 
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, *held: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

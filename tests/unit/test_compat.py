@@ -339,7 +339,8 @@ def test_attention_to_two_blocks_can_be_put_together(dtype):
     mask = torch.zeros(2, 1, 6, 10, dtype=dtype)
     mask[:, :, 2, :5] = torch.finfo(dtype).min / 2
     halves = slice(0, 5), slice(5, 10)
-    parts = [_compat.attend_block(q, k[:, :, h], v[:, :, h], mask[..., h], causal=False, scale=0.4) for h in halves]
+    blocks = [_compat.KeyBlock(k[:, :, h], v[:, :, h], mask[..., h], False, 0.4) for h in halves]
+    parts = [_compat.attend_block(q, block) for block in blocks]
     assert parts[0][1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert parts[0][1].shape == (2, 4, 6) and (parts[0][1][:, :, 2] < -1e30).all()
     lse = torch.logaddexp(parts[0][1], parts[1][1])
@@ -348,12 +349,7 @@ def test_attention_to_two_blocks_can_be_put_together(dtype):
     many = [x.repeat_interleave(2, 1) for x in leaves[1:]]
     want = torch.nn.functional.scaled_dot_product_attention(leaves[0], *many, attn_mask=mask.double(), scale=0.4)
     torch.testing.assert_close(out.double(), want.detach(), rtol=near, atol=near)
-    grads = [
-        _compat.attend_block_backward(
-            grad, q, k[:, :, h], v[:, :, h], mask[..., h], out.to(dtype), lse, causal=False, scale=0.4
-        )
-        for h in halves
-    ]
+    grads = [_compat.attend_block_backward(grad, q, block, out.to(dtype), lse) for block in blocks]
     found = grads[0][0] + grads[1][0], *(torch.cat([g[i] for g in grads], 2) for i in (1, 2))
     for x, y in zip(found, torch.autograd.grad(want, leaves, grad.double()), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=near, atol=near)
@@ -361,13 +357,16 @@ def test_attention_to_two_blocks_can_be_put_together(dtype):
 
 def test_a_square_block_is_causal_and_all_that_the_kernels_take_may_be_views():
     q, k, v = torch.randn(3, 2, 7, 4, 8).transpose(2, 3).unbind(0)
-    out, lse = _compat.attend_block(q, k, v, None, causal=True, scale=None)
+    out, lse = _compat.attend_block(q, _compat.KeyBlock(k, v, None, causal=True, scale=None))
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, want)
     assert lse.shape == (2, 4, 7)
     views = [x[:, :, 2:] for x in (torch.randn_like(q), q, k, v, out, lse)]
     copies = [x.contiguous() for x in views]
-    both = [_compat.attend_block_backward(*xs[:4], None, *xs[4:], causal=False, scale=None) for xs in (views, copies)]
+    both = [
+        _compat.attend_block_backward(grad, q, _compat.KeyBlock(k, v, None, causal=False, scale=None), out, lse)
+        for grad, q, k, v, out, lse in (views, copies)
+    ]
     assert_bitwise_equal(list(both[0]), list(both[1]))
 
 
@@ -375,10 +374,11 @@ def test_the_kernels_of_other_devices_take_what_we_give_them():
     """On tensors without data: names, arguments and shapes. What they compute only a device can show."""
     q, k = torch.empty(2, 4, 6, 8, device="meta"), torch.empty(2, 2, 10, 8, device="meta")
     mask = torch.empty(2, 1, 6, 10, device="meta")
-    out, lse = _compat.attend_block(q, k, k, mask, causal=False, scale=None)
+    out, lse = _compat.attend_block(q, _compat.KeyBlock(k, k, mask, causal=False, scale=None))
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, 6), torch.float32)
     for given in (mask, None):
-        grads = _compat.attend_block_backward(q, q, k, k, given, out, lse, causal=False, scale=None)
+        block = _compat.KeyBlock(k, k, given, causal=False, scale=None)
+        grads = _compat.attend_block_backward(q, q, block, out, lse)
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
