@@ -89,8 +89,8 @@ def evaluate(
         >>> float(validation.mean), int(validation.count)
         (16.0, 6)
     """
-    is_model = hasattr(model, "block")
     _check_arguments(model, microbatches, has_aux)
+    is_model = hasattr(model, "block")
     loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux)
     pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
 
