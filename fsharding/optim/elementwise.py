@@ -106,6 +106,11 @@ class State(NamedTuple):
         named = dict(zip(self.names, moments, strict=True))
         return ElementwiseState(count, named) if self.kind is ElementwiseState else self.kind(count, **named)
 
+    def first(self, params: Tree, kept: MomentType, context: InitContext) -> Any:
+        """Make the state before all updates."""
+        trees = [init_moments(params, kept, context, root=name in self.roots) for name in self.names]
+        return self.make(torch.zeros((), dtype=torch.int64), trees)
+
     def moments(self, state: Any) -> list[Tree]:
         """Return the moments of a state, in the order of their names."""
         held = state.moments if self.kind is ElementwiseState else state._asdict()
@@ -161,12 +166,11 @@ def elementwise(
 
 @dataclass(frozen=True)
 class _Driver:
-    """The functions of an optimizer that is made from a kernel: `start`, `advance` and `change` in place."""
+    """The updates of an optimizer that is made from a kernel: `advance` makes new values, `change` writes in place."""
 
     kernel: Kernel
     rate: Schedule
     state_of: State
-    kept: MomentType
     weight_decay: float
     l2: float
     in_place: bool
@@ -177,11 +181,6 @@ class _Driver:
             check_moments(**dict(zip(self.state_of.names, before, strict=True)))
             return carriers(before[0])
         return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
-
-    def start(self, params: Tree, context: InitContext) -> Any:
-        names = self.state_of.names
-        trees = [init_moments(params, self.kept, context, root=name in self.state_of.roots) for name in names]
-        return self.state_of.make(torch.zeros((), dtype=torch.int64), trees)
 
     def advance(self, updates: Tree, state: Any, params: Tree, context: UpdateContext) -> tuple[Tree, Any]:
         check_update(self.state_of.kind, updates, state, params, decay=self.weight_decay or self.l2)
@@ -241,11 +240,11 @@ def driven(
     kept = check_moment_type(moments)
     rate = as_schedule(learning_rate)
     kernel = rule if in_place else _directed(rule)
-    driver = _Driver(kernel, rate, state_of, kept, weight_decay=weight_decay, l2=l2, in_place=in_place)
+    driver = _Driver(kernel, rate, state_of, weight_decay=weight_decay, l2=l2, in_place=in_place)
 
     @public
     def init(params: Tree, context: InitContext = InitContext()) -> Any:
-        return driver.start(params, context)
+        return state_of.first(params, kept, context)
 
     @public
     def update(
