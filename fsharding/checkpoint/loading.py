@@ -420,13 +420,13 @@ def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[
 
 def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """Reads this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
-    parts = [(path, box) for path, want in wanted.items() for box, _ in want.without_memory().kept().values()]
+    parts = [(path, box) for path, want in wanted.items() for box in want.without_memory().kept()]
     left = Counter(path for path, _ in parts)
     reading: dict[str, StateLeaf] = {}
     result: dict[str, Tensor] = {}
     for path, box in sorted(parts, key=lambda part: source.position(*part)):
         leaf = reading[path] = reading.get(path) or wanted[path].empty()
-        source.read(path, box, leaf.kept()[tuple(start for start, _ in box)][1])
+        source.read(path, box, leaf.kept()[box])
         left[path] -= 1
         if not left[path]:
             # Memory to read a leaf into that is kept elsewhere is needed only until here.

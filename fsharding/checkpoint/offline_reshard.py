@@ -83,7 +83,7 @@ def reshard_checkpoint(
     described = describe_layout(layout)
     versions = {"torch": str(torch.__version__), "fsharding": own_version()}
     with wording_failures(), Partial(where) as partial:
-        written = _write(partial.folder, leaves, manifest, homes, mesh)
+        written = _write(partial.path, leaves, manifest, homes, mesh)
         return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
 
 
@@ -118,17 +118,8 @@ def _by_rank(
         path: StateLeaf(leaf.shape, homes[path], torch.empty(0, dtype=getattr(torch, leaf.dtype)))
         for path, leaf in sorted(manifest.tree.items())
     }
-    writers = shares(leaves, range(mesh.size))
     result = dict[int, list[tuple[str, Box]]]()
-    for rank, coord in enumerate(mesh.coordinates()):
-        for path, x in leaves.items():
-            held = (boxes.full(x.shape),) if x.sharding is None else x.sharding.boxes(x.shape, coord)
-            for box in held:
-                if writers[path].get(tuple(start for start, _ in box)) == rank and _counts(box, x.shape):
-                    result.setdefault(rank, []).append((path, box))
-    return result
-
-
-def _counts(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether a box is written: an empty one only of a leaf that is empty as a whole."""
-    return bool(boxes.volume(box)) or not math.prod(shape)
+    for path, writers in shares(leaves, range(mesh.size)).items():
+        for box in sorted(writers):
+            result.setdefault(writers[box], []).append((path, box))
+    return dict(sorted(result.items()))

@@ -87,9 +87,9 @@ def shared_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[
     # A rank outside the mesh has plain leaves of the time when it left.
     for path, x in sorted(leaves.items()) if own_rank() in ranks else ():
         holders = holders_of(x, tuple(ranks))
-        for corner, (box, tensor) in sorted(x.kept().items()):
-            if len(holders[corner][1]) > 1 and tensor.numel():
-                result.setdefault(holders[corner][1], []).append((path, box, tensor))
+        for box, tensor in sorted(x.kept().items(), key=lambda part: part[0]):
+            if len(holders[box]) > 1 and tensor.numel():
+                result.setdefault(holders[box], []).append((path, box, tensor))
     return result
 
 

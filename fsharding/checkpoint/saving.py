@@ -194,7 +194,7 @@ class Job:
 
 def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> Manifest:
     """Put a checkpoint in its place when all its data are written."""
-    files = {METADATA: write_metadata(partial.folder, written), **{part.name: part.file for part in written}}
+    files = {METADATA: write_metadata(partial.path, written), **{part.name: part.file for part in written}}
     chunks = described(entry for part in written for entry in part.entries)
     whole = dataclasses.replace(manifest, files=files, chunks=chunks)
     partial.commit(text_of(whole), files)
@@ -283,8 +283,8 @@ def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra:
     own = tuple(
         (path, x.shape, box, tensor)
         for path, x in sorted(leaves.items())
-        for corner, (box, tensor) in x.kept().items()
-        if writers[path][corner] == own_rank()
+        for box, tensor in x.kept().items()
+        if writers[path][box] == own_rank()
     )
     on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
     return _Planned(Job(target, own, manifest), facts, shared_boxes(on_mesh, members))

@@ -63,15 +63,11 @@ class StateLeaf:
             return self.local
         return self.sharding.to_dtensor(to_memory(self.local, self.sharding), self.shape)
 
-    def kept(self) -> dict[tuple[int, ...], tuple[Box, Tensor]]:
-        """The parts by offset; empty ones only of a leaf that is empty as a whole."""
+    def kept(self) -> dict[Box, Tensor]:
+        """The parts that this rank holds; empty ones only of a leaf that is empty as a whole."""
         empty = not math.prod(self.shape)
         parts = () if self.grid is None else boxes.grid_boxes(self.grid)
-        return {
-            tuple(start for start, _ in box): (box, self.local[place])
-            for box, place in parts
-            if boxes.volume(box) or empty
-        }
+        return {box: self.local[place] for box, place in parts if boxes.volume(box) or empty}
 
 
 class Want(NamedTuple):

@@ -187,7 +187,7 @@ def _main_kind(opened: Opened, pieces: list[Piece]) -> str:
 
 def _fill(opened: Opened, kind: str, pieces: list[Piece], leaf: StateLeaf) -> None:
     """Reads what this rank holds of a leaf."""
-    for box, x in leaf.kept().values():
+    for box, x in leaf.kept().items():
         for name, there, out in in_tensors(box, in_memory(x), pieces):
             opened.weights.read(opened.tensors[kind][name], there, out)
 
@@ -487,8 +487,8 @@ def _write(
         for stored, leaves, dtype in kinds:
             writers = shares(leaves, range(world_size()))
             for path, leaf in leaves.items():
-                for corner, (box, x) in leaf.kept().items():
-                    if writers[path][corner] == own_rank():
+                for box, x in leaf.kept().items():
+                    if writers[path][box] == own_rank():
                         for name, there, part in in_tensors(box, in_memory(x), pieces[path]):
                             writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
                             writer.settle()

@@ -166,7 +166,7 @@ def _common_prefix(weights: Weights, used: set[str]) -> str | None:
 def _read(weights: Weights, name: Name, want: Want) -> Tensor:
     """One leaf in new memory."""
     leaf = want.empty()
-    for box, x in leaf.kept().values():
+    for box, x in leaf.kept().items():
         for part in parts(name, want.shape):
             _read_part(weights, part, box, x)
     return leaf.at_rest()

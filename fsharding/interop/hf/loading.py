@@ -210,7 +210,7 @@ def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
 
 def _fill(folder: Weights, pieces: list[Piece], leaf: StateLeaf) -> None:
     """Reads what this rank holds of a leaf."""
-    for box, x in leaf.kept().values():
+    for box, x in leaf.kept().items():
         for name, there, out in in_tensors(box, x, pieces):
             folder.read(name, there, out)
 

@@ -270,8 +270,8 @@ class _Job:
         """This rank's writes: the name of a tensor, a box of it, and the values."""
         writers = shares(self.leaves, range(world_size()))
         for path, leaf in self.leaves.items():
-            for corner, (box, x) in leaf.kept().items():
-                if writers[path][corner] == own_rank():
+            for box, x in leaf.kept().items():
+                if writers[path][box] == own_rank():
                     yield from in_tensors(box, in_memory(x), self.pieces[path])
 
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:

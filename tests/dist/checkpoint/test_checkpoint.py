@@ -61,8 +61,8 @@ def layers_of(rank, path):
     mine = StateLeaf((4, 2), sharding, mine)
     writers = shares({"x": mine}, (0, 1))["x"]
     with Writer(path, dist.get_rank()) as writer:
-        for corner, (box, part) in mine.kept().items():
-            assert writers[corner] == dist.get_rank()
+        for box, part in mine.kept().items():
+            assert writers[box] == dist.get_rank()
             writer.add("x", (4, 2), box, part)
         written = [None, None]
         dist.all_gather_object(written, writer.close())
@@ -71,7 +71,7 @@ def layers_of(rank, path):
     dist.barrier()
     again, plain = torch.zeros(2, 2), torch.zeros(4, 2)
     for shards in (StateLeaf((4, 2), sharding, again), StateLeaf((4, 2), None, plain)):
-        for box, part in shards.kept().values():
+        for box, part in shards.kept().items():
             open_source(path, None).read("x", box, part)
     return torch.equal(again, mine.local), torch.equal(plain, leaf)
 
