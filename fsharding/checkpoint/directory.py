@@ -23,26 +23,10 @@ from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_r
 from fsharding.checkpoint.reader import damage
 
 __all__ = [
-    "Partial",
-    "PartialOutput",
-    "StrPath",
-    "Seen",
-    "append",
-    "clear_stale",
-    "find",
-    "latest",
-    "lock_alone",
-    "metadata",
-    "naming_path",
-    "not_shared",
-    "partial_of",
-    "read_manifest",
-    "real_path",
-    "retire",
-    "survey",
-    "wording_failures",
-    "writing",
-]
+    "Partial", "PartialOutput", "Seen", "StrPath", "append", "clear_stale", "find", "in_one_line", "latest",
+    "lock_alone", "metadata", "naming_path", "not_shared", "partial_of", "read_manifest", "real_path", "retire",
+    "survey", "wording_failures", "writing",
+]  # fmt: skip
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -118,7 +102,6 @@ class Partial(PartialOutput):
 
     def __init__(self, target: Path) -> None:
         super().__init__(target)
-        self.folder = self.path
         try:
             _check_settled(target)
             aside = _aside(target)
@@ -130,32 +113,33 @@ class Partial(PartialOutput):
                 raise CheckpointError(report(f"{_SAVE} {rule}", mend=mend))
             clear_stale(target.parent)
         except BaseException:
-            try:
-                self.discard()
-            finally:
-                self.close()
+            self.__exit__(BaseException)
             raise
 
     def commit(self, text: str, files: dict[str, SavedFile]) -> None:
         """Add the manifest, and put the directory in its place."""
-        sizes = {name: os.stat(self.folder / name).st_size for name in os.listdir(self.folder)}
+        sizes = {name: os.stat(self.path / name).st_size for name in os.listdir(self.path)}
         rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
         if rows:
             raise not_shared(self.target, rows)
         check_readable(text, sum(file.bytes for file in files.values()))
-        with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
+        # The manifest comes last, when the ranks have synced all that it names: a directory that has one is complete,
+        # after a loss of power too. So it and the names in the directory are on the disk before the renames.
+        with (self.path / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        sync(self.folder)
+        sync(self.path)
         aside = _aside(self.target)
         if aside.is_dir():
             shutil.rmtree(aside)
         replaced = self.target.exists()
         if replaced:
+            # No rename puts a directory over one that is not empty. A kill between the two renames leaves the old
+            # checkpoint aside, where `find` and `latest` see it as long as nothing is at the target.
             self.target.rename(aside)
         try:
-            self.folder.rename(self.target)
+            self.path.rename(self.target)
         except OSError:
             if replaced:
                 aside.rename(self.target)
@@ -213,12 +197,8 @@ def _check_left_by_us(path: Path, target: Path) -> None:
 
 def _check_settled(target: Path) -> None:
     """Refuses while the save that made what is at a target still clears up: its lock went there with its directory."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _lock(fd, target)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(target) as fd:
+        _lock(fd, target)
 
 
 def _lock(fd: int, target: Path) -> bool:
@@ -254,7 +234,7 @@ def clear_stale(root: Path) -> None:
         if result is None or folder.is_symlink() or not folder.is_dir():
             continue
         step, kind = result.groups()
-        if kind == "retired" or (kind == "replaced" and _complete(root / step) is not None):
+        if kind == "retired" or (kind == "replaced" and _state_of(root / step)[0] is not None):
             shutil.rmtree(folder, ignore_errors=True)
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
             _remove_unlocked(folder)
@@ -262,14 +242,10 @@ def clear_stale(root: Path) -> None:
 
 def _remove_unlocked(folder: Path) -> None:
     """Removes a partial checkpoint that no living save holds, under its lock."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with contextlib.suppress(CheckpointError):
-                if _lock(fd, folder) and _is_at(fd, folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError), _opened(folder) as fd:
+        # Under the lock, and only if it is still there: a save that ended meanwhile has renamed its own away.
+        if _lock(fd, folder) and _is_at(fd, folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -339,11 +315,18 @@ def _is_ours(target: Path) -> bool:
 
 def sync(folder: Path) -> None:
     """Makes the entries of a directory last."""
-    handle = os.open(folder, os.O_RDONLY)
+    with _opened(folder) as fd:
+        os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Generator[int]:
+    """Open a directory, for a lock or a sync."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        yield fd
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -493,19 +476,25 @@ def survey(directory: StrPath) -> list[Seen]:
         if name in steps:
             result.append(Seen(root / name, steps[name], ""))
         elif numbered is not None and (root / name).is_dir():
-            result.append(Seen(root / name, int(numbered[1]), _problem(root / name)))
+            result.append(Seen(root / name, int(numbered[1]), _state_of(root / name)[1]))
     return sorted(result, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
 
 
-def _problem(folder: Path) -> str:
-    """Why a directory is no complete checkpoint, in one line."""
+def _state_of(folder: Path) -> tuple[int | None, str]:
+    """Return the step of a complete checkpoint; of anything else None, and what is wrong with it in one line."""
     if not os.path.lexists(folder / MANIFEST):
-        return "its save was never finished"
+        return None, "its save was never finished"
     try:
         manifest = read_manifest(folder, newer=True)
-        return next(iter(damage(folder, manifest.files, hashed=False)), "")
+        wrong = damage(folder, manifest.files, hashed=False)
+        return (None, wrong[0]) if wrong else (manifest.step, "")
     except (CheckpointError, OSError) as error:
-        return " ".join(line.strip() for line in str(error).splitlines()[:2])
+        return None, in_one_line(error)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return function and rule of an error, and its first row."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:2])
 
 
 def _newest(steps: dict[str, int]) -> str:
@@ -517,8 +506,8 @@ def _steps(root: Path) -> dict[str, int]:
     """The complete checkpoints of a directory: step by name."""
     steps: dict[str, int] = {}
     for name in sorted(os.listdir(root)) if root.is_dir() else ():
-        step = None if name.startswith(".") and not _ASIDE.fullmatch(name) else _complete(root / name)
-        if step is not None:
+        hidden = name.startswith(".") and not _ASIDE.fullmatch(name)
+        if not hidden and (step := _state_of(root / name)[0]) is not None:
             steps[name] = step
     for name in list(steps):
         if (aside := _ASIDE.fullmatch(name)) and aside[1] in steps:
@@ -535,14 +524,3 @@ def retire(root: Path, keep: int, newest: Path) -> None:
         hidden = root / f".{name}.retired"
         (root / name).rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _complete(folder: Path) -> int | None:
-    """The step of a complete checkpoint, else None."""
-    if not os.path.lexists(folder / MANIFEST):
-        return None
-    with contextlib.suppress(CheckpointError, OSError):
-        manifest = read_manifest(folder, newer=True)
-        if not damage(folder, manifest.files, hashed=False):
-            return manifest.step
-    return None

@@ -140,7 +140,7 @@ def _inspected(folder: Path) -> Inspection:
     except CheckpointError as error:
         if not os.path.lexists(folder / MANIFEST):
             raise
-        return Inspection(folder, None, (f"{MANIFEST}: {_in_one_line(error)}",))
+        return Inspection(folder, None, (f"{MANIFEST}: {directory.in_one_line(error)}",))
     rows = damage(folder, manifest.files)
     return Inspection(folder, manifest, tuple(rows or _objections(folder, manifest)))
 
@@ -157,13 +157,8 @@ def _objections(folder: Path, manifest: Manifest) -> list[str]:
             if int(step) != manifest.step:
                 return [f"{MANIFEST}: it says step {manifest.step}, the files say step {int(step)}"]
     except CheckpointError as error:
-        return [_in_one_line(error)]
+        return [directory.in_one_line(error)]
     return []
-
-
-def _in_one_line(error: CheckpointError) -> str:
-    """Function and rule of an error, and its first row."""
-    return " ".join(line.strip() for line in str(error).splitlines()[:2])
 
 
 def _bytes(leaf: SavedLeaf) -> int:

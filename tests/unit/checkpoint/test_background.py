@@ -239,16 +239,16 @@ def test_a_directory_that_goes_while_it_is_looked_at(tmp_path, monkeypatch):
 
 def test_a_lock_ends_with_its_holder(tmp_path):
     partial = directory.Partial(tmp_path / "a")
-    (partial.folder / "__0_0.distcp").write_text("x")
+    (partial.path / "__0_0.distcp").write_text("x")
     with pytest.raises(CheckpointError, match="another save is writing it"):
         directory.Partial(tmp_path / "a")
     partial.close()
     ck.save(tmp_path / "a", at_step(3))
     partial = directory.Partial(tmp_path / "a")
-    os.rename(partial.folder, tmp_path / "elsewhere")
+    os.rename(partial.path, tmp_path / "elsewhere")
     other = directory.Partial(tmp_path / "a")
     partial.discard()
-    assert other.folder.is_dir()
+    assert other.path.is_dir()
     other.discard()
     for each in (partial, other):
         each.close()
@@ -339,7 +339,7 @@ def test_a_save_clears_up_before_the_next_begins(tmp_path):
     ck.save(tmp_path / "a", at_step(1))
     partial = directory.Partial(tmp_path / "a")
     os.rename(tmp_path / "a", tmp_path / "b")
-    os.rename(partial.folder, tmp_path / "a")
+    os.rename(partial.path, tmp_path / "a")
     with pytest.raises(CheckpointError, match="another save is writing it"):
         directory.Partial(tmp_path / "a")
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]

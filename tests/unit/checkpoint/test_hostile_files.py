@@ -892,7 +892,7 @@ def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_pat
         for text in ("[" + "1," * 1000 + "1]", "x" * 10_001):
             with pytest.raises(CheckpointError, match="that no load would read"):
                 partial.commit(text, {})
-        assert not list(partial.folder.iterdir()) and not (tmp_path / "a").exists()
+        assert not list(partial.path.iterdir()) and not (tmp_path / "a").exists()
     finally:
         partial.discard()
         partial.close()
