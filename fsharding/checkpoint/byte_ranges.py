@@ -5,37 +5,31 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsharding.base.untrusted import open_plain
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["WINDOW_BYTES", "Range", "Window", "pieces", "read_range", "span"]
+__all__ = ["WINDOW_BYTES", "Range", "Window", "copy_box", "pieces", "pread", "span", "within"]
 
 WINDOW_BYTES = 16 << 20
 """How much of a file, and how much of a tensor, is in memory at once while it is copied."""
 
 
 class Range(NamedTuple):
-    """A strided tensor in a file."""
+    """A strided tensor in a file, or in a record of one."""
 
-    file: Path
     offset: int  # byte of its first element
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
     dtype: torch.dtype  # of its elements, little-endian
 
-    @property
-    def end(self) -> int:
-        """The byte after its last element."""
-        if 0 in self.shape:
-            return self.offset
-        return self.offset + span(self.shape, self.strides) * self.dtype.itemsize
+    def moved(self, start: int) -> Range:
+        """Return it as it is in a file that has its record from `start` on."""
+        return self._replace(offset=start + self.offset)
 
 
 class Window:
@@ -83,24 +77,36 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
         yield from pieces((*box[:dim], half, *box[dim + 1 :]), itemsize, strides)
 
 
-def read_range(source: Range, box: Box, out: Tensor) -> None:
-    """Copies a box of a tensor in a file into `out`, casting where the dtypes differ."""
-    with open_plain(source.file) as file:
-        for piece in pieces(box, source.dtype.itemsize, source.strides):
-            out[boxes.relative(piece, box)].copy_(_window(file.fileno(), source, piece))
+def within(box: Box, outer: Box) -> Box:
+    """Where a box is in another one, counted from the corner of that."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
 
 
-def _window(handle: int, source: Range, box: Box) -> Tensor:
-    """A box, and what of the file lies between its elements, in new memory."""
-    sizes = boxes.shape_of(box)
-    itemsize = source.dtype.itemsize
-    first = sum(start * step for (start, _), step in zip(box, source.strides, strict=True))
-    flat = torch.empty(span(sizes, source.strides) * itemsize, dtype=torch.uint8)
-    _fill(handle, source.offset + first * itemsize, flat.numpy().data)
-    return flat.view(source.dtype).as_strided(sizes, source.strides)
+def _new_bytes(size: int) -> Tensor:
+    """Return memory of some bytes."""
+    return torch.empty(size, dtype=torch.uint8)
 
 
-def _fill(handle: int, start: int, target: memoryview) -> None:
+def copy_box(
+    source: Range,
+    box: Box,
+    out: Tensor,
+    fill: Callable[[int, memoryview], None],
+    room: Callable[[int], Tensor] = _new_bytes,
+) -> None:
+    """Copy a box of a tensor in a file into `out`, casting where the dtypes differ; `fill` reads bytes into memory."""
+    size = source.dtype.itemsize
+    for piece in pieces(box, size, source.strides):
+        # One read gets the box, and what of the file lies between its elements.
+        first = source.offset + sum(start * step for (start, _), step in zip(piece, source.strides, strict=True)) * size
+        shape = boxes.shape_of(piece)
+        flat = room(span(shape, source.strides) * size)
+        fill(first, flat.numpy().data)
+        out[boxes.relative(piece, box)].copy_(flat.view(source.dtype).as_strided(shape, source.strides))
+
+
+def pread(handle: int, start: int, target: memoryview) -> None:
+    """Read the bytes of an open file from `start` on; raise an `EOFError` if there are too few."""
     while target:
         got = os.preadv(handle, [target], start)
         if not got:

@@ -16,22 +16,15 @@ import torch
 
 from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.untrusted import open_plain
-from fsharding.checkpoint.manifest import MANIFEST, METADATA, Manifest, dtype_name, is_plain_name, is_shape
+from fsharding.checkpoint.manifest import MANIFEST, METADATA, Manifest, SavedFile, dtype_name, is_plain_name, is_shape
 from fsharding.checkpoint.torch_pickles import Made, Pairs, find_in, named, sizes_of, unpickled
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
 __all__ = [
-    "LARGEST",
-    "Entry",
-    "Place",
-    "Stored",
-    "described",
-    "file_name",
-    "from_manifest",
-    "from_metadata",
+    "LARGEST", "Entry", "Place", "Stored", "described", "file_name", "from_manifest", "from_metadata", "plain_files",
     "record_places",
-]
+]  # fmt: skip
 
 LARGEST = 1 << 29  # bytes of a `.metadata` that is read: about two million chunks
 
@@ -89,7 +82,6 @@ def described(entries: Iterable[Entry]) -> dict[str, str] | None:
 def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
     """Read the chunks that a manifest describes, and check them."""
     table = manifest.chunks or {}
-    sizes = {name: file.bytes for name, file in manifest.files.items()}
     result: dict[str, Stored] = {}
     rows = [f"{path}: is no leaf" for path in table if path not in manifest.tree]
     for path, (shape, dtype, _) in manifest.tree.items():
@@ -98,7 +90,7 @@ def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
         except ValueError as error:
             rows.append(f"{path}: {error}")
             continue
-        result[path], wrong = _checked(path, shape, dtype, places, sizes, values=True)
+        result[path], wrong = _checked(path, shape, dtype, places, manifest.files, values=True)
         rows += wrong
     if rows:
         raise _unfit(folder, MANIFEST, "fit its files", rows)
@@ -143,7 +135,7 @@ def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest |
         located = _located(fields)
         places = {(path, starts): place for path, starts, place, _ in located if starts is not None}
         changed = {path: via for path, _, _, via in located if via and manifest is None}
-        sizes = {name: file.bytes for name, file in manifest.files.items()} if manifest else _sizes(folder)
+        files = manifest.files if manifest else plain_files(folder)
         for path, entry in named(fields.get("state_dict_metadata")).items():
             if not isinstance(entry, Made) or entry.kind != _DCP + "TensorStorageMetadata":
                 rows += [f"{path}: is no tensor"] if manifest else []
@@ -157,7 +149,7 @@ def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest |
                 result[path] = Stored(shape, dtype, (), changed[path])
                 continue
             chunks = [(box, places.get((path, tuple(start for start, _ in box)))) for box in found]
-            result[path], wrong = _checked(path, shape, dtype, chunks, sizes, values=False)
+            result[path], wrong = _checked(path, shape, dtype, chunks, files, values=False)
             rows += wrong
         rows += _contradictions(result, manifest) if manifest else []
     except CheckpointError:
@@ -173,10 +165,10 @@ def record_places(folder: Path) -> dict[str, Place]:
     """Find the first record of each path of a plain DCP checkpoint, if it is inside of a file of the directory."""
     with open_plain(folder / METADATA) as stream:
         located = _located(_metadata(stream.read(LARGEST)))
-    sizes = _sizes(folder)
+    files = plain_files(folder)
     result = dict[str, Place]()
     for path, _, (name, first, length), _ in located:
-        if is_plain_name(name) and 0 <= first <= first + length <= sizes.get(name, -1):
+        if is_plain_name(name) and name in files and 0 <= first <= first + length <= files[name].bytes:
             result.setdefault(path, (name, first, length))
     return result
 
@@ -247,10 +239,10 @@ def _leaf(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], str, list[Box]]:
     return shape, dtype_name(dtype) or "", found
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the plain files of a directory."""
+def plain_files(folder: Path) -> dict[str, SavedFile]:
+    """Return the plain files of a directory that nothing describes: their sizes, without checksums."""
     result = {name: os.lstat(folder / name) for name in os.listdir(folder)}
-    return {name: status.st_size for name, status in result.items() if stat.S_ISREG(status.st_mode)}
+    return {name: SavedFile(status.st_size, ()) for name, status in result.items() if stat.S_ISREG(status.st_mode)}
 
 
 def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str]:
@@ -270,7 +262,7 @@ def _checked(
     shape: tuple[int, ...],
     dtype: str,
     places: Sequence[tuple[Box, Place | None]],
-    sizes: Mapping[str, int],
+    files: Mapping[str, SavedFile],
     *,
     values: bool,
 ) -> tuple[Stored, list[str]]:
@@ -285,11 +277,11 @@ def _checked(
             continue
         volume += boxes.volume(box)
         seen.add(tuple(a for a, _ in box))
-        if where is None or not is_plain_name(where[0]) or where[0] not in sizes:
+        if where is None or not is_plain_name(where[0]) or where[0] not in files:
             rows.append(f"chunk {box} is in no file that the manifest names")
             continue
         file, start, length = where
-        if not 0 <= start <= start + length <= sizes[file]:
+        if not 0 <= start <= start + length <= files[file].bytes:
             rows.append(f"chunk {box} is not inside {file}")
         result.append(Entry(path, shape, dtype, box, file, start, length, start if values else None))
     if volume != math.prod(shape) or len(seen) != len(places):

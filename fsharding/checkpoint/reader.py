@@ -5,6 +5,7 @@ Guarantee: files are hashed block by block in the memory that values are taken f
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain
-from fsharding.checkpoint.byte_ranges import Window, pieces, span
-from fsharding.checkpoint.chunks import LARGEST, Entry, Stored, from_manifest, from_metadata
+from fsharding.checkpoint.byte_ranges import Range, Window, copy_box, pread, within
+from fsharding.checkpoint.chunks import LARGEST, Entry, Stored, from_manifest, from_metadata, plain_files
 from fsharding.checkpoint.manifest import METADATA, Manifest, SavedFile, dtype_name
-from fsharding.checkpoint.torch_pickles import OddTensorError, Record, parse_record
+from fsharding.checkpoint.torch_pickles import OddTensorError, parse_record
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
@@ -74,21 +75,20 @@ def _difference(name: str, want: SavedFile, block: int, got: str) -> str:
 def _pull(path: Path, file: SavedFile, block: int, target: memoryview) -> str:
     """Read a block, and return its sha256, or "" if the file ends early; a small target takes each piece in turn."""
     digest = hashlib.sha256()
+    start = block * file.block
+    size = min(file.block, file.bytes - start)
+    whole = len(target) >= size
     with open_plain(path) as opened:
-        start = block * file.block
-        size = min(file.block, file.bytes - block * file.block)
-        whole = len(target) >= size
-        done = 0
-        while done < size:
-            want = min(_PIECE, size - done)
-            piece = target[done : done + want] if whole else target[:want]
-            got = os.preadv(opened.fileno(), [piece], start + done)
-            if not got:
-                break
+        for done in range(0, size, _PIECE):
+            stop = min(done + _PIECE, size)
+            piece = target[done:stop] if whole else target[: stop - done]
+            try:
+                pread(opened.fileno(), start + done, piece)
+            except EOFError:
+                return ""
             if file.sha256:
-                digest.update(piece[:got])
-            done += got
-    return digest.hexdigest() if done == size else ""
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 class _Blocks:
@@ -136,10 +136,8 @@ class _Blocks:
         file = self._files[name]
         try:
             got = _pull(self._folder / name, file, block, target)
-        except OSError as error:
-            raise self._damaged(f"{name}: {error.strerror}") from error
-        except ValueError as error:
-            raise self._damaged(f"{name}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise self._damaged(f"{name}: {getattr(error, 'strerror', None) or error}") from error
         if row := _difference(name, file, block, got):
             raise self._damaged(row)
 
@@ -153,15 +151,7 @@ class _Blocks:
 class Source:
     """A checkpoint that is read box by box."""
 
-    def __init__(
-        self,
-        folder: Path,
-        inventory: Mapping[str, Stored],
-        files: Mapping[str, SavedFile] | None,
-    ) -> None:
-        if files is None:
-            names = {chunk.file for leaf in inventory.values() for chunk in leaf.chunks}
-            files = {name: SavedFile(os.lstat(folder / name).st_size, ()) for name in names}
+    def __init__(self, folder: Path, inventory: Mapping[str, Stored], files: Mapping[str, SavedFile]) -> None:
         self.unread = {path: leaf.why for path, leaf in inventory.items() if leaf.why}
         self.leaves = {
             path: LeafType(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items() if not leaf.why
@@ -169,7 +159,7 @@ class Source:
         self._folder = folder
         self._inventory = inventory
         self._blocks = _Blocks(folder, files)
-        self._records: dict[Entry, Record] = {}
+        self._records: dict[Entry, Range] = {}
         self._staging: Tensor | None = None
 
     def position(self, path: str, box: Box) -> tuple[str, int]:
@@ -185,7 +175,7 @@ class Source:
             part = boxes.intersect(chunk.box, box)
             if part is not None:
                 result += boxes.volume(part)
-                self._copy(chunk, boxes.relative(part, chunk.box), out[boxes.relative(part, box)])
+                self._copy(chunk, within(part, chunk.box), out[boxes.relative(part, box)])
         if result != boxes.volume(box):
             row = f"{path}: {result} of {boxes.volume(box)} elements are in the files"
             raise CheckpointError(message(f"refuses {self._folder}.", [row], _OTHER))
@@ -194,43 +184,37 @@ class Source:
         """Look at every record without reading its values, and return all chunks with the places of these."""
         result: list[Entry] = []
         for chunk in sorted(chunk for leaf in self._inventory.values() for chunk in leaf.chunks):
-            record = self._record(chunk)
-            dense = _is_dense(record.shape, record.stride)
-            result.append(chunk._replace(values=chunk.offset + record.start if dense else None))
+            values = self._values(chunk)
+            result.append(chunk._replace(values=values.offset if _is_dense(values.shape, values.strides) else None))
         return result
 
-    def _copy(self, chunk: Entry, part: tuple[slice, ...], out: Tensor) -> None:
-        """Copies a part of a record, straight where both have the same bytes, else piece by piece through staging."""
-        record = self._record(chunk)
-        size = record.dtype.itemsize
-        first = record.start + sum(cut.start * n for cut, n in zip(part, record.stride, strict=True)) * size
-        start = chunk.offset + first
-        same = record.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
-        if same and _is_dense(tuple(out.shape), record.stride):
-            self._blocks.fill(chunk.file, start, _memory(out))
-            return
-        whole = boxes.full(out.shape)
-        for piece in pieces(whole, size, record.stride):
-            skip = sum(a * n for (a, _), n in zip(piece, record.stride, strict=True)) * size
-            shape = boxes.shape_of(piece)
-            staged = self._stage(span(shape, record.stride) * size)
-            self._blocks.fill(chunk.file, start + skip, _memory(staged))
-            out[boxes.relative(piece, whole)].copy_(staged.view(record.dtype).as_strided(shape, record.stride))
+    def _copy(self, chunk: Entry, part: Box, out: Tensor) -> None:
+        """Copies a part of a chunk, straight where both have the same bytes, else piece by piece through staging."""
+        source = self._values(chunk)
+        fill = functools.partial(self._blocks.fill, chunk.file)
+        same = source.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
+        if same and _is_dense(tuple(out.shape), source.strides):
+            first = sum(start * step for (start, _), step in zip(part, source.strides, strict=True))
+            fill(source.offset + first * source.dtype.itemsize, _memory(out))
+        else:
+            copy_box(source, part, out, fill, self._stage)
 
     def _stage(self, size: int) -> Tensor:
         if self._staging is None or len(self._staging) < size:
             self._staging = torch.empty(max(size, _PIECE), dtype=torch.uint8)
         return self._staging[:size]
 
-    def _record(self, chunk: Entry) -> Record:
-        """Find the values of a chunk, if need be in its record: a tensor of the chunk's shape and dtype."""
+    def _values(self, chunk: Entry) -> Range:
+        """Find the values of a chunk in its file: a tensor of the chunk's shape and dtype."""
         if chunk.values is not None:
             shape = boxes.shape_of(chunk.box)
-            return Record(
-                self.leaves[chunk.path].dtype, shape, boxes.contiguous_strides(shape), chunk.values - chunk.offset
-            )
-        if chunk in self._records:
-            return self._records[chunk]
+            return Range(chunk.values, shape, boxes.contiguous_strides(shape), self.leaves[chunk.path].dtype)
+        if chunk not in self._records:
+            self._records[chunk] = self._record(chunk).moved(chunk.offset)
+        return self._records[chunk]
+
+    def _record(self, chunk: Entry) -> Range:
+        """Find the values of a chunk in its record."""
 
         def fetch(start: int, stop: int) -> bytes:
             data = bytearray(stop - start)
@@ -252,7 +236,6 @@ class Source:
             rule = f"refuses a record of {self._folder / chunk.file}."
             mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
             raise CheckpointError(message(rule, [f"{chunk.path}: {error}"], mend)) from error
-        self._records[chunk] = record
         return record
 
 
@@ -271,7 +254,10 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = False) -> Source:
     """Open a checkpoint: read where its chunks are, and check it; `as_torch` reads `.metadata` in any case."""
     # The manifest has the places, unless it is older than its `chunks`. Plain torch writes none, and no checksums.
-    files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ())} if manifest is None else manifest.files
+    if manifest is None:
+        files = {METADATA: SavedFile(os.lstat(folder / METADATA).st_size, ()), **plain_files(folder)}
+    else:
+        files = manifest.files
     if METADATA not in files:
         raise DamagedError(message(f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
     if (size := files[METADATA].bytes) > LARGEST:
@@ -281,11 +267,10 @@ def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = Fal
         raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, _OTHER))
     if manifest is not None and manifest.chunks is not None and not as_torch:
         return Source(folder, from_manifest(folder, manifest), files)
-    pickled = io.BytesIO()  # which gives its bytes without a copy
+    pickled = io.BytesIO()  # which gives its bytes without a copy: there may be half a GiB of them
     blocks = _Blocks(folder, files)
     for start in range(0, size, files[METADATA].block):
         part = bytearray(min(files[METADATA].block, size - start))
         blocks.fill(METADATA, start, memoryview(part))
         pickled.write(part)
-    found = from_metadata(folder, pickled.getvalue(), manifest)
-    return Source(folder, found, None if manifest is None else files)
+    return Source(folder, from_metadata(folder, pickled.getvalue(), manifest), files)

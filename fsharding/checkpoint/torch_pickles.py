@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fsharding.base.errors import listed
-from fsharding.checkpoint.byte_ranges import Window
+from fsharding.checkpoint.byte_ranges import Range, Window
 from fsharding.checkpoint.manifest import is_shape
 
 WHOLE, _RECORD = 128 << 20, 1 << 16  # bytes of the pickle of a file of many tensors, and of one tensor
 _FREE, _BYTES_EACH = 10_000, 5  # objects of a pickle: so many, and one per so many bytes; torch's have one per 6 to 11
 
 __all__ = [
-    "WHOLE", "Global", "Made", "OddTensorError", "Pairs", "Record", "TorchFile", "find_in", "named", "parse_record",
+    "WHOLE", "Global", "Made", "OddTensorError", "Pairs", "TorchFile", "find_in", "named", "parse_record",
     "sizes_of", "unpickled",
 ]  # fmt: skip
 
@@ -183,15 +183,6 @@ _ODD = {
 _CLASSES = {"DTensor": "x.full_tensor()", "NestedTensor": "its parts, x.unbind()"}
 
 
-class Record(NamedTuple):
-    """A tensor in a file: `start` is the byte of its first element; strides are in elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-
 class OddTensorError(ValueError):
     """A tensor that is not read: sparse, quantized, without values, of a subclass. The text says what to save."""
 
@@ -259,7 +250,7 @@ class TorchFile:
         if self._unknown:
             raise ValueError(f"it names {min(self._unknown)}, which no state dict needs; nothing of it was run")
 
-    def tensor(self, made: Made) -> Record | None:
+    def tensor(self, made: Made) -> Range | None:
         """Return the dense tensor that a call makes, None if it makes none; raise an `OddTensorError` for others."""
         kind: Any = made.kind
         args: tuple[Any, ...] = made.args
@@ -284,7 +275,7 @@ class TorchFile:
             self._unknown.discard(cls)
         raise odd
 
-    def _dense(self, args: tuple[Any, ...], *, typed: bool) -> Record:
+    def _dense(self, args: tuple[Any, ...], *, typed: bool) -> Range:
         """Return the tensor that `_rebuild_tensor_v2` makes, or `_v3`, which is given the dtype besides."""
         storage, offset, size, stride, _, _, *rest = (*args, *(None,) * (6 - len(args)))
         dtype = rest.pop(0) if typed and rest else getattr(storage, "dtype", None)
@@ -302,10 +293,10 @@ class TorchFile:
             raise ValueError("its values reach outside of it")
         if math.prod(size) and last * dtype.itemsize > room:
             raise ValueError(f"it has {room:,} bytes of values, fewer than its sizes and strides need")
-        return Record(dtype, size, stride, first + offset * dtype.itemsize)
+        return Range(first + offset * dtype.itemsize, size, stride, dtype)
 
 
-def parse_record(window: Window) -> Record:
+def parse_record(window: Window) -> Range:
     """Return where the values of a record of one plain tensor are."""
     file = TorchFile(window, _RECORD)
     held = file.held

@@ -5,12 +5,11 @@ Guarantee: what was exported loads bitwise; under the final name is everything o
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -25,10 +24,9 @@ from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.state_leaves import BUFFERS
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.comm.redistribute import in_buckets
-from fsharding.foreign.foreign_weights import SAFETENSORS
-from fsharding.foreign.fsdp2 import Settings, Taken, plan_fsdp2
+from fsharding.foreign.fsdp2 import Item, Settings, plan_fsdp2
 from fsharding.foreign.name_map import Names, Part, naming, our_box, parts, unknown, written_constants
-from fsharding.foreign.safetensors_layout import INDEX, index_text, tensor_files
+from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, index_text, tensor_files
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.leaf_names import RESERVED
@@ -69,19 +67,6 @@ class Exported:
     def __str__(self) -> str:
         size = sum(self.files.values())
         return f"{self.path}: {self.tensors} tensors, {len(self.files)} files, {size:,} bytes, {self.format}"
-
-
-class _Item(NamedTuple):
-    """A tensor to be written: of which leaf it is what part, or a constant that no leaf has."""
-
-    path: str
-    part: Part
-    dtype: torch.dtype
-    value: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.part.shape) * self.dtype.itemsize
 
 
 @public
@@ -160,7 +145,7 @@ def export(
 
 def _plan(
     leaves: Source, names: Names, what: str, format: str, settings: Settings | None
-) -> tuple[list[_Item], dict[str, Any]]:
+) -> tuple[list[Item], dict[str, Any]]:
     """The tensors to write, in the order of the leaves, and values that are no tensors."""
     values: dict[str, Any] = {}
     if what == "fsdp2":
@@ -169,24 +154,25 @@ def _plan(
     else:
         result, rows = _taken(leaves, names, what, format)
         prefix = ""
-    items: dict[str, _Item] = {}
-    for path, part, dtype in result:
-        if part.name in items:
+    items: dict[str, Item] = {}
+    for item in result:
+        path, name = item.path, item.part.name
+        if name in items:
             ours = path if what == "all" else path.removeprefix("params.")
-            rows.append(f"{ours}: {part.name} is also the name of {items[part.name].path}")
-        if format == "safetensors" and part.name == RESERVED:
+            rows.append(f"{ours}: {name} is also the name of {items[name].path}")
+        if format == "safetensors" and name == RESERVED:
             rows.append(f"{path}: {RESERVED} is reserved by the safetensors format")
-        items[part.name] = _Item(path, part, dtype)
+        items[name] = item
     saved = {path.removeprefix(BUFFERS): path for path in leaves.leaves if path.startswith(BUFFERS)}
     constants, missing = written_constants(names, saved)
     rows += [f"{row} in the checkpoint" for row in missing]
     for name, value in constants.items():
         if isinstance(value, str):
             leaf = leaves.leaves[value]
-            item = _Item(value, Part(f"{prefix}{name}", (), leaf.shape, transposed=False), leaf.dtype)
+            item = Item(value, Part(f"{prefix}{name}", (), leaf.shape, transposed=False), leaf.dtype)
         else:
             part = Part(f"{prefix}{name}", (), tuple(value.shape), transposed=False)
-            item = _Item(name, part, value.dtype, value.cpu())
+            item = Item(name, part, value.dtype, value.cpu())
         rows += [f"{name}: a leaf and a buffer of the module"] if item.part.name in items else []
         if format == "safetensors" and item.dtype not in SAFETENSORS.values():
             rows.append(f"{name}: safetensors has no {item.dtype}")
@@ -199,7 +185,7 @@ def _plan(
     return list(items.values()), values
 
 
-def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Taken], list[str]]:
+def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[Item], list[str]]:
     """The tensors that some or all leaves are, and one row for each leaf that cannot be named."""
     wanted = {
         path if what == "all" else path.removeprefix("params").removeprefix("."): path
@@ -208,24 +194,19 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[T
     }
     named = naming(names)
     rows = unknown(names, wanted)
-    result: list[Taken] = []
+    result: list[Item] = []
     for path, saved in wanted.items():
         leaf = leaves.leaves[saved]
         if format == "safetensors" and leaf.dtype not in SAFETENSORS.values():
             rows.append(f"{path}: safetensors has no {leaf.dtype}")
         try:
-            result += [Taken(saved, part, leaf.dtype) for part in parts(named(path), leaf.shape)]
+            result += [Item(saved, part, leaf.dtype) for part in parts(named(path), leaf.shape)]
         except ValueError as error:
             rows.append(f"{path}: {error}")
     return result, rows
 
 
-def _in_files(items: Sequence[_Item], limit: int) -> list[list[_Item]]:
-    """Fills files in order, each up to the limit; there is at least one."""
-    return list(in_buckets(items, lambda item: item.bytes, limit)) or [[]]
-
-
-def _windows(leaves: Source, item: _Item) -> Iterator[tuple[Box, Tensor]]:
+def _windows(leaves: Source, item: Item) -> Iterator[tuple[Box, Tensor]]:
     """A tensor piece by piece, in the order of its memory; each piece follows the one before without a gap."""
     whole = boxes.full(item.part.shape)
     for box in pieces(whole, item.dtype.itemsize) if item.bytes else [whole]:
@@ -247,7 +228,7 @@ def _raw(x: Tensor) -> memoryview:
 # -------------------------------------------------------------------------------------------------------------- formats
 
 
-def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
+def _write_torch(leaves: Source, items: Sequence[Item], file: Path) -> None:
     """torch leaves room for every tensor, which is then filled."""
     with _compat.shapes_only():
         state = {item.part.name: torch.empty(item.part.shape, dtype=item.dtype) for item in items}
@@ -266,7 +247,7 @@ def _write_torch(leaves: Source, items: Sequence[_Item], file: Path) -> None:
         _sync(stream)
 
 
-def _write_safetensors(leaves: Source, items: Sequence[_Item], limit: int, folder: Path) -> None:
+def _write_safetensors(leaves: Source, items: Sequence[Item], limit: int, folder: Path) -> None:
     named = {item.part.name: item for item in items}
     files = tensor_files({name: LeafType(item.part.shape, item.dtype) for name, item in named.items()}, limit)
     for file in files:
@@ -281,9 +262,10 @@ def _write_safetensors(leaves: Source, items: Sequence[_Item], limit: int, folde
             _sync(stream)
 
 
-def _write_dcp(leaves: Source, items: Sequence[_Item], values: Mapping[str, Any], limit: int, folder: Path) -> None:
+def _write_dcp(leaves: Source, items: Sequence[Item], values: Mapping[str, Any], limit: int, folder: Path) -> None:
     written = []
-    for number, group in enumerate(_in_files(items, limit)):
+    files = list(in_buckets(items, lambda item: item.bytes, limit)) or [[]]
+    for number, group in enumerate(files):
         with Writer(folder, number) as writer:
             for item in group:
                 for box, x in _windows(leaves, item):
@@ -296,7 +278,7 @@ def _write_dcp(leaves: Source, items: Sequence[_Item], values: Mapping[str, Any]
     write_metadata(folder, written)
 
 
-def _copy(leaves: Source, item: _Item, stream: BinaryIO) -> None:
+def _copy(leaves: Source, item: Item, stream: BinaryIO) -> None:
     for _, x in _windows(leaves, item):
         stream.write(_raw(x))
         del x

@@ -5,6 +5,7 @@ Guarantee: `read` gives the bits of the file, and never holds more than a window
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import stat
@@ -21,19 +22,19 @@ from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
-from fsharding.checkpoint.byte_ranges import Range, Window, read_range
+from fsharding.checkpoint.byte_ranges import Range, Window, copy_box, pread, within
 from fsharding.checkpoint.chunks import record_places
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA, is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.torch_pickles import WHOLE, Made, OddTensorError, Pairs, Record, TorchFile
+from fsharding.checkpoint.torch_pickles import WHOLE, Made, OddTensorError, Pairs, TorchFile
 from fsharding.foreign import coded_weights
-from fsharding.foreign.safetensors_headers import LARGEST, SAFETENSORS, SHARDING, header_of
+from fsharding.foreign.safetensors_files import LARGEST, SHARDING, Header, header_of
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["SAFETENSORS", "Weights", "not_cast", "open_file", "open_weights", "table_of", "weights_at"]
+__all__ = ["Weights", "not_cast", "open_file", "open_weights", "table_of", "weights_at"]
 
 _FUNCTION = "fs.foreign.open_weights"
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -310,34 +311,30 @@ def _of_ranges(
 ) -> Weights:
     """Tensors that each lie in one piece."""
     leaves = {name: LeafType(where.shape, where.dtype) for name, where in ranges.items()}
-    return Weights(file, kind, leaves, tuple(others), lambda name, *part: read_range(ranges[name], *part), unread)
+    return Weights(file, kind, leaves, tuple(others), lambda name, *part: _read(file, ranges[name], *part), unread)
+
+
+def _read(file: Path, source: Range, box: Box, out: Tensor) -> None:
+    with open_plain(file) as stream:
+        copy_box(source, box, out, functools.partial(pread, stream.fileno()))
 
 
 def _safetensors(file: Path) -> Weights:
-    ranges, unread, _ = _header(file)
-    return _of_ranges(file, "safetensors", ranges, unread=unread)
+    header = _header(file)
+    return _of_ranges(file, "safetensors", header.tensors, unread=header.unread)
 
 
-def _header(file: Path) -> tuple[dict[str, Range], dict[str, str], dict[str, str]]:
-    """The tensors of a safetensors file, why others are not read, and its notes."""
+def _header(file: Path) -> Header:
     try:
         with open_plain(file) as stream:
-            header = header_of(stream)
+            return header_of(stream)
     except EOFError as error:
         raise _Refusal(str(error), mend="It is cut off: get it again.") from error
-    ranges: dict[str, Range] = {}
-    unread: dict[str, str] = {}
-    for name, (at, shape, dtype) in header.tensors.items():
-        if isinstance(dtype, str):
-            unread[name] = f"it is {dtype}{list(shape)}, and torch has no such dtype: save it in one that torch has"
-        else:
-            ranges[name] = Range(file, at, shape, boxes.contiguous_strides(shape), dtype)
-    return ranges, unread, header.notes
 
 
 def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
     """Tensors of which each file has parts, as torch's `HuggingFaceStorageWriter` leaves them; None for other files."""
-    found: dict[str, dict[Box, Range]] = {}
+    found: dict[str, dict[Box, tuple[Path, Range]]] = {}
     unread: dict[str, str] = {}
     for name in names:
         file = beside(folder, name)
@@ -353,7 +350,7 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
             if not isinstance(starts, list) or len(starts) != len(where.shape) or not is_shape(starts):
                 raise ValueError(f"{name}: {leaf} does not say where it begins")
             box = tuple((a, a + n) for a, n in zip(starts, where.shape, strict=True))
-            found.setdefault(leaf, {}).setdefault(box, where)
+            found.setdefault(leaf, {}).setdefault(box, (file, where))
     shapes = {
         leaf: tuple(max(stop for _, stop in dim) for dim in zip(*parts, strict=True)) for leaf, parts in found.items()
     }
@@ -362,19 +359,18 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
         raise _Refusal(*rows, mend="Get all shards of one save, from every rank.", where=folder)
 
     def read(leaf: str, box: Box, out: Tensor) -> None:
-        for part, where in found[leaf].items():
+        for part, (file, where) in found[leaf].items():
             if (common := boxes.intersect(part, box)) is not None:
-                inside = tuple((a - p, b - p) for (a, b), (p, _) in zip(common, part, strict=True))
-                read_range(where, inside, out[boxes.relative(common, box)])
+                _read(file, where, within(common, part), out[boxes.relative(common, box)])
 
-    leaves = {leaf: LeafType(shape, next(iter(found[leaf].values())).dtype) for leaf, shape in shapes.items()}
+    leaves = {leaf: LeafType(shape, next(iter(found[leaf].values()))[1].dtype) for leaf, shape in shapes.items()}
     return Weights(folder, kind, leaves, (), read, unread) if names else None
 
 
-def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, Range]) -> str:
+def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, tuple[Path, Range]]) -> str:
     """Why parts do not make one tensor; empty where they do."""
     volume = sum(map(boxes.volume, parts))
-    if len({where.dtype for where in parts.values()}) > 1:
+    if len({where.dtype for _, where in parts.values()}) > 1:
         return f"{leaf}: its parts have several dtypes"
     if volume != math.prod(shape):
         return f"{leaf}: its parts have {volume:,} of {math.prod(shape):,} elements"
@@ -384,7 +380,7 @@ def _not_whole(leaf: str, shape: tuple[int, ...], parts: Mapping[Box, Range]) ->
 def _dcp(folder: Path) -> Weights:
     """What plain torch saved: leaves in chunks, and tensors inside other values, such as tuples, which are pickled."""
     source = open_source(folder, None)
-    ranges: dict[str, Range] = {}
+    ranges: dict[str, tuple[Path, Range]] = {}
     unread = dict(source.unread)
     others: list[str] = []
     for path, (name, start, length) in record_places(folder).items():
@@ -395,18 +391,18 @@ def _dcp(folder: Path) -> Weights:
             continue
         others += [] if any(found.values()) else [path]
         for inner, x in found.items():
-            if isinstance(x, Record) and inner not in source.leaves:
-                ranges[inner] = Range(folder / name, start + x.start, x.shape, x.stride, x.dtype)
+            if isinstance(x, Range) and inner not in source.leaves:
+                ranges[inner] = folder / name, x.moved(start)
 
     def read(leaf: str, box: Box, out: Tensor) -> None:
-        read_range(ranges[leaf], box, out) if leaf in ranges else source.read(leaf, box, out)
+        _read(*ranges[leaf], box, out) if leaf in ranges else source.read(leaf, box, out)
 
     leaves = {path: leaf for path, leaf in source.leaves.items() if path not in unread}
-    leaves |= {leaf: LeafType(where.shape, where.dtype) for leaf, where in ranges.items()}
+    leaves |= {leaf: LeafType(where.shape, where.dtype) for leaf, (_, where) in ranges.items()}
     return Weights(folder, "dcp", leaves, tuple(others), read, unread)
 
 
-def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Record | OddTensorError | None]:
+def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Range | OddTensorError | None]:
     """What a record holds, by path; None at its own path if that cannot be told."""
     with open_plain(file) as stream:
         try:
@@ -432,7 +428,7 @@ def _torch(file: Path) -> Weights:
         loaded = TorchFile(Window(_fetching(stream.fileno(), 0), os.fstat(stream.fileno()).st_size, WHOLE))
         entries = [*_entries(loaded)]
     if not isinstance(loaded.held, Pairs) and getattr(loaded.held, "kind", "") != _ORDERED:
-        what = "a tensor" if entries and isinstance(entries[0][1], Record) and not entries[0][0] else "something else"
+        what = "a tensor" if entries and isinstance(entries[0][1], Range) and not entries[0][0] else "something else"
         raise ValueError(f"it holds {what}, not a state dict")
     ranges: dict[str, Range] = {}
     others: list[str] = []
@@ -445,16 +441,16 @@ def _torch(file: Path) -> Weights:
         elif name in ranges:
             raise ValueError(f"two tensors have the name {name}")
         else:
-            ranges[name] = Range(file, value.start, value.shape, value.stride, value.dtype)
+            ranges[name] = value
     return _of_ranges(file, "torch", ranges, others, unread)
 
 
-def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Record | OddTensorError | None]]:
+def _entries(file: TorchFile, path: str = "") -> Iterator[tuple[str, Range | OddTensorError | None]]:
     """Yield what a file holds by dotted path: tensors, why others are not read, and None for other values."""
     # A dict may be in two dicts, which are in two dicts, and so on: all together is to be about as much as is written.
     left = _FREE_VALUES + file.size
 
-    def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, Record | OddTensorError | None]]:
+    def walk(node: Any, path: str, depth: int) -> Iterator[tuple[str, Range | OddTensorError | None]]:
         nonlocal left
         left -= 1
         if depth > _DEPTH or left < 0:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsharding.foreign.name_map import Names, Part, aliases_of, naming, parts, unknown
 from fsharding.sharding.named_sharding import LeafType
 
-__all__ = ["Settings", "Taken", "plan_fsdp2"]
+__all__ = ["Item", "Settings", "plan_fsdp2"]
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Of the optimizer there: of its only group of parameters, or of each, with their names under `params`."""
@@ -19,12 +21,18 @@ Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 _ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
-class Taken(NamedTuple):
-    """A tensor there: the leaf of ours that it is taken from, which part of it, and its dtype."""
+class Item(NamedTuple):
+    """A tensor to write: a part of one of our leaves, in a dtype; or a constant, which no leaf has."""
 
     path: str
     part: Part
     dtype: torch.dtype
+    value: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.part.shape) * self.dtype.itemsize
 
 
 class _Slot(NamedTuple):
@@ -37,21 +45,21 @@ class _Slot(NamedTuple):
 
 def plan_fsdp2(
     leaves: Mapping[str, LeafType], names: Names, settings: Settings | None
-) -> tuple[list[Taken], dict[str, Any], list[str]]:
+) -> tuple[list[Item], dict[str, Any], list[str]]:
     """Return where each tensor comes from, values that are no tensors, and a row for each that FSDP2 cannot have."""
     paths = [path for path in leaves if path == "params" or path.startswith("params.")]
     params = {path.removeprefix("params").removeprefix("."): path for path in paths}
     named = naming(names)
     rows = unknown(names, params)
     slots = _slots(leaves, params, rows)
-    result: list[Taken] = []
+    result: list[Item] = []
     trained: list[str] = []
     for path, saved in params.items():
         leaf = leaves[saved]
         try:
             for part in parts(named(path), leaf.shape):
                 every = aliases_of(names, part.name)
-                result += [Taken(saved, part._replace(name=f"model.{name}"), leaf.dtype) for name in every]
+                result += [Item(saved, part._replace(name=f"model.{name}"), leaf.dtype) for name in every]
                 state = f"optim.state.{every[0]}"
                 own = slots.get(path, [])
                 trained += [every[0]] if own else []
@@ -59,10 +67,10 @@ def plan_fsdp2(
                     scalar = leaves[slot.path].shape == () != leaf.shape
                     one = Part("", (), (), transposed=False) if scalar else part
                     kind = torch.float32 if scalar else leaves[slot.path].dtype
-                    result.append(Taken(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
+                    result.append(Item(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
                 if own and all(slot.name != "step" for slot in own):
                     step = Part(f"{state}.step", (), (), transposed=False)
-                    result.append(Taken(own[0].count, step, torch.float32))
+                    result.append(Item(own[0].count, step, torch.float32))
         except ValueError as error:
             rows.append(f"{path}: {error}")
     return result, _groups(settings, trained, rows), rows

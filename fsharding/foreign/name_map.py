@@ -15,22 +15,9 @@ from fsharding.sharding.boxes import Box
 from fsharding.sharding.leaf_names import MARKS
 
 __all__ = [
-    "SAME_BUFFERS",
-    "ModuleNames",
-    "Name",
-    "Names",
-    "Part",
-    "Rows",
-    "Transposed",
-    "aliases_of",
-    "constants_of",
-    "naming",
-    "other_constants",
-    "our_box",
-    "parts",
-    "unknown",
-    "written_constants",
-]
+    "SAME_BUFFERS", "ModuleNames", "Name", "Names", "Part", "Rows", "Transposed", "aliases_of", "constants_of",
+    "naming", "other_constants", "our_box", "parts", "unknown", "written_constants",
+]  # fmt: skip
 
 
 class Transposed(NamedTuple):

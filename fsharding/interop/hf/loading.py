@@ -30,7 +30,7 @@ from fsharding.foreign import coded_weights
 from fsharding.foreign.coded_weights import CONFIG_KEY, Reader
 from fsharding.foreign.foreign_weights import Weights, open_file, table_of
 from fsharding.foreign.name_map import SAME_BUFFERS, constants_of, other_constants
-from fsharding.foreign.safetensors_layout import INDEX, SINGLE
+from fsharding.foreign.safetensors_files import INDEX, SINGLE
 from fsharding.interop.hf.comparison import differences
 from fsharding.interop.hf.config_tables import config_of, read_config
 from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, pieces_by_leaf

@@ -35,9 +35,8 @@ from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.state_leaves import StateLeaf, objections
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
-from fsharding.foreign.foreign_weights import SAFETENSORS
 from fsharding.foreign.name_map import written_constants
-from fsharding.foreign.safetensors_layout import INDEX, TensorFile, index_text, tensor_files
+from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, TensorFile, index_text, tensor_files
 from fsharding.formats import Blocks
 from fsharding.interop.hf.coding import Coding, Rule
 from fsharding.interop.hf.comparison import differences, generation_of

@@ -15,7 +15,7 @@ import fsharding as fs
 from bench.rounds import allocated
 from fsharding import checkpoint, ops
 from fsharding.base.errors import CheckpointError, ConfigError, RankError
-from fsharding.foreign.safetensors_layout import tensor_files
+from fsharding.foreign.safetensors_files import tensor_files
 from fsharding.interop import hf
 from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import LeafType, sharding_of

@@ -32,7 +32,7 @@ from fsharding.base.errors import CheckpointError, ConfigError, DataError
 from fsharding.checkpoint import directory, manifest, reader, saving, torch_pickles
 from fsharding.checkpoint.byte_ranges import Window
 from fsharding.checkpoint.torch_pickles import Global, Made, Pairs, TorchFile, named, unpickled
-from fsharding.foreign import foreign_weights, safetensors_headers
+from fsharding.foreign import foreign_weights, safetensors_files
 from fsharding.interop import hf
 from fsharding.testing import assert_bitwise_equal
 from tests import checkpoints
@@ -257,15 +257,15 @@ def test_a_long_header_is_refused_before_it_is_read(tmp_path, monkeypatch):
     data = raw({"a": ENTRY})
     (tmp_path / "weights").write_bytes(data)
     for most, fits in ((len(data) - 16, True), (len(data) - 17, False)):
-        monkeypatch.setattr(safetensors_headers, "LARGEST", most)
+        monkeypatch.setattr(safetensors_files, "LARGEST", most)
         with Counted(tmp_path / "weights") as file:
             if fits:
-                assert [*safetensors_headers.header_of(file).tensors] == ["a"] and file.count == len(data) - 8
+                assert [*safetensors_files.header_of(file).tensors] == ["a"] and file.count == len(data) - 8
             else:
-                text = refusal(safetensors_headers.header_of, file, kind=ValueError)
+                text = refusal(safetensors_files.header_of, file, kind=ValueError)
                 assert f"its header has {most + 1:,} bytes; the format allows {most:,}" in text and file.count == 8
     monkeypatch.undo()
-    assert safetensors_headers.LARGEST == 100_000_000
+    assert safetensors_files.LARGEST == 100_000_000
 
 
 def test_of_a_zip_no_more_is_read_than_the_limit(tmp_path):
