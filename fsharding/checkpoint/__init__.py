@@ -11,19 +11,6 @@ from fsharding.checkpoint.saving import save, save_async
 from fsharding.checkpoint.serialized_layout import layout_of
 
 __all__ = [
-    "Checkpointer",
-    "Inspection",
-    "Manifest",
-    "PendingSave",
-    "SavedFile",
-    "SavedLeaf",
-    "inspect",
-    "latest",
-    "layout_of",
-    "load",
-    "load_leaves",
-    "metadata",
-    "reshard_checkpoint",
-    "save",
-    "save_async",
-]
+    "Checkpointer", "Inspection", "Manifest", "PendingSave", "SavedFile", "SavedLeaf", "inspect", "latest", "layout_of",
+    "load", "load_leaves", "metadata", "reshard_checkpoint", "save", "save_async",
+]  # fmt: skip

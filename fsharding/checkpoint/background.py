@@ -60,8 +60,12 @@ class PendingSave:
         except CheckpointError as error:
             self._error = error
         except BaseException as error:
-            self._error = _as_ours(error)
-        del self._work
+            text = str(error)
+            if not isinstance(error, FshardingError):  # unlike a lost rank, which has its words already
+                text = report("fs.checkpoint.save_async failed.", [f"{type(error).__name__}: {error}"])
+            self._error = CheckpointError(text)
+            self._error.__cause__ = error
+        del self._work  # and the copies of leaves with it
 
     @property
     def done(self) -> bool:
@@ -79,20 +83,10 @@ class PendingSave:
         if self._error is not None:
             raise self._error
 
-    def unreported(self) -> CheckpointError | None:
-        """Wait, and return a failure that has not been reported yet, if there is one."""
-        self._thread.join()
-        return None if self._told else self._error
-
-
-def _as_ours(error: BaseException) -> CheckpointError:
-    """A failure that is none of a checkpoint's, such as a lost rank, as one of them."""
-    text = str(error)
-    if not isinstance(error, FshardingError):
-        text = report("fs.checkpoint.save_async failed.", [f"{type(error).__name__}: {error}"])
-    result = CheckpointError(text)
-    result.__cause__ = error
-    return result
+    def settle(self) -> None:
+        """Wait as `wait` does, but raise no failure a second time."""
+        if not self._told:
+            self.wait()
 
 
 _latest: PendingSave | None = None
@@ -115,20 +109,20 @@ def settle() -> None:
     global _latest
     before = _latest
     _latest = None
-    if before is not None and before.unreported() is not None:
-        before.wait()
+    if before is not None:
+        before.settle()
 
 
 def _at_exit() -> None:
     """Ends a process whose last save failed with a message and status 1; Python has no gentler way this late."""
-    error = None if _latest is None else _latest.unreported()
-    if error is None:
-        return
-    print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
+    try:
+        settle()
+    except CheckpointError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
 
 def own_group(timeout: timedelta, use: str = "checkpoint") -> dist.ProcessGroup | None:

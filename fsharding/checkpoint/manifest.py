@@ -18,22 +18,9 @@ from fsharding.base.errors import CheckpointError, listed, message, report
 from fsharding.base.untrusted import parse_json, values_of
 
 __all__ = [
-    "BLOCK",
-    "FORMAT",
-    "MANIFEST",
-    "METADATA",
-    "VERSION",
-    "Manifest",
-    "SavedFile",
-    "SavedLeaf",
-    "check_readable",
-    "dtype_name",
-    "is_plain_name",
-    "is_shape",
-    "limits",
-    "parse",
-    "text_of",
-]
+    "BLOCK", "FORMAT", "MANIFEST", "METADATA", "VERSION", "Manifest", "SavedFile", "SavedLeaf", "check_readable",
+    "dtype_name", "is_plain_name", "is_shape", "limits", "parse", "text_of",
+]  # fmt: skip
 
 FORMAT = "fsharding.checkpoint"
 VERSION = 1
@@ -43,6 +30,7 @@ METADATA = ".metadata"
 
 _MOST_BYTES = 1 << 29
 _MOST_VALUES = 10_000_000
+_ENTRIES = ("version", "step", "torch", "fsharding", "layout", "tree", "structure", "files", "extra")
 _OPTIONAL = ("data", "chunks")
 """Entries that a manifest may lack. A reader that does not know them needs none of them, so the version stays."""
 _LARGEST_BLOCK = 64 << 20
@@ -164,18 +152,9 @@ def check_readable(text: str, others: int) -> None:
 
 def text_of(manifest: Manifest) -> str:
     """Return the text of `manifest.json`."""
-    data: dict[str, Any] = {
-        "format": FORMAT,
-        "version": manifest.version,
-        "step": manifest.step,
-        "torch": manifest.torch,
-        "fsharding": manifest.fsharding,
-        "layout": manifest.layout,
-        "tree": {path: leaf._asdict() for path, leaf in manifest.tree.items()},
-        "structure": manifest.structure,
-        "files": {name: file._asdict() for name, file in manifest.files.items()},
-        "extra": manifest.extra,
-    }
+    data: dict[str, Any] = {"format": FORMAT} | {name: getattr(manifest, name) for name in _ENTRIES}
+    data["tree"] = {path: leaf._asdict() for path, leaf in manifest.tree.items()}
+    data["files"] = {name: file._asdict() for name, file in manifest.files.items()}
     data |= {name: value for name in _OPTIONAL if (value := getattr(manifest, name)) is not None}
     try:
         # As `parse` will read it.
@@ -238,7 +217,8 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         name: SavedFile(file["bytes"], tuple(file["sha256"]), file["block"]) for name, file in data["files"].items()
     }
     bad = [repr(name) for name in files if not is_plain_name(name)]
-    bad += [repr(f"{path}: {leaf.dtype}") for path, leaf in tree.items() if not _is_dtype(leaf.dtype)]
+    found = {path: getattr(torch, str(leaf.dtype), None) for path, leaf in tree.items()}
+    bad += [repr(f"{path}: {tree[path].dtype}") for path, dtype in found.items() if not isinstance(dtype, torch.dtype)]
     if bad:
         raise ValueError(f"no name of a file, or dtype: {listed(bad)}")
     bad = [path for path, leaf in tree.items() if not is_shape(leaf.shape) or not isinstance(leaf.spec, str | None)]
@@ -251,7 +231,11 @@ def _from_data(data: dict[str, Any]) -> Manifest:
             raise ValueError(f"{name}: its size and checksums are none")
         if file.bytes < 0 or not 0 < file.block <= _LARGEST_BLOCK or digests != -(-file.bytes // file.block):
             raise ValueError(f"{name}: {digests} checksums of {file.block} bytes for {file.bytes} bytes")
-    _check_layout(data["layout"])
+    # What is read of a layout without planning it; `layout_of` looks at the rest.
+    if not all(type(size) is int and size > 0 for size in data["layout"].get("mesh", {}).values()):
+        raise ValueError("the mesh of its layout is none")
+    if not isinstance(data["layout"].get("frozen", []), list):
+        raise ValueError("the frozen leaves of its layout are none")
     if not isinstance(data.get("data"), dict | None):
         raise ValueError("its positions of data are none")
     chunks = data.get("chunks")
@@ -259,28 +243,9 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         raise ValueError("its chunks are none")
     if type(data["step"]) is not int:
         raise ValueError(f"its step is no whole number but of type {type(data['step']).__name__}")
-    return Manifest(
-        step=data["step"],
-        layout=data["layout"],
-        tree=tree,
-        structure=data["structure"],
-        files=files,
-        extra=data["extra"],
-        torch=str(data["torch"]),
-        fsharding=str(data["fsharding"]),
-        version=data["version"],
-        data=data.get("data"),
-        chunks=chunks,
-    )
-
-
-def _check_layout(layout: Any) -> None:
-    """Looks at what is read of a layout without planning it; `layouts.layout_of` looks at the rest."""
-    mesh = layout.get("mesh", {})
-    if not all(type(size) is int and size > 0 for size in mesh.values()):
-        raise ValueError("the mesh of its layout is none")
-    if not isinstance(layout.get("frozen", []), list):
-        raise ValueError("the frozen leaves of its layout are none")
+    entries: dict[str, Any] = {name: data[name] for name in _ENTRIES} | {name: data.get(name) for name in _OPTIONAL}
+    entries |= {"tree": tree, "files": files, "torch": str(data["torch"]), "fsharding": str(data["fsharding"])}
+    return Manifest(**entries)
 
 
 def is_shape(sizes: Sequence[object]) -> bool:
@@ -293,7 +258,3 @@ def is_shape(sizes: Sequence[object]) -> bool:
 def is_plain_name(name: object) -> bool:
     """Whether a name leads to nothing but an entry of the directory itself."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
-
-
-def _is_dtype(name: object) -> bool:
-    return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)

@@ -16,7 +16,7 @@ from fsharding.base.registry import find, names_of
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.formats import Blocks
-from fsharding.formats.precision import KEEP, LossScale, Precision, ScaleState
+from fsharding.formats.precision import LossScale, Precision, ScaleState
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.optim import (
     AdamState,
@@ -41,6 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ROLES = ("params", "compute", "reduce", "grads", "moments")
+_MAY_LACK = ("sums", "gather", "keep", "rounding", "activations", "strict", "columnwise")  # if they are the default
 
 
 def plain_names(names: Sequence[DimName] | None) -> list[Any] | None:
@@ -72,7 +73,7 @@ def _name_from_plain(plain: Any) -> DimName:
 def describe_layout(layout: Layout) -> dict[str, Any]:
     """A layout as plain data."""
     shape = abstract(layout.mesh)
-    precision = layout.precision
+    precision, default = layout.precision, Precision()
     return {
         "mesh": dict(zip(shape.names, shape.sizes, strict=True)),
         "ranks": shape.size,
@@ -81,13 +82,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
         "precision": {
             **{role: _plain_role(getattr(precision, role)) for role in _ROLES},
             "loss_scale": None if precision.loss_scale is None else dataclasses.asdict(precision.loss_scale),
-            **({} if precision.sums == "auto" else {"sums": precision.sums}),
-            **({} if precision.gather is None else {"gather": _plain_role(precision.gather)}),
-            **({} if precision.keep == KEEP else {"keep": list(precision.keep)}),
-            **({} if precision.rounding is None else {"rounding": precision.rounding}),
-            **({} if precision.activations is None else {"activations": dtype_name(precision.activations)}),
-            **({"strict": True} if precision.strict else {}),
-            **({"columnwise": list(precision.columnwise)} if precision.columnwise else {}),
+            **{name: _plain_role(x) for name in _MAY_LACK if (x := getattr(precision, name)) != getattr(default, name)},
         },
         "rules": {name: list(axes) for name, axes in layout.rules.items()},
         "frozen": [leaf.path for leaf in layout.leaves if not leaf.trainable],
@@ -143,22 +138,22 @@ def layout_in(
     same_mesh = dict(zip(shape.names, shape.sizes, strict=True)) == plain.get("mesh") and strategy is None
     try:
         params: dict[str, Any] = plain["params"]
-        names = {path: names_from_plain(leaf["names"]) for path, leaf in params.items()}
         if none := [path for path, leaf in params.items() if not is_shape(leaf["shape"])]:
             raise ValueError(f"no shape: {listed(none)}")
         model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters")
-        flat = [path.removeprefix("params").removeprefix(".") for path in tree.leaves(model)]
+        paths, structure = tree.flatten(model)
+        flat = [path.removeprefix("params").removeprefix(".") for path in paths]
         shapes = [
             torch.empty(tuple(params[path]["shape"]), dtype=getattr(torch, params[path]["init"]), device="meta")
             for path in flat
         ]
         return plan_layout(
-            tree.unflatten(tree.flatten(model)[1], shapes),
+            tree.unflatten(structure, shapes),
             mesh,
             AxisRules(**{name: tuple(axes) for name, axes in plain["rules"].items()}),
             Strategy(**plain["cuts"]) if strategy is None else strategy,
             precision=_precision(plain["precision"]),
-            names=tree.unflatten(tree.flatten(model)[1], [names[path] or () for path in flat]),
+            names=tree.unflatten(structure, [names_from_plain(params[path]["names"]) or () for path in flat]),
             frozen=[path for path in plain["frozen"] if shapes[flat.index(path)].dtype.is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
             align=plain.get("align") is True and same_mesh,
@@ -172,21 +167,22 @@ def layout_in(
 
 
 def _precision(plain: dict[str, Any]) -> Precision:
-    dtypes: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
-    scale = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
-    gather = _role(plain.get("gather"))
-    keep = tuple(plain.get("keep", KEEP))
-    return Precision(
-        **dtypes, loss_scale=scale, sums=plain.get("sums", "auto"), gather=gather, keep=keep,
-        rounding=plain.get("rounding"), activations=_role(plain.get("activations")),
-        strict=plain.get("strict", False), columnwise=tuple(plain.get("columnwise", ())),
-    )  # fmt: skip
+    result: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
+    result["loss_scale"] = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
+    for name in (name for name in _MAY_LACK if name in plain):
+        read = {"gather": _role, "activations": _role, "keep": tuple, "columnwise": tuple}.get(name)
+        result[name] = plain[name] if read is None else read(plain[name])
+    return Precision(**result)
 
 
-def _plain_role(x: torch.dtype | Blocks | None) -> Any:
-    """A dtype or a format as JSON has it."""
-    if not isinstance(x, Blocks):
+def _plain_role(x: Any) -> Any:
+    """A dtype, a format or another entry of a precision as JSON has it."""
+    if isinstance(x, torch.dtype):
         return dtype_name(x)
+    if isinstance(x, tuple):
+        return list(x)
+    if not isinstance(x, Blocks):
+        return x
     block = x.block if isinstance(x.block, str) else list(x.block)
     return {"dtype": dtype_name(x.dtype), "block": block, "scale": x.scale, "rounding": x.rounding}
 

@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -38,18 +39,9 @@ from fsharding.comm.leaf_memory import in_memory
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["ValueEntry", "Writer", "Written", "write_metadata"]
+__all__ = ["Writer", "Written", "write_metadata"]
 
 _PIECE = 1 << 20
-
-
-class ValueEntry(NamedTuple):
-    """One record of a file that holds no tensor but a plain value, as torch's optimizers have beside their moments."""
-
-    path: str
-    file: str
-    offset: int
-    length: int
 
 
 class Written(NamedTuple):
@@ -58,7 +50,7 @@ class Written(NamedTuple):
     name: str
     file: SavedFile
     entries: tuple[Entry, ...]
-    values: tuple[ValueEntry, ...] = ()
+    values: tuple[Entry, ...] = ()  # records of plain values, as torch's optimizers have beside their moments
 
 
 class _HashedStream:
@@ -79,7 +71,7 @@ class _HashedStream:
         self._passed: SimpleQueue[tuple[memoryview, bool] | threading.Event | None] = SimpleQueue()
         self._failed: BaseException | None = None
         self._watched = (0, 0)
-        self._found: int | None = None
+        self.found: int | None = None  # the byte where watched memory begins; None before it is written, or if empty
         self._hasher = threading.Thread(target=self._hash_all, name="fsharding-hash", daemon=True)
         self._hasher.start()
 
@@ -94,7 +86,7 @@ class _HashedStream:
         end = start + len(data)
         try:
             if 0 < len(data) == self._watched[0] and _address(data) == self._watched[1]:
-                self._found = start
+                self.found = start
             if len(data) < _PIECE:
                 self._small += data
             if len(data) >= _PIECE or len(self._small) >= _PIECE:
@@ -110,12 +102,7 @@ class _HashedStream:
     def watch(self, x: Tensor) -> None:
         """Note in `found` where the memory of a tensor will be written to."""
         self._watched = (x.nbytes, x.data_ptr())
-        self._found = None
-
-    @property
-    def found(self) -> int | None:
-        """The byte at which the memory that is watched begins; None before it is written, or if it is empty."""
-        return self._found
+        self.found = None
 
     def check(self) -> None:
         """Raises the first failure of a write, or of the hashing."""
@@ -188,7 +175,7 @@ class Writer:
         self.name = file_name(number)
         self._stream = _HashedStream(folder / self.name)
         self._entries: list[Entry] = []
-        self._values: list[ValueEntry] = []
+        self._values: list[Entry] = []
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +201,7 @@ class Writer:
         """Writes a plain value, for torch alone: `load` knows no such leaves."""
         offset = self._stream.size
         self._record(value)
-        self._values.append(ValueEntry(path, self.name, offset, self._stream.size - offset))
+        self._values.append(Entry(path, (), "", (), self.name, offset, self._stream.size - offset))
 
     def _record(self, x: object) -> None:
         _compat.save_record(x, self._stream)
@@ -248,9 +235,8 @@ def _alone(tensor: Tensor) -> Tensor:
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
     """Write `.metadata` over all files of a checkpoint, with no path of this machine in it."""
-    by_path: dict[str, list[Entry]] = {}
-    for entry in sorted(entry for part in written for entry in part.entries):
-        by_path.setdefault(entry.path, []).append(entry)
+    every = sorted(entry for part in written for entry in part.entries)
+    by_path = {path: list(entries) for path, entries in groupby(every, key=lambda entry: entry.path)}
     leaves: dict[str, STORAGE_TYPES] = {
         path: TensorStorageMetadata(
             TensorProperties(dtype=getattr(torch, entries[0].dtype)),
@@ -259,17 +245,12 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
         )
         for path, entries in by_path.items()
     }
-    # A pickle shows which strings are one object: interned, all equal ones are.
-    storage = {
-        MetadataIndex(path, _offset(entry.box)): _StorageInfo(sys.intern(entry.file), entry.offset, entry.length)
-        for path, entries in by_path.items()
-        for entry in entries
-    }
+    # A pickle shows which strings are one object: interned, all equal names of files are, whichever rank sent them; and
+    # a path is the key of `by_path` everywhere.
     values = {entry.path: entry for part in written for entry in part.values}
-    storage |= {
-        MetadataIndex(path): _StorageInfo(sys.intern(entry.file), entry.offset, entry.length)
-        for path, entry in values.items()
-    }
+    places = {MetadataIndex(path, _offset(e.box)): e for path, entries in by_path.items() for e in entries}
+    places |= {MetadataIndex(path): entry for path, entry in values.items()}
+    storage = {index: _StorageInfo(sys.intern(e.file), e.offset, e.length) for index, e in places.items()}
     leaves |= {path: BytesStorageMetadata() for path in values}
     metadata = Metadata({**leaves}, storage_data=storage, storage_meta=StorageMeta())
     stream = _HashedStream(folder / METADATA)
