@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from fsharding.base.errors import CheckpointError, FshardingError, message
 from fsharding.checkpoint.background import watched
-from fsharding.checkpoint.directory import PartialOutput
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import among
 
@@ -26,23 +25,19 @@ UNLIKE_ROW = "has another path, config, or leaves"
 
 Own = TypeVar("Own")
 Answer = TypeVar("Answer")
-Output = TypeVar("Output", bound=PartialOutput)
 
 
 def together(
     work: Callable[[], tuple[Own, Answer]], group: dist.ProcessGroup | None = None
 ) -> tuple[Own, list[Answer]]:
     """Run `work` on every rank, without collectives in it, and gather what it answers. Collective."""
-    done: tuple[Own, Answer] | None = None
-    problem: tuple[bool, str] | None = None
-    cause: Exception | None = None
+    own = answer = problem = cause = None
     try:
-        done = work()
+        own, answer = work()
     except Exception as error:
         cause = error
         worded = isinstance(error, FshardingError)
         problem = worded, str(error) if worded else f"{type(error).__name__}: {error}"
-    answer = done[1] if done is not None else None
     answers: list[Any] = [(answer, problem)]
     if dist.is_initialized():
         answers = [None] * world_size()
@@ -51,8 +46,7 @@ def together(
     problems = {r: problem for r, (_, problem) in enumerate(answers) if problem is not None}
     if problems:
         raise _failure(problems) from cause
-    assert done is not None
-    return done[0], cast("list[Answer]", [answer for answer, _ in answers])
+    return cast(Own, own), [answer for answer, _ in answers]
 
 
 def on_all(work: Callable[[], Own], group: dist.ProcessGroup | None = None) -> Own:
@@ -70,20 +64,19 @@ def agreed(work: Callable[[], tuple[Own, str]], rule: str, row: str, group: dist
 
 def write_together(
     target: Path,
-    begin: Callable[[], AbstractContextManager[Output]],
+    begin: Callable[[], AbstractContextManager[object]],
     write: Callable[[], Answer],
-    commit: Callable[[Output, list[Answer]], None],
+    commit: Callable[[list[Answer]], None],
     group: dist.ProcessGroup | None = None,
 ) -> list[Answer]:
-    """Write an output on all ranks; it is complete, or not there. Collective."""
+    """Write an output on all ranks, which rank 0 begins and commits; it is complete, or not there. Collective."""
+    # Each phase ends with a meeting: no rank writes before the directory is there, and rank 0 commits nothing before
+    # all ranks have synced what they wrote. If a phase fails on one rank it raises on all, and rank 0 cleans up.
+    is_first = own_rank() == 0
     with ExitStack() as stack:
-
-        def enter() -> Output | None:
-            return stack.enter_context(begin()) if own_rank() == 0 else None
-
-        output = on_all(watched(target, enter), group)
+        on_all(watched(target, lambda: stack.enter_context(begin()) if is_first else None), group)
         _, written = together(watched(target, lambda: (None, write())), group)
-        on_all(watched(target, lambda: None if output is None else commit(output, written)), group)
+        on_all(watched(target, lambda: commit(written) if is_first else None), group)
     return written
 
 

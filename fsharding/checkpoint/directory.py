@@ -11,9 +11,9 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from fsharding.base.errors import CheckpointError, message, report
 from fsharding.base.local_paths import check_local
@@ -23,9 +23,9 @@ from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_r
 from fsharding.checkpoint.reader import damage
 
 __all__ = [
-    "Partial", "PartialOutput", "Seen", "StrPath", "append", "clear_stale", "find", "in_one_line", "latest",
-    "lock_alone", "metadata", "naming_path", "not_shared", "partial_of", "read_manifest", "real_path", "retire",
-    "survey", "wording_failures", "writing",
+    "Seen", "StrPath", "append", "clear_stale", "commit", "find", "in_one_line", "latest", "lock_alone", "metadata",
+    "naming_path", "not_shared", "partial_checkpoint", "partial_of", "partial_output", "place", "read_manifest",
+    "real_path", "retire", "survey", "wording_failures", "writing",
 ]  # fmt: skip
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -45,109 +45,95 @@ def _aside(target: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-class PartialOutput:
-    """The file or directory beside a target that is written to; `place`, `discard` or a `with` block end it."""
-
-    def __init__(self, target: Path, *, file: bool = False) -> None:
-        self.target, self.path = target, partial_of(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.path, target, file=file)
-        try:
-            if not file:
-                _clear(self.path)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:  # also Ctrl-C
-                self.discard()
-        finally:
-            self.close()
-
-    def place(self) -> None:
-        """Puts a complete output in its place, where nothing is."""
-        if self.path.is_dir():
-            sync(self.path)
-        self.path.rename(self.target)
-        sync(self.target.parent)
-
-    def discard(self) -> None:
-        """Removes what a failed save left; the next save removes what cannot be removed now."""
+@contextlib.contextmanager
+def partial_output(target: Path, *, file: bool = False) -> Generator[Path]:
+    """Lock an empty directory, or a file, beside a target, for `place` to put there; an exception removes it."""
+    path = partial_of(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = _locked(path, target, file=file)
+    try:
+        for name in () if file else os.listdir(path):
+            _remove(path / name)
+        yield path
+    except BaseException:  # also Ctrl-C
+        with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
+            if _is_at(lock, path):
+                _remove(path)
+        raise
+    finally:
+        # Closing alone would not do: a process that was forked meanwhile has the lock open as well.
         with contextlib.suppress(OSError):
-            if _is_at(self._lock, self.path):
-                _remove(self.path)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
-    def close(self) -> None:
-        """Lets the next save in, though a process that was forked meanwhile has the lock open as well."""
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
+
+def place(target: Path) -> None:
+    """Put a complete output in its place, where nothing is."""
+    path = partial_of(target)
+    if path.is_dir():
+        sync(path)
+    path.rename(target)
+    sync(target.parent)
 
 
 @contextlib.contextmanager
 def writing(target: Path, *, file: bool = False) -> Generator[Path]:
-    """A path to write to, which becomes the target if all goes well, and is removed if not; see `PartialOutput`."""
-    with wording_failures(), naming_path(target), PartialOutput(target, file=file) as partial:
-        yield partial.path
-        partial.place()
+    """Give a path to write to, which becomes the target if all goes well, and is removed if not."""
+    with wording_failures(), naming_path(target), partial_output(target, file=file) as path:
+        yield path
+        place(target)
 
 
-class Partial(PartialOutput):
-    """The directory that one save of a checkpoint writes to; it ends with `commit` instead of `place`."""
+@contextlib.contextmanager
+def partial_checkpoint(target: Path) -> Generator[Path]:
+    """Lock the directory that one save of a checkpoint writes to; `commit` puts it in its place."""
+    with partial_output(target) as path:
+        # The save that made what is at the target may still clear up: its lock went there with its directory.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(target) as fd:
+            _lock(fd, target)
+        aside = _aside(target)
+        if aside.is_dir() and not target.exists():
+            aside.rename(target)
+        if os.path.lexists(target) and not _is_ours(target):
+            mend = "Give another path; nothing but a checkpoint is ever overwritten."
+            rule = f"cannot write {target}: something that is no checkpoint is there."
+            raise CheckpointError(report(f"{_SAVE} {rule}", mend=mend))
+        clear_stale(target.parent)
+        yield path
 
-    def __init__(self, target: Path) -> None:
-        super().__init__(target)
-        try:
-            _check_settled(target)
-            aside = _aside(target)
-            if aside.is_dir() and not target.exists():
-                aside.rename(target)
-            if os.path.lexists(target) and not _is_ours(target):
-                mend = "Give another path; nothing but a checkpoint is ever overwritten."
-                rule = f"cannot write {target}: something that is no checkpoint is there."
-                raise CheckpointError(report(f"{_SAVE} {rule}", mend=mend))
-            clear_stale(target.parent)
-        except BaseException:
-            self.__exit__(BaseException)
-            raise
 
-    def commit(self, text: str, files: dict[str, SavedFile]) -> None:
-        """Add the manifest, and put the directory in its place."""
-        sizes = {name: os.stat(self.path / name).st_size for name in os.listdir(self.path)}
-        rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
-        if rows:
-            raise not_shared(self.target, rows)
-        check_readable(text, sum(file.bytes for file in files.values()))
-        # The manifest comes last, when the ranks have synced all that it names: a directory that has one is complete,
-        # after a loss of power too. So it and the names in the directory are on the disk before the renames.
-        with (self.path / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        sync(self.path)
-        aside = _aside(self.target)
-        if aside.is_dir():
-            shutil.rmtree(aside)
-        replaced = self.target.exists()
+def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
+    """Add the manifest to a partial checkpoint, and put it in its place."""
+    folder, aside = partial_of(target), _aside(target)
+    sizes = {name: os.stat(folder / name).st_size for name in os.listdir(folder)}
+    rows = [f"{name}: not seen whole by rank 0" for name, file in files.items() if sizes.get(name) != file.bytes]
+    if rows:
+        raise not_shared(target, rows)
+    check_readable(text, sum(file.bytes for file in files.values()))
+    # The manifest comes last, when the ranks have synced all that it names: a directory that has one is complete, after
+    # a loss of power too. So it and the names in the directory are on the disk before the renames.
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    replaced = target.exists()
+    if replaced:
+        # No rename puts a directory over one that is not empty. A kill between the two renames leaves the old
+        # checkpoint aside, where `find` and `latest` see it as long as nothing is at the target.
+        target.rename(aside)
+    try:
+        folder.rename(target)
+    except OSError:
         if replaced:
-            # No rename puts a directory over one that is not empty. A kill between the two renames leaves the old
-            # checkpoint aside, where `find` and `latest` see it as long as nothing is at the target.
-            self.target.rename(aside)
-        try:
-            self.path.rename(self.target)
-        except OSError:
-            if replaced:
-                aside.rename(self.target)
-            raise
-        sync(self.target.parent)
-        if replaced:
-            # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
-            shutil.rmtree(aside, ignore_errors=True)
+            aside.rename(target)
+        raise
+    sync(target.parent)
+    if replaced:
+        # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
@@ -195,12 +181,6 @@ def _check_left_by_us(path: Path, target: Path) -> None:
         raise CheckpointError(message(rule, rows, "Move it away, or give another path."))
 
 
-def _check_settled(target: Path) -> None:
-    """Refuses while the save that made what is at a target still clears up: its lock went there with its directory."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(target) as fd:
-        _lock(fd, target)
-
-
 def _lock(fd: int, target: Path) -> bool:
     """Locks an open file or directory; False where the file system knows no such locks, as some shared ones do not."""
     try:
@@ -237,15 +217,10 @@ def clear_stale(root: Path) -> None:
         if kind == "retired" or (kind == "replaced" and _state_of(root / step)[0] is not None):
             shutil.rmtree(folder, ignore_errors=True)
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
-            _remove_unlocked(folder)
-
-
-def _remove_unlocked(folder: Path) -> None:
-    """Removes a partial checkpoint that no living save holds, under its lock."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError), _opened(folder) as fd:
-        # Under the lock, and only if it is still there: a save that ended meanwhile has renamed its own away.
-        if _lock(fd, folder) and _is_at(fd, folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError), _opened(folder) as fd:
+                # Under the lock, and only if it is still there: a save that ended meanwhile has renamed its own away.
+                if _lock(fd, folder) and _is_at(fd, folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -286,11 +261,6 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def _clear(folder: Path) -> None:
-    for name in os.listdir(folder):
-        _remove(folder / name)
 
 
 def _remove(path: Path) -> None:

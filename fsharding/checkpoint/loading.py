@@ -9,8 +9,9 @@ import difflib
 import hashlib
 import math
 import os
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from fsharding.formats.precision import ScaleState
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.optim.base import GradientTransformation
+from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
 from fsharding.train.state import TrainState, refrozen, rounding_key, sealed, spread
 
@@ -177,13 +179,15 @@ def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: 
 
 def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]:
     """The leaves that some paths, or beginnings of them, mean."""
-    under: dict[str, list[str]] = {}
-    for leaf in manifest.tree:
-        for beginning in _beginnings(leaf):
-            under.setdefault(beginning, []).append(leaf)
-    wanted = dict.fromkeys(paths)
-    missing = [path for path in wanted if path not in under]
-    result = dict.fromkeys(leaf for path in wanted for leaf in under.get(path, ()))
+    leaves = sorted(manifest.tree)
+    result: dict[str, None] = {}
+    missing: list[str] = []
+    for path in dict.fromkeys(paths):
+        # "/" is the character after ".": between the two stand the paths that go on with a dot.
+        below = leaves[bisect_left(leaves, f"{path}.") : bisect_left(leaves, f"{path}/")]
+        found = [path, *below] if path in manifest.tree else below
+        result |= dict.fromkeys(found)
+        missing += [] if found else [path]
     if missing:
         # Comparing every text with every other would take for ever: the error shows the first ones alone.
         unknown = [f"{path}{_meant(path, manifest) if n < _SUGGESTED else ''}" for n, path in enumerate(missing)]
@@ -194,17 +198,6 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
 
 _SUGGESTED = 10
 _LONGEST_GUESS = 200
-_DEEPEST = 100
-
-
-def _beginnings(leaf: str) -> Iterator[str]:
-    """A path and what stands before each of its dots, as far as paths of ours are deep."""
-    yield leaf
-    at = -1
-    for _ in range(_DEEPEST):
-        if (at := leaf.find(".", at + 1)) < 0:
-            return
-        yield leaf[:at]
 
 
 def _meant(path: str, manifest: Manifest) -> str:
@@ -316,15 +309,8 @@ def _in_other_groups(wanted: Collection[str], manifest: Manifest) -> dict[str, s
 
 def _meta_main(layout: Layout) -> Tree:
     """Main parameters without memory; None for frozen leaves."""
-    leaves = [
-        leaf.main.to_dtensor(
-            torch.empty(leaf.main.local_shape(leaf.shape), dtype=layout.precision.main_dtype(leaf.init), device="meta"),
-            leaf.shape,
-        )
-        if leaf.trainable
-        else None
-        for leaf in layout.leaves
-    ]
+    wants = main_wants(layout)
+    leaves = [wants[leaf.path].without_memory().at_rest() if leaf.trainable else None for leaf in layout.leaves]
     return tree.unflatten(layout.structure, leaves)
 
 
@@ -422,15 +408,17 @@ def _fetch(source: Source, wanted: Mapping[str, Want]) -> dict[str, Tensor]:
     """Reads this rank's part of each leaf, box by box in the order of the files, so that each block is read once."""
     parts = [(path, box) for path, want in wanted.items() for box in want.without_memory().kept()]
     left = Counter(path for path, _ in parts)
-    reading: dict[str, StateLeaf] = {}
+    reading: dict[str, tuple[StateLeaf, dict[Box, Tensor]]] = {}
     result: dict[str, Tensor] = {}
     for path, box in sorted(parts, key=lambda part: source.position(*part)):
-        leaf = reading[path] = reading.get(path) or wanted[path].empty()
-        source.read(path, box, leaf.kept()[box])
+        if path not in reading:
+            leaf = wanted[path].empty()
+            reading[path] = leaf, leaf.kept()
+        source.read(path, box, reading[path][1][box])
         left[path] -= 1
         if not left[path]:
             # Memory to read a leaf into that is kept elsewhere is needed only until here.
-            result[path] = reading.pop(path).at_rest()
+            result[path] = reading.pop(path)[0].at_rest()
     return {path: result[path] if path in result else want.empty().at_rest() for path, want in wanted.items()}
 
 

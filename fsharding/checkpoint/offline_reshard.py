@@ -17,18 +17,16 @@ from fsharding.base.public import public
 from fsharding.base.version import own_version
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.byte_ranges import pieces
-from fsharding.checkpoint.directory import Partial, StrPath, wording_failures
+from fsharding.checkpoint.directory import StrPath, partial_checkpoint, wording_failures
 from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.reader import Source, open_source
-from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.saving import finish
 from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
-from fsharding.checkpoint.state_leaves import StateLeaf, saved_shardings
+from fsharding.checkpoint.state_leaves import StateLeaf, saved_shardings, shares
 from fsharding.checkpoint.writer import Writer, Written
-from fsharding.mesh.abstract_mesh import AbstractMesh, make_shape
+from fsharding.mesh.abstract_mesh import make_shape
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
-from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.strategy import Strategy
 
 __all__ = ["reshard_checkpoint"]
@@ -79,24 +77,29 @@ def reshard_checkpoint(
         leaves = open_source(folder, manifest)
     layout = layout_in(manifest, mesh, strategy)
     homes = saved_shardings(manifest, layout)
-    tree = {path: leaf._replace(spec=_spec(homes[path])) for path, leaf in manifest.tree.items()}
-    described = describe_layout(layout)
-    versions = {"torch": str(torch.__version__), "fsharding": own_version()}
-    with wording_failures(), Partial(where) as partial:
-        written = _write(partial.path, leaves, manifest, homes, mesh)
-        return finish(partial, replace(manifest, layout=described, tree=tree, **versions), written)
+    wanted = {
+        path: StateLeaf(leaf.shape, homes[path], torch.empty(0, dtype=getattr(torch, leaf.dtype)))
+        for path, leaf in sorted(manifest.tree.items())
+    }
+    changed = replace(
+        manifest,
+        layout=describe_layout(layout),
+        tree={path: leaf.saved for path, leaf in wanted.items()},
+        torch=str(torch.__version__),
+        fsharding=own_version(),
+    )
+    with wording_failures(), partial_checkpoint(where) as folder:
+        return finish(where, changed, _write(folder, leaves, shares(wanted, range(mesh.size))))
 
 
-def _spec(home: NamedSharding | None) -> str | None:
-    return None if home is None else str(home)
-
-
-def _write(
-    folder: Path, leaves: Source, manifest: Manifest, homes: Mapping[str, NamedSharding | None], mesh: AbstractMesh
-) -> list[Written]:
-    """Writes the file of each rank in turn."""
+def _write(folder: Path, leaves: Source, writers: Mapping[str, Mapping[Box, int]]) -> list[Written]:
+    """Write the file of each rank in turn; a rank that would write nothing has none."""
+    by_rank: dict[int, list[tuple[str, Box]]] = {}
+    for path, ranks in writers.items():
+        for box in sorted(ranks):
+            by_rank.setdefault(ranks[box], []).append((path, box))
     written: list[Written] = []
-    for rank, mine in _by_rank(manifest, homes, mesh).items():
+    for rank, mine in sorted(by_rank.items()):
         with Writer(folder, rank) as writer:
             for path, box in mine:
                 leaf = leaves.leaves[path]
@@ -108,18 +111,3 @@ def _write(
                     del x  # before the next one is made
             written.append(writer.close())
     return written
-
-
-def _by_rank(
-    manifest: Manifest, homes: Mapping[str, NamedSharding | None], mesh: AbstractMesh
-) -> dict[int, list[tuple[str, Box]]]:
-    """The boxes that each rank would write, in its order; ranks that would write nothing are left out."""
-    leaves = {
-        path: StateLeaf(leaf.shape, homes[path], torch.empty(0, dtype=getattr(torch, leaf.dtype)))
-        for path, leaf in sorted(manifest.tree.items())
-    }
-    result = dict[int, list[tuple[str, Box]]]()
-    for path, writers in shares(leaves, range(mesh.size)).items():
-        for box in sorted(writers):
-            result.setdefault(writers[box], []).append((path, box))
-    return dict(sorted(result.items()))

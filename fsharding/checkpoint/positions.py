@@ -49,8 +49,8 @@ def check_stateful(data: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
-def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
-    """This rank's position: (index, count, position) of its data rank; None where another rank speaks for it."""
+def own_position(data: Stateful, layout: Layout) -> tuple[int, Any] | None:
+    """This rank's position: index of its data rank, and position; None where another rank speaks for it."""
     mesh = layout.mesh
     if not is_member(mesh):
         return None
@@ -64,12 +64,12 @@ def own_position(data: Stateful, layout: Layout) -> tuple[int, int, Any] | None:
         rule = f"cannot write {len(rows)} values of the position of {kind_of(data)}."
         mend = "Give it numbers, texts, None, lists, tuples, dicts, bytes, tensors and arrays only."
         raise CheckpointError(message(rule, rows, mend))
-    return *data_rank_and_size(mesh), written
+    return data_rank_and_size(mesh)[0], written
 
 
-def joined(positions: Sequence[tuple[int, int, Any] | None]) -> dict[str, Any]:
+def joined(positions: Sequence[tuple[int, Any] | None]) -> dict[str, Any]:
     """What the manifest keeps: the one position that all data ranks have, or one for each."""
-    by_index = {index: position for index, _, position in filter(None, positions)}
+    by_index = dict(filter(None, positions))
     every = [by_index[index] for index in sorted(by_index)]
     return {"all": every[0]} if all(position == every[0] for position in every) else {"ranks": every}
 

@@ -11,8 +11,7 @@ from fsharding.base import tree
 from fsharding.base.errors import ReplicaError, message
 from fsharding.base.public import public, refuse
 from fsharding.checkpoint.collective_call import together
-from fsharding.checkpoint.save_plan import holders_of
-from fsharding.checkpoint.state_leaves import StateLeaf, leaves_beside
+from fsharding.checkpoint.state_leaves import StateLeaf, holders_of, leaves_beside
 from fsharding.mesh.consistency import checksum, digest
 from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.mesh.meeting import called_by_all

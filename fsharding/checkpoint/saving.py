@@ -25,13 +25,12 @@ from fsharding.base.version import own_version
 from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start
 from fsharding.checkpoint.chunks import described
 from fsharding.checkpoint.collective_call import together, write_together
-from fsharding.checkpoint.directory import Partial, StrPath, not_shared, partial_of, real_path
+from fsharding.checkpoint.directory import StrPath, commit, not_shared, partial_checkpoint, partial_of, real_path
 from fsharding.checkpoint.manifest import METADATA, Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
-from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
-from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections
+from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections, shares
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.tier import tier_of
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
@@ -169,7 +168,7 @@ class Job:
 
     def run(self, group: dist.ProcessGroup | None = None) -> None:
         """Do everything that touches the disk. Collective."""
-        write_together(self.target, lambda: Partial(self.target), self._write, self._finish, group)
+        write_together(self.target, lambda: partial_checkpoint(self.target), self._write, self._finish, group)
 
     def _write(self) -> Written | None:
         """This rank's file; none where it has nothing to write."""
@@ -186,35 +185,27 @@ class Job:
                 writer.add(path, shape, box, tensor)
             return writer.close()
 
-    def _finish(self, partial: Partial, written: Sequence[Written | None]) -> None:
-        finish(partial, self.manifest, [part for part in written if part is not None])
+    def _finish(self, written: Sequence[Written | None]) -> None:
+        finish(self.target, self.manifest, [part for part in written if part is not None])
         if self.after is not None:
             self.after()
 
 
-def finish(partial: Partial, manifest: Manifest, written: Sequence[Written]) -> Manifest:
+def finish(target: Path, manifest: Manifest, written: Sequence[Written]) -> Manifest:
     """Put a checkpoint in its place when all its data are written."""
-    files = {METADATA: write_metadata(partial.path, written), **{part.name: part.file for part in written}}
+    files = {METADATA: write_metadata(partial_of(target), written), **{part.name: part.file for part in written}}
     chunks = described(entry for part in written for entry in part.entries)
     whole = dataclasses.replace(manifest, files=files, chunks=chunks)
-    partial.commit(text_of(whole), files)
+    commit(target, text_of(whole), files)
     return whole
-
-
-class _Planned(NamedTuple):
-    """A save, and what this rank knows before the ranks have agreed."""
-
-    job: Job
-    facts: dict[str, str]  # which must be the same on all ranks
-    shared: dict[Holders, list[SharedBox]]  # parts that other ranks hold too
 
 
 class _Answer(NamedTuple):
     """What a rank tells all others before a save."""
 
-    facts: dict[str, str]
+    facts: dict[str, str]  # which must be the same on all ranks
     sums: dict[Holders, int]  # checksums of the parts that it shares
-    position: tuple[int, int, Any] | None  # of its data
+    position: tuple[int, Any] | None  # of its data
 
 
 def plan_save(
@@ -233,17 +224,19 @@ def plan_save(
     leaves = content(state)
     target = real_path(path)
 
-    def check() -> tuple[_Planned, _Answer]:
+    def check() -> tuple[tuple[Job, dict[Holders, list[SharedBox]]], _Answer]:
         if data is not None:
             check_stateful(data)
-        planned = _check(target, leaves, state, extra)
-        facts = {**planned.facts, "data": "none" if data is None else "a position"}
+        job, facts = _check(target, leaves, state, extra)
+        facts["data"] = "none" if data is None else "a position"
         position = None if data is None else own_position(data, state.layout)
-        return planned, _Answer(facts, checksums(planned.shared), position)
+        on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
+        shared = shared_boxes(on_mesh, abstract(state.layout.mesh).members)
+        return (job, shared), _Answer(facts, checksums(shared), position)
 
-    planned, answers = together(check, group)
+    (job, shared), answers = together(check, group)
     _same_everywhere([answer.facts for answer in answers])
-    if rows := differences(planned.shared, [answer.sums for answer in answers]):
+    if rows := differences(shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
     step = next(answer.facts["step"] for answer in answers if "step" in answer.facts)
@@ -252,10 +245,10 @@ def plan_save(
         rule = f"cannot write positions of data of {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         mend = "Give data whose state_dict says where it is, not what it has read."
         raise CheckpointError(message(rule, mend=mend))
-    manifest = dataclasses.replace(planned.job.manifest, step=int(step), data=positions)
+    manifest = dataclasses.replace(job.manifest, step=int(step), data=positions)
     if positions is not None:
         check_readable(text_of(manifest), _bytes_of(leaves))
-    return dataclasses.replace(planned.job, manifest=manifest, after=after)
+    return dataclasses.replace(job, manifest=manifest, after=after)
 
 
 def _bytes_of(leaves: Mapping[str, StateLeaf]) -> int:
@@ -263,14 +256,23 @@ def _bytes_of(leaves: Mapping[str, StateLeaf]) -> int:
     return sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values())
 
 
-def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any) -> _Planned:
-    """Check that this rank can save a state, and plan what it writes."""
+def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any) -> tuple[Job, dict[str, str]]:
+    """Check that this rank can save a state; return what it writes, and what must be the same on all ranks."""
     if rows := objections(leaves):
         rule = f"cannot save {len(rows)} leaves."
         raise CheckpointError(message(rule, rows))
     check_state(state)
     _check_extra(extra)
-    manifest = _manifest(state, leaves, extra)
+    manifest = Manifest(
+        step=int(state.step),
+        layout=describe_layout(state.layout),
+        tree={path: leaves[path].saved for path in sorted(leaves)},
+        structure=describe(state.opt_state),
+        files={},
+        extra=extra,
+        torch=str(torch.__version__),
+        fsharding=own_version(),
+    )
     check_readable(text_of(manifest), _bytes_of(leaves))
     kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
     facts = {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest()}
@@ -278,16 +280,14 @@ def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra:
         # A rank outside the mesh has the plain leaves of the time when it left.
         facts |= {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
         facts["step"] = str(int(state.step))
-    members = abstract(state.layout.mesh).members
-    writers = shares(leaves, members)
+    writers = shares(leaves, abstract(state.layout.mesh).members)
     own = tuple(
         (path, x.shape, box, tensor)
         for path, x in sorted(leaves.items())
         for box, tensor in x.kept().items()
         if writers[path][box] == own_rank()
     )
-    on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
-    return _Planned(Job(target, own, manifest), facts, shared_boxes(on_mesh, members))
+    return Job(target, own, manifest), facts
 
 
 def _unchanging(x: Tensor) -> Tensor:
@@ -320,16 +320,3 @@ def _same_everywhere(checked: list[dict[str, str]]) -> None:
     if rows:
         mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
         raise CheckpointError(message("got different values on different ranks.", rows, mend))
-
-
-def _manifest(state: TrainState, leaves: dict[str, StateLeaf], extra: Any) -> Manifest:
-    return Manifest(
-        step=int(state.step),
-        layout=describe_layout(state.layout),
-        tree={path: leaves[path].saved for path in sorted(leaves)},
-        structure=describe(state.opt_state),
-        files={},
-        extra=extra,
-        torch=str(torch.__version__),
-        fsharding=own_version(),
-    )

@@ -1,12 +1,11 @@
-"""The leaves of a state as a checkpoint has them: by path, each with its shape and the boxes that this rank holds."""
+"""The leaves of a state as a checkpoint has them: by path, their boxes, which rank holds and which writes each."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
+from fsharding.base._compat import cache_on_its_mesh
 from fsharding.base.errors import CheckpointError, LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
@@ -22,16 +22,17 @@ from fsharding.checkpoint.manifest import Manifest, SavedLeaf, dtype_name
 from fsharding.checkpoint.serialized_layout import outline_of
 from fsharding.comm.leaf_memory import fill, in_memory, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding import boxes
-from fsharding.sharding.boxes import Box, Grid
+from fsharding.sharding.boxes import Box
 from fsharding.sharding.entries import Moment, entry_at, outline, places_in
 from fsharding.sharding.layout import Layout, LeafLayout
 from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of, sharding_of
 from fsharding.train.state import TrainState, main_of
 
 __all__ = [
-    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "leaves_beside", "leaves_in",
-    "main_wants", "objections", "saved_shardings",
+    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "holders_of", "leaves_beside", "leaves_in",
+    "main_wants", "objections", "saved_shardings", "shares",
 ]  # fmt: skip
 
 BUFFERS = "buffers."
@@ -45,11 +46,6 @@ class StateLeaf:
     shape: tuple[int, ...]
     sharding: NamedSharding | None  # explicit owners are known to the layout alone, not to a DTensor
     local: Any  # the local tensor; what is no tensor cannot be saved
-
-    @functools.cached_property
-    def grid(self) -> Grid | None:
-        """The index ranges that this rank holds along each dim; None if it holds nothing."""
-        return boxes.grid_of(self.shape) if self.sharding is None else self.sharding.grid(self.shape)
 
     @property
     def saved(self) -> SavedLeaf:
@@ -66,7 +62,8 @@ class StateLeaf:
     def kept(self) -> dict[Box, Tensor]:
         """The parts that this rank holds; empty ones only of a leaf that is empty as a whole."""
         empty = not math.prod(self.shape)
-        parts = () if self.grid is None else boxes.grid_boxes(self.grid)
+        grid = boxes.grid_of(self.shape) if self.sharding is None else self.sharding.grid(self.shape)
+        parts = () if grid is None else boxes.grid_boxes(grid)
         return {box: self.local[place] for box, place in parts if boxes.volume(box) or empty}
 
 
@@ -190,3 +187,41 @@ def digest(x: Tensor) -> str:
     """The sha256 of a tensor's bytes."""
     raw = in_memory(local_of(x)).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------ who writes what
+# So that every element is written once, and ranks write about the same number of bytes. All ranks compute the same
+# from the shardings, without a collective.
+def shares(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Box, int]]:
+    """Return the rank that writes each box by path: boxes with few holders are given away first, then large ones."""
+    every = tuple(ranks)
+    open_boxes = [
+        (boxes.volume(box) * x.local.dtype.itemsize, path, box, holders)
+        for path, x in leaves.items()
+        for box, holders in holders_of(x, every).items()
+    ]
+    load: dict[int, int] = {}
+    result: dict[str, dict[Box, int]] = {path: {} for path in leaves}
+    for size, path, box, holders in sorted(open_boxes, key=lambda b: (len(b[3]), -b[0], b[1], b[2])):
+        writer = min(holders, key=lambda rank: (load.get(rank, 0), rank))
+        load[writer] = load.get(writer, 0) + size
+        result[path][box] = writer
+    return result
+
+
+def holders_of(x: StateLeaf, ranks: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    """Return the ranks that hold each box of a leaf."""
+    return _holders(x.sharding, x.shape) if x.sharding is not None else {boxes.full(x.shape): ranks}
+
+
+@cache_on_its_mesh()
+def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    mesh = abstract(sharding.mesh)
+    empty = not math.prod(shape)
+    held: dict[Box, tuple[int, ...]] = {}
+    for coord in mesh.coordinates():
+        for box in sharding.boxes(shape, coord):
+            # Empty boxes have no bytes; only an empty leaf is written as one, so that the files name it.
+            if boxes.volume(box) or empty:
+                held[box] = (*held.get(box, ()), mesh.rank_at(coord))
+    return held

@@ -26,9 +26,8 @@ from fsharding.base.public import check_path, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
-from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
-from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import StateLeaf, main_wants
+from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path
+from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, shares
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
@@ -377,13 +376,13 @@ def save(
     def write() -> Written:
         return _write(partial, kinds, pieces, config, common, format)
 
-    def commit(output: PartialOutput, written: list[Written]) -> None:
+    def commit(written: list[Written]) -> None:
         write_metadata(partial, written)
         if format == "torch_dist":
             _write_common(partial, common)
-        output.place()
+        place(target)
 
-    written = write_together(target, lambda: PartialOutput(target), write, commit, group)
+    written = write_together(target, lambda: partial_output(target), write, commit, group)
     return Saved(target, format, len({entry.path for part in written for entry in part.entries}))
 
 

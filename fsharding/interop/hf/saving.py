@@ -30,9 +30,8 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
-from fsharding.checkpoint.directory import PartialOutput, StrPath, partial_of, real_path
-from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import StateLeaf, objections
+from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path
+from fsharding.checkpoint.state_leaves import StateLeaf, objections, shares
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.name_map import written_constants
@@ -153,7 +152,7 @@ def save(
         if rows := coding.not_finite():
             mend = "Save a state of before it happened, or without format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
-    write_together(job.target, job.begin, job.write, lambda output, _: job.commit(output), group)
+    write_together(job.target, job.begin, job.write, lambda _: job.commit(), group)
     return Saved(job.target, len(job.tensors), {file.name: file.size for file in job.files})
 
 
@@ -236,9 +235,9 @@ class _Job:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     @contextlib.contextmanager
-    def begin(self) -> Generator[PartialOutput]:
+    def begin(self) -> Generator[None]:
         """Fill a directory with files of their full size, which have their headers. On one rank."""
-        with PartialOutput(self.target) as output:
+        with partial_output(self.target):
             for file in self.files:
                 with (self.partial / file.name).open("xb") as stream:
                     stream.write(file.header)
@@ -247,7 +246,7 @@ class _Job:
                 (self.partial / INDEX).write_bytes(index_text(self.files))
             for name, entries in self.entries.items():
                 (self.partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-            yield output
+            yield
 
     def write(self) -> None:
         """Writes the boxes of this rank, each to its place."""
@@ -280,7 +279,7 @@ class _Job:
                 scales = self.coding.scales(name)
                 yield name + SCALES, boxes.full(tuple(scales.shape)), scales
 
-    def commit(self, output: PartialOutput) -> None:
+    def commit(self) -> None:
         """Puts the directory in its place. On one rank."""
         for name in os.listdir(self.partial):
             handle = os.open(self.partial / name, os.O_RDONLY)
@@ -288,7 +287,7 @@ class _Job:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-        output.place()
+        place(self.target)
 
 
 class _Tensors:

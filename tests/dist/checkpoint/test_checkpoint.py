@@ -16,8 +16,7 @@ from fsharding import checkpoint as ck
 from fsharding.base.errors import RankError
 from fsharding.checkpoint.chunks import from_metadata
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import StateLeaf
+from fsharding.checkpoint.state_leaves import StateLeaf, shares
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.mesh import device_mesh
 from fsharding.sharding import boxes
@@ -128,7 +127,7 @@ def save_with_a_fault(path, where, rank):
         ("fsharding.checkpoint.writer.Writer.add", 1),
         ("fsharding.checkpoint.writer._HashedStream._hash", 1),
         ("fsharding.checkpoint.saving.write_metadata", 0),
-        ("fsharding.checkpoint.directory.Partial.commit", 0),
+        ("fsharding.checkpoint.saving.commit", 0),
     ],
 )
 def test_a_fault_in_any_phase_raises_on_all_ranks(tmp_path, where, rank):

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -297,16 +297,12 @@ def two_saves(path):
     def run(i):
         texts[i] = answer(jobs[i].run, groups[i])
 
-    if dist.get_rank() == 0:
-        held = directory.Partial(path / "a")
+    with ExitStack() as held:
+        if dist.get_rank() == 0:
+            held.enter_context(directory.partial_checkpoint(path / "a"))
         dist.barrier()
-    else:
+        run(0)
         dist.barrier()
-    run(0)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        held.discard()
-        held.close()
     dist.barrier()
     run(1)
     return texts, int(ck.load(path / "a", state.layout).step)

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharding.checkpoint.save_plan import shares
-from fsharding.checkpoint.state_leaves import StateLeaf
+from fsharding.checkpoint.state_leaves import StateLeaf, shares
 from fsharding.comm import reshard_plan
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
 from fsharding.sharding import boxes

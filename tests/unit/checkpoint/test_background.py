@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.base.errors import CheckpointError, ConfigError, DonatedError
-from fsharding.checkpoint import background, directory
+from fsharding.checkpoint import background, directory, saving
 from fsharding.sharding.named_sharding import local_of
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import at_step, planned, refusal, state_of
@@ -31,14 +32,14 @@ def _nothing_left():
 def gate(monkeypatch):
     """Holds every save back, once it has begun to write, until the gate is opened."""
     opened, begun = threading.Event(), threading.Event()
-    write = directory.Partial.commit
+    write = saving.commit
 
-    def waiting(self, text, files):
+    def waiting(target, text, files):
         begun.set()
         assert opened.wait(20)
-        write(self, text, files)
+        write(target, text, files)
 
-    monkeypatch.setattr(directory.Partial, "commit", waiting)
+    monkeypatch.setattr(saving, "commit", waiting)
     opened.begun = begun
     yield opened
     opened.set()
@@ -238,20 +239,24 @@ def test_a_directory_that_goes_while_it_is_looked_at(tmp_path, monkeypatch):
 
 
 def test_a_lock_ends_with_its_holder(tmp_path):
-    partial = directory.Partial(tmp_path / "a")
-    (partial.path / "__0_0.distcp").write_text("x")
+    def hold() -> tuple[ExitStack, Path]:
+        held = ExitStack()
+        return held, held.enter_context(directory.partial_checkpoint(tmp_path / "a"))
+
+    held, path = hold()
+    (path / "__0_0.distcp").write_text("x")
     with pytest.raises(CheckpointError, match="another save is writing it"):
-        directory.Partial(tmp_path / "a")
-    partial.close()
+        hold()
+    held.close()
     ck.save(tmp_path / "a", at_step(3))
-    partial = directory.Partial(tmp_path / "a")
-    os.rename(partial.path, tmp_path / "elsewhere")
-    other = directory.Partial(tmp_path / "a")
-    partial.discard()
-    assert other.path.is_dir()
-    other.discard()
-    for each in (partial, other):
-        each.close()
+    held, path = hold()
+    os.rename(path, tmp_path / "elsewhere")
+    another, path = hold()
+    stop = KeyboardInterrupt()
+    assert not held.__exit__(KeyboardInterrupt, stop, None)
+    assert path.is_dir()
+    assert not another.__exit__(KeyboardInterrupt, stop, None)
+    assert sorted(os.listdir(tmp_path)) == ["a", "elsewhere"]
 
 
 # ---------------------------------------------------------------------------------------------------------- Checkpointer
@@ -334,17 +339,18 @@ def test_checkpointer_numbers(tmp_path, numbers):
     )
 
 
-def test_a_save_clears_up_before_the_next_begins(tmp_path):
+def test_a_save_clears_up_before_the_next_begins(tmp_path, monkeypatch):
     """Its directory is in its place, its lock too: what it set aside is its own until it is done."""
     ck.save(tmp_path / "a", at_step(1))
-    partial = directory.Partial(tmp_path / "a")
-    os.rename(tmp_path / "a", tmp_path / "b")
-    os.rename(partial.path, tmp_path / "a")
-    with pytest.raises(CheckpointError, match="another save is writing it"):
-        directory.Partial(tmp_path / "a")
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-    held = os.dup(partial._lock)  # as a process has it that was forked meanwhile
-    partial.close()
+    lock, locks = directory._locked, []
+    monkeypatch.setattr(directory, "_locked", lambda *args, **kwargs: locks.append(lock(*args, **kwargs)) or locks[-1])
+    with directory.partial_checkpoint(tmp_path / "a") as path:
+        os.rename(tmp_path / "a", tmp_path / "b")
+        os.rename(path, tmp_path / "a")
+        with pytest.raises(CheckpointError, match="another save is writing it"):
+            ck.save(tmp_path / "a", at_step(2))
+        assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+        held = os.dup(locks[0])  # as a process has it that was forked meanwhile
     ck.save(tmp_path / "a", at_step(2))
     os.close(held)
     assert ck.load(tmp_path / "a", planned()).step == 2

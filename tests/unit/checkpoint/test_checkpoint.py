@@ -674,11 +674,10 @@ def test_latest(tmp_path):
 
 
 def test_a_directory_that_is_not_shared(tmp_path):
-    partial = directory.Partial(tmp_path / "a")
+    (tmp_path / ".a.partial").mkdir()
     files = {"__1_0.distcp": ck.SavedFile(3, ("",))}
-    assert refusal(partial.commit, "", files) == (
+    assert refusal(directory.commit, tmp_path / "a", "", files) == (
         f"fs.checkpoint.save needs a directory that all ranks share, and {tmp_path} is none.\n"
         "  __1_0.distcp: not seen whole by rank 0\n"
         "Give a path on a file system that every host has mounted, at the same place."
     )
-    partial.close()

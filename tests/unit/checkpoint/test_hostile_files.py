@@ -887,15 +887,11 @@ def test_a_manifest_that_no_load_would_read_is_not_written(saved, save, monkeypa
 def test_the_commit_of_a_save_refuses_a_manifest_that_no_load_would_read(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "_MOST_VALUES", 1000)
     monkeypatch.setattr(manifest, "_MOST_BYTES", 10_000)
-    partial = directory.Partial(tmp_path / "a")
-    try:
+    with directory.partial_checkpoint(tmp_path / "a") as partial:
         for text in ("[" + "1," * 1000 + "1]", "x" * 10_001):
             with pytest.raises(CheckpointError, match="that no load would read"):
-                partial.commit(text, {})
-        assert not list(partial.path.iterdir()) and not (tmp_path / "a").exists()
-    finally:
-        partial.discard()
-        partial.close()
+                directory.commit(tmp_path / "a", text, {})
+        assert not list(partial.iterdir()) and not (tmp_path / "a").exists()
 
 
 def test_metadata_of_holes_are_read_once(saved):

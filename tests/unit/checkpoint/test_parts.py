@@ -19,9 +19,8 @@ from fsharding.checkpoint.byte_ranges import pieces, span
 from fsharding.checkpoint.loading import _wanted_leaves
 from fsharding.checkpoint.manifest import METADATA
 from fsharding.checkpoint.reader import Source, open_source
-from fsharding.checkpoint.save_plan import shares
 from fsharding.checkpoint.serialized_layout import names_from_plain, plain_names
-from fsharding.checkpoint.state_leaves import StateLeaf
+from fsharding.checkpoint.state_leaves import StateLeaf, shares
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.formats.precision import KEEP
 from fsharding.sharding import boxes
