@@ -124,11 +124,7 @@ def muon(
 
     @public
     def update(
-        updates: Tree,
-        state: MuonState,
-        params: Tree = None,
-        context: UpdateContext = UpdateContext(),
-        shardings: Tree = None,
+        updates: Tree, state: MuonState, params: Tree = None, context: UpdateContext = UpdateContext()
     ) -> tuple[Tree, MuonState]:
         return rule.update(updates, state, params, context)
 

@@ -15,9 +15,7 @@ from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import kind_of, without_parameters
 from fsharding.optim.schedules import Schedule
 
-__all__ = [
-    "ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings",
-]  # fmt: skip
+__all__ = ["ABOVE_0", "BELOW_1", "FROM_0", "FROM_1", "TO_1", "Needs", "check_dtype", "check_settings"]
 
 
 class Needs(NamedTuple):
@@ -27,20 +25,12 @@ class Needs(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-FROM_0 = Needs("a finite number from 0", lambda x: 0 <= x < math.inf)
-"""Learning rates, decays of weights, small numbers that are added."""
-
-ABOVE_0 = Needs("a number above 0", lambda x: x > 0)
-"""Bounds; infinity is none."""
-
+FROM_0 = Needs("a finite number from 0", lambda x: 0 <= x < math.inf)  # learning rates, weight decay, eps
+ABOVE_0 = Needs("a number above 0", lambda x: x > 0)  # bounds; infinity is none
 FROM_1 = Needs("a whole number from 1", lambda x: x >= 1 and float(x).is_integer())
-"""Counts."""
-
+# Decays of moments: the correction of their bias divides by 1 - decay.
 BELOW_1 = Needs("a number from 0, below 1", lambda x: 0 <= x < 1)
-"""Decays of moments, whose bias is divided by what they leave of 1."""
-
 TO_1 = Needs("a number from 0 to 1", lambda x: 0 <= x <= 1)
-"""Shares."""
 
 
 def check_settings(*groups: tuple[Needs, Mapping[str, Any]]) -> None:
