@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, cast
 
 from torch import Tensor
 
-from fsharding.base import _compat
+from fsharding.base import _compat, tree
 from fsharding.base.calls import public_name
 from fsharding.base.errors import TransformError, report
 from fsharding.base.public import kind_of
@@ -24,8 +24,7 @@ from fsharding.transforms.loss_checks import names_of
 
 __all__ = ["call_unwritten", "content_of"]
 
-_MOST = 10_000
-"""Objects that are looked at in one call; an argument may lead to a data set."""
+_MOST = 10_000  # objects that are looked at in one call; an argument may lead to a data set
 _NOT_WALKED = (type, Mesh, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -103,15 +102,14 @@ def _children(x: Any) -> Iterable[tuple[str, Any]] | None:
     if isinstance(x, dict):
         return [(f"[{key!r}]", value) for key, value in islice(cast("dict[Any, Any]", x).items(), _MOST)]
     if isinstance(x, list | tuple | deque):
-        return _numbered(cast("Iterable[Any]", x))
+        return [(f"[{i}]", item) for i, item in enumerate(islice(cast("Iterable[Any]", x), _MOST))]
     if isinstance(x, set | frozenset):
         # By identity: a set has no order of its own.
         return [(f"{{{id(item):x}}}", item) for item in islice(cast("Iterable[Any]", x), _MOST)]
     if isinstance(x, _NOT_WALKED):
         return None
+    if type(x).__module__.startswith("fsharding."):
+        # Its tensors alone: a quantized weight also has the context of its gathers, which other threads change.
+        return [(f".{name}", child) for name, child in (tree.children(x) or {}).items()] or None
     own = {name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())} | {*getattr(x, "__dict__", ())}
     return [(f".{name}", getattr(x, name)) for name in sorted(own) if hasattr(x, name)] or None
-
-
-def _numbered(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"[{i}]", item) for i, item in enumerate(islice(items, _MOST)))

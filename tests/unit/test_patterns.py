@@ -128,8 +128,8 @@ def test_patterns_of_a_precision_that_match_no_leaf_are_refused():
     params = fs.shard(tree, layout)
     calls = {
         "fs.plan_layout": lambda: fs.plan_layout(tree, mesh, names=STACK, precision=precision),
-        "Layout.with_precision": lambda: layout.with_precision(precision),
-        "Layout.in_flight": lambda: layout.in_flight(precision),
+        "fs.Layout.with_precision": lambda: layout.with_precision(precision),
+        "fs.Layout.in_flight": lambda: layout.in_flight(precision),
         "fs.value_and_grad": lambda: fs.value_and_grad(lambda p: p, precision=precision)(params),
     }
     for name, call in calls.items():

@@ -285,6 +285,6 @@ def test_calls_that_would_lose_the_state_are_refused(te):
         )
     lonely = fs.te.functionalize(made("Linear"), te.DelayedScaling(reduce_amax=False))
     assert refusal(fs.plan_layout, lonely, fs.AbstractMesh(("dp",), (2,)), kind=ConfigError) == (
-        "fs.te.functionalize got a recipe of one rank on the mesh {dp: 2}.\n"
+        "fs.plan_layout got a recipe of one rank on the mesh {dp: 2}.\n"
         "Make the recipe with reduce_amax=True: the state is one value for all ranks."
     )

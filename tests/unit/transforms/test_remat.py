@@ -1,5 +1,6 @@
 """`remat` under torch.func: what it closes over, what it returns, how often it computes, and what we ask torch for."""
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -316,6 +317,25 @@ def test_a_tensor_changed_in_place_is_refused_and_an_argument_that_is_read_is_no
     assert_bitwise_equal(
         grad(lambda x: fs.remat(reading)(x, options).sum())(X), grad(lambda x: torch.sin(x * 4).sum())(X)
     )
+
+
+def test_what_a_quantized_weight_is_gathered_with_is_no_argument():
+    """A gather that another thread has started ahead must not be taken for what the block writes."""
+    ahead = {}
+    weight = fs.formats.quantize(torch.ones(4, 64), fs.formats.MXFP8)
+    weight = dataclasses.replace(weight, columnwise=SimpleNamespace(ahead=ahead))
+
+    def block(x, weight):
+        ahead[len(ahead)] = torch.ones(1)
+        return torch.sin(x)
+
+    assert_bitwise_equal(fs.remat(block)(X, weight), torch.sin(X))
+
+    def writing_codes(x, weight):
+        weight.values.zero_()
+        return torch.sin(x)
+
+    assert "weight.values was changed in place" in refusal(fs.remat(writing_codes), X, weight, kind=TransformError)
 
 
 def keeping(params, carry):
