@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from fsharding.base import tree
 from fsharding.base.tree import Tree
-from fsharding.sharding.block_scales import is_coded
-from fsharding.sharding.entries import places
+from fsharding.sharding.entries import places, state_leaves, with_leaves
 
 __all__ = ["holding"]
 
@@ -21,15 +20,9 @@ def holding(
         return change(grads, state, params)
     held = {*tree.paths(params)} - {*tree.paths(grads)}
     found = places(state, params)
-    kept = {
-        path: x
-        for path, x in tree.named_leaves(state, is_leaf=is_coded).items()
-        if path in found and found[path].param in held
-    }
+    kept = {path: x for path, x in state_leaves(state).items() if path in found and found[path].param in held}
     if not kept:
         return change(grads, state, params)
-    pruned = tree.map_with_path(lambda path, x: None if path in kept else x, state, is_leaf=is_coded)
+    pruned = with_leaves(state, dict.fromkeys(kept))
     changed, after = change(grads, pruned, tree.map_with_path(lambda path, x: None if path in held else x, params))
-    new = tree.named_leaves(after, is_leaf=is_coded)
-    state = tree.map_with_path(lambda path, x: x if path in kept else new.get(path, x), state, is_leaf=is_coded)
-    return changed, state
+    return changed, with_leaves(state, state_leaves(after) | kept)

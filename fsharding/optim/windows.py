@@ -33,8 +33,7 @@ from fsharding.comm.tier import DEVICE, compute_device, rows_together, tier_of, 
 from fsharding.comm.transfers import Transfer, Transfers
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
-from fsharding.optim.coded_moment import is_coded
-from fsharding.sharding.entries import places
+from fsharding.sharding.entries import places, state_leaves, state_structure, with_leaves
 from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.memory_kinds import Tier
 from fsharding.sharding.named_sharding import like, local_of, sharding_of
@@ -136,7 +135,7 @@ class _Piece(NamedTuple):
 def _planned(values: _Values, owners: Mapping[str, str], context: UpdateContext) -> list[_Window] | None:
     """Plan the windows; return None if a leaf that is away belongs to no parameter."""
     parts: dict[str, dict[str, Any]] = {name: {} for name in sorted(tree.paths(values.params))}
-    for path, x in _leaves(values).items():
+    for path, x in state_leaves(values).items():
         if path in owners:
             parts[owners[path]][path] = x
         elif any(map(is_away, tree.leaves(x))):
@@ -170,7 +169,7 @@ def _pieces(name: str, leaves: Mapping[str, Any], context: UpdateContext) -> lis
     first = flat[0]
     total = sum(math.prod(_most(x)) * x.element_size() for x in flat if is_away(x))
     alike = all(isinstance(x, DTensor) and (x.shape, x.placements) == (first.shape, first.placements) for x in flat)
-    if alike and first.ndim and not any(map(is_coded, leaves.values())) and not keyed:
+    if alike and first.ndim and all(isinstance(x, Tensor) for x in leaves.values()) and not keyed:
         shape, here = _most(first), local_of(first).shape
         step = rows_together(shape)
         # If other dims are sharded unevenly, ranks would disagree on how many rows an extent of the file has.
@@ -187,16 +186,13 @@ def _most(x: DTensor) -> tuple[int, ...]:
     return sharding_of(x).first_shape(x.shape)
 
 
-def _leaves(values: _Values) -> dict[str, Any]:
-    return tree.named_leaves(values, is_leaf=is_coded)
-
-
 def _owners(values: _Values) -> dict[str, str]:
     """Map the path of each gradient, moment and parameter to its parameter."""
     result = {joined(field, name): name for field in ("grads", "params") for name in tree.paths(values.params)}
-    held = tree.named_leaves(values.state, is_leaf=is_coded)
+    held = state_leaves(values.state)
     for path, place in places(values.state, values.params).items():
-        if is_coded(x := held.get(path)) or isinstance(x, DTensor):
+        # A tensor that is not sharded, such as a count, is updated with every window.
+        if (x := held.get(path)) is not None and (isinstance(x, DTensor) or not isinstance(x, Tensor)):
             result[joined("state", path)] = place.param
     return result
 
@@ -209,8 +205,8 @@ def _merged(like_tree: Tree, parts: Iterable[Tree]) -> Tree:
     """One tree of the leaves of all windows."""
     found: dict[str, Any] = {}
     for part in parts:
-        found |= tree.named_leaves(part, is_leaf=is_coded)
-    return tree.map_with_path(lambda path, x: found.get(path, x), like_tree, is_leaf=is_coded)
+        found |= state_leaves(part)
+    return with_leaves(like_tree, found)
 
 
 class _Copies:
@@ -299,8 +295,8 @@ class _Windows:
     ) -> None:
         self._away = away
         self._owners = owners
-        self._named = _leaves(values)
-        _, self._spec = tree.flatten(values, is_leaf=is_coded)
+        self._named = state_leaves(values)
+        self._spec = state_structure(values)
         self._of: dict[str | None, list[tuple[int, Any]]] = {}
         for i, (path, x) in enumerate(self._named.items()):
             self._of.setdefault(owners.get(path), []).append((i, x))
@@ -356,7 +352,7 @@ class _Windows:
         there = self._copies[window.on_host].send(given, self._tiers, homes)
         there |= {path: written(home, local[path]) for path, home in homes.items() if path not in there}
         rest = tree.map_with_path(lambda path, x: like_leaf(x, there[path]) if path in there else x, values)
-        for path, x in _leaves(rest).items():
+        for path, x in state_leaves(rest).items():
             if self._rows(path, window) is None:
                 self._after[path] = x
             elif path not in self._homes:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -23,8 +23,23 @@ from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
     "CODED", "LEAF", "NONE", "UNKNOWN", "Entry", "Moment", "Outline", "Place", "entry_at", "moments", "outline",
-    "places", "places_in",
+    "places", "places_in", "state_leaves", "state_structure", "with_leaves",
 ]  # fmt: skip
+
+
+def state_leaves(state: Tree) -> dict[str, Any]:
+    """Return the leaves of an optimizer's state by path; a moment in low precision is one leaf."""
+    return tree.named_leaves(state, is_leaf=is_coded)
+
+
+def with_leaves(state: Tree, leaves: Mapping[str, Any]) -> Tree:
+    """Replace those leaves of an optimizer's state that `leaves` has, by path."""
+    return tree.map_with_path(lambda path, x: leaves.get(path, x), state, is_leaf=is_coded)
+
+
+def state_structure(state: Tree) -> optree.PyTreeSpec:
+    """Return the structure of an optimizer's state, whatever its moments are kept in."""
+    return tree.flatten(state, is_leaf=is_coded)[1]
 
 
 @dataclass(frozen=True)

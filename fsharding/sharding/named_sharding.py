@@ -84,7 +84,7 @@ class NamedSharding:
         for name, kind in (("partial", str), ("assigned", Assigned), ("owned", str)):
             given = getattr(self, name)
             if not isinstance(given, tuple) or not all(isinstance(x, kind) for x in given):
-                mend = "Give axes by name; fs.Assigned says who owns what."
+                mend = "Name axes in partial=; fs.plan_layout makes assigned= for stages and fs.Fused dims."
                 raise refuse(f"{name}= as a tuple of {kind.__name__}", given, mend)
         used = [*self.spec.all_axes, *self.partial, *(a.axis for a in self.assigned)]
         if unknown := [axis for axis in used if axis not in AXES]:

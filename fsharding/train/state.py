@@ -47,11 +47,10 @@ from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract
 from fsharding.optim.base import GradientTransformation
-from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.windows import start_in_windows
 from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
-from fsharding.sharding.entries import places
+from fsharding.sharding.entries import places, state_leaves, with_leaves
 from fsharding.sharding.layout import Layout, check_fit
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
 from fsharding.sharding.random import LazyTensor
@@ -530,9 +529,9 @@ def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> 
     values = tree.unflatten(old.structure, [p if main is None else main for *_, p, main in both])
     targets = tree.unflatten(old.structure, [new.main if new.trainable else new.params for _, new, *_ in both])
     fresh = state_from_params(tree.map(copied, redistribute(values, targets)), opt, state.key, layout)
-    before = tree.named_leaves(state.opt_state, is_leaf=is_coded)
+    before = state_leaves(state.opt_state)
     kept = {leaf.path for leaf in layout.leaves if leaf.trainable}
-    gone = before.keys() - tree.named_leaves(fresh.opt_state, is_leaf=is_coded).keys()
+    gone = before.keys() - state_leaves(fresh.opt_state).keys()
     owners = places(state.opt_state, state.params)
     if rows := [f"opt_state.{path}" for path in gone if path not in owners or owners[path].param in kept]:
         raise TreeError(message("got a state of another optimizer.", rows, "Give the optimizer of this state: opt=..."))
@@ -550,7 +549,7 @@ def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> 
         state.replace(
             params=same(fresh.params, state.params),
             main=main,
-            opt_state=tree.map_with_path(lambda path, x: before.get(path, x), fresh.opt_state, is_leaf=is_coded),
+            opt_state=with_leaves(fresh.opt_state, before),
             layout=layout,
         )
     )

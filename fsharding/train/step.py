@@ -52,13 +52,13 @@ from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.ops.capacity import FULL, counting_drops, is_full
 from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
-from fsharding.optim.coded_moment import is_coded
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.optim.schedules import noting_rates
 from fsharding.optim.updates import add_updates, apply_gradients
 from fsharding.optim.windows import through_windows
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import Schedule, plan_schedule
+from fsharding.sharding.entries import state_structure
 from fsharding.sharding.layout import Layout, check_fit, on_mesh
 from fsharding.sharding.named_sharding import local_of
 from fsharding.sharding.random import fold_in
@@ -754,7 +754,7 @@ def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:
     except (NotImplementedError, RuntimeError):
         return  # An init that reads values fails on meta tensors; the update refuses a state that does not fit.
     # An update takes moments as the state has them, whatever the format in which the optimizer would make them.
-    spec, other = (tree.flatten(x, is_leaf=is_coded)[1] for x in (expected, state.opt_state))
+    spec, other = map(state_structure, (expected, state.opt_state))
     if spec != other:
         tree.flatten_up_to(spec, state.opt_state, ("its optimizer", "state.opt_state"))
 
