@@ -308,7 +308,7 @@ LINES = {
     "base": 2_663,
     "formats": 1_692,
     "mesh": 3_501,
-    "sharding": 3_680,
+    "sharding": 3_677,
     "comm": 5_436,
     "ops": 3_171,
     "transforms": 4_614,

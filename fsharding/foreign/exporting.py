@@ -97,7 +97,7 @@ def export(
             the manifest, such as `params.blocks.wq`, `opt_state.mu.blocks.wq` and `step`; "fsdp2" (in "dcp" alone) for
             all that `dcp.load` asks for to fill `{"model": m, "optim": o}`, where m and o are what torch's
             `get_state_dict(model, optimizer)` returns. The names match the parameters. The optimizer was
-            `adamw`, or `from_torch` of one of torch's, also under `chain` and `masked`.
+            `adamw`, or `from_torch` of one of torch's, also under `chain` and `multi_transform`.
         settings: for "fsdp2", of the optimizer there, which takes them over: `optimizer.defaults`; or those of each
             group of parameters, as `get_state_dict` has them, with names of parameters under `params`.
         max_file_bytes: files of more than one tensor are at most this large; "torch" always makes one file.

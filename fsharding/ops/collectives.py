@@ -268,7 +268,7 @@ def _dim(x: Tensor, dim: int) -> int:
 def all_gather(
     x: Tensor, axis: str | Sequence[str], *, dim: int, size: int | None = None, mesh: Mesh | None = None
 ) -> Tensor:
-    """Joins the shards of all ranks along an axis. Transpose of `scatter`.
+    """Joins the shards of all ranks along an axis. Transpose of `reduce_scatter`.
 
     Args:
         x: this rank's ceil-chunk along `dim`, any dtype.
@@ -294,7 +294,7 @@ def all_gather(
 @public
 @_compat.outside_of_graphs
 def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh | None = None) -> Tensor:
-    """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `gather`.
+    """Sums over an axis and keeps this rank's ceil-chunk (a reduce-scatter). Transpose of `all_gather`.
 
     Args:
         x: this rank's term of the sum, of the whole shape.
@@ -319,7 +319,7 @@ def reduce_scatter(x: Tensor, axis: str | Sequence[str], *, dim: int, mesh: Mesh
 @public
 @_compat.outside_of_graphs
 def psum(x: Tensor, axis: str | Sequence[str], *, mesh: Mesh | None = None) -> Tensor:
-    """The sum over an axis, on every rank. Transpose of `vary`.
+    """The sum over an axis, on every rank. Transpose of `pvary`.
 
     Example:
         >>> mesh = fs.make_mesh(dp=-1, device="cpu")

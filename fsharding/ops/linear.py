@@ -18,7 +18,7 @@ __all__ = ["column_linear", "copy_to_tp", "reduce_from_tp", "row_linear", "split
 
 
 def copy_to_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
-    """Into a region where each rank of an axis computes with its own shards. Transpose of `leave`.
+    """Enter a region where each rank of an axis computes with its own shards. Transpose of `reduce_from_tp`.
 
     Args:
         x: the same on all ranks of the axis; with `sequence_dim` each rank's equal part along that dim.
@@ -43,12 +43,12 @@ def copy_to_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, 
 
 @public
 def reduce_from_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = None, mesh: Mesh | None = None) -> Tensor:
-    """Out of the region: the terms of all ranks are summed, and with `sequence_dim` cut along it. Transpose of `enter`.
+    """Leave a region: sum the terms of all ranks, and shard along `sequence_dim`. Transpose of `copy_to_tp`.
 
     Args:
         x: this rank's term of the sum, of the whole shape.
-        axis: as in `enter`.
-        sequence_dim: as in `enter`.
+        axis: as in `copy_to_tp`.
+        sequence_dim: as in `copy_to_tp`.
         mesh: by default the mesh of `fs.set_mesh`.
 
     Raises:
@@ -83,9 +83,9 @@ def column_linear(
     Args:
         x_D: [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
         *weights_FD: this rank's rows of each weight: [F of this rank, D], as a tensor or a `Quantized`. All of them
-            share one `enter`.
+            share one `copy_to_tp`.
         axis: the mesh axis that shards F.
-        sequence_dim: as in `enter`.
+        sequence_dim: as in `copy_to_tp`.
         mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
@@ -150,14 +150,14 @@ def row_linear(
         x_F: [..., F of this rank], as `column_linear` makes it.
         weight_FD: this rank's rows: [F of this rank, D], as a tensor or a `Quantized`.
         axis: the mesh axis that shards F.
-        sequence_dim: as in `enter`.
+        sequence_dim: as in `copy_to_tp`.
         mesh: by default the mesh of `fs.set_mesh`.
 
     Returns:
         [..., D], the same on all ranks of the axis, or cut along `sequence_dim`.
 
     Raises:
-        SpecError: as `leave`.
+        SpecError: as `reduce_from_tp`.
 
     Example:
         >>> x, up, down = torch.ones(3, 4), torch.ones(8, 4), torch.ones(8, 4)  # on two ranks of tp: both [4, 4]

@@ -45,7 +45,7 @@ from fsharding.sharding.memory_kinds import HERE, check_choices
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.stage_owners import Stages, normal
-from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy
+from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, strategy_of
 from fsharding.sharding.strategy_names import StrategyName
 
 __all__ = ["LAYERS", "Layout", "LeafLayout", "Memory", "check_fit", "on_mesh", "plan_layout"]
@@ -620,7 +620,7 @@ def _is_names(x: Any) -> bool:
 
 
 def _strategy(strategy: Strategy | StrategyName) -> Strategy:
-    return strategy if isinstance(strategy, Strategy) else Strategy.parse(strategy)
+    return strategy if isinstance(strategy, Strategy) else strategy_of(strategy)
 
 
 def check_fit(

@@ -15,17 +15,9 @@ from fsharding.sharding.memory_kinds import HERE, Choice, choices_of, chosen_kin
 from fsharding.sharding.strategy_names import meant_strategy
 
 __all__ = [
-    "HFSDP",
-    "HSDP",
-    "NO_SHARD",
-    "OPTIM",
-    "OPTIM_GRADS",
-    "OPTIM_GRADS_PARAMS",
-    "STRATEGIES",
-    "Strategy",
-    "hybrid",
-    "zero",
-]
+    "HFSDP", "HSDP", "NO_SHARD", "OPTIM", "OPTIM_GRADS", "OPTIM_GRADS_PARAMS", "STRATEGIES", "Strategy", "hybrid",
+    "strategy_of", "zero",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,7 @@ class Strategy:
             >>> fs.Strategy.parse("zero3") == fs.zero(3)
             True
         """
-        if not isinstance(name, str) or name not in STRATEGIES:
-            given = kind_of(name) if callable(name) else repr(name)
-            known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
-            raise ConfigError(message(f"knows no strategy {given}.", mend=known))
-        return STRATEGIES[name]
+        return strategy_of(name)
 
     def __str__(self) -> str:
         if self.memory:
@@ -123,6 +111,15 @@ class Strategy:
         name = name or f"Strategy({cut})"
         outer = [f"{kind}=True" for kind in kinds if self.cut(kind, "replica")]
         return f"hybrid({', '.join([name, *outer])})" if outer else name
+
+
+def strategy_of(name: Any) -> Strategy:
+    """Return the strategy of a name, or refuse it in the name of the public call."""
+    if not isinstance(name, str) or name not in STRATEGIES:
+        given = kind_of(name) if callable(name) else repr(name)
+        known = f"Strategies are {', '.join(STRATEGIES)}.{_hint(name)}"
+        raise ConfigError(message(f"knows no strategy {given}.", mend=known))
+    return STRATEGIES[name]
 
 
 NO_SHARD = Strategy(params=False, grads=False, opt_state=False)

@@ -76,7 +76,7 @@ def assert_adjoint(
         dual: what should be its transpose.
         x: this rank's argument; float64 makes the check sharp.
         mesh: whose ranks are summed over.
-        same_in: axes along which x is one value that the ranks share, so that it counts once: `dp` for a `vary` on it.
+        same_in: axes along which x is one value that the ranks share, so that it counts once: `dp` for a `pvary` on it.
         same_out: the same for what comes out: `dp` for a `psum` over it.
         seed: of y.
         what: name of the pair, for the message.

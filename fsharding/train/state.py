@@ -329,7 +329,7 @@ def init_state(
     """The first state of a run. Each rank draws only its own slices; the values are bitwise the same in every layout.
 
     Args:
-        model: a `Model`, or a function `key -> tree of Draws or tensors`.
+        model: a `Model`, or a function `key -> tree of LazyTensors or tensors`.
         opt: the optimizer, such as `fs.adamw(1e-3)`.
         key: int64[2], a random key, from which init and steps draw.
         layout: where everything goes. Moments are in `layout.precision.moments` where `opt` has no dtype of its own.
@@ -337,7 +337,7 @@ def init_state(
             forward of a functionalized module writes, as the module has them.
         sync: None compares the values that ranks hold, such as those of a module, and refuses different ones. "rank0"
             sends the values of the first rank of the mesh to all, leaf by leaf, also its buffers and constants; other
-            ranks may have the module on the meta device. Draws follow from `key`, which has to be the same.
+            ranks may have the module on the meta device. Random values follow from `key`, which must be the same.
 
     Raises:
         ArgumentError: an argument of another kind, such as an `nn.Module` or an optimizer of torch; or two are swapped;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -39,6 +40,21 @@ def missing_names(page: Path) -> list[str]:
             elif test and f"def {test}(" not in files[0].read_text(encoding="utf-8"):
                 missing.append(f"{path}::{test}")
     return missing
+
+
+def test_names_in_docstrings_and_errors_exist():
+    found: set[str] = set()
+    for path in (ROOT / "fsharding").rglob("*.py"):
+        texts = [n.value for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant)]
+        found |= {name[1:] for text in texts if isinstance(text, str) for name in PUBLIC.findall(text)}
+    assert len(found) > 300 and not {name for name in found if not is_public(name)}
+
+
+def test_figures_of_the_readme_stand_on_the_page_of_benchmarks():
+    table = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    figures = {figure for line in table for figure in re.findall(r"\b[01]\.\d\d\b", line)}
+    page = (ROOT / "bench" / "benchmarks.md").read_text(encoding="utf-8")
+    assert len(figures) > 8 and not {figure for figure in figures if not re.search(rf"\b{figure}\b", page)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

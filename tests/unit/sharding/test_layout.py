@@ -298,7 +298,7 @@ def test_a_strategy_goes_by_its_name():
     assert plan(shapes).with_strategy("hfsdp") == plan(shapes, strategy=fs.hybrid(opt_state=True))
     for odd in ("zero4", 3):
         text = refusal(lambda odd=odd: plan(shapes, strategy=odd), kind=ConfigError)
-        assert text.startswith(f"fs.Strategy.parse knows no strategy {odd!r}.\nStrategies are zero0, ")
+        assert text.startswith(f"fs.plan_layout knows no strategy {odd!r}.\nStrategies are zero0, ")
 
 
 # ------------------------------------------------------------------------------------------------- a tp that does nothing
