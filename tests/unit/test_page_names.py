@@ -47,7 +47,7 @@ def test_names_in_docstrings_and_errors_exist():
     for path in (ROOT / "fsharding").rglob("*.py"):
         texts = [n.value for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant)]
         found |= {name[1:] for text in texts if isinstance(text, str) for name in PUBLIC.findall(text)}
-    assert len(found) > 300 and not {name for name in found if not is_public(name)}
+    assert len(found) > 200 and not {name for name in found if not is_public(name)}
 
 
 def test_figures_of_the_readme_stand_on_the_page_of_benchmarks():
