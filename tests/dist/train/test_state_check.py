@@ -123,7 +123,7 @@ def test_the_refusal_names_leaf_type_and_edit(tmp_path):
     )
     found, _ = run_ranks(operate, 2, "adamw", fs.zero(1), fs.BF16, str(tmp_path))[0]
     assert found["params alone", False] == (
-        "LayoutError: TrainState.replace got params without main.\n"
+        "LayoutError: fs.TrainState.replace got params without main.\n"
         "Give both, main=fs.shard(whole, state.layout.main); or make a new state, with fs.state_from_params."
     )  # fmt: skip
 
