@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fsharding.base.registry import find, loaded
 
-__all__ = ["LIBRARY", "call_as", "calls_here", "innermost_call", "path_of", "public_name"]
+__all__ = ["CALLS", "LIBRARY", "call_as", "innermost_call", "path_of", "public_name"]
 
 _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
@@ -27,17 +27,12 @@ class _OfThreads(dict[int, list[Any]]):
         return self.setdefault(thread, [])
 
 
-_calls = _OfThreads()  # public functions and names, the innermost last
-
-
-def calls_here() -> list[Any]:
-    """Return the public calls that this thread is in, a list that `public` and `call_as` alone change."""
-    return _calls[get_ident()]
+CALLS = _OfThreads()  # public functions and names, the innermost last; `public` and `call_as` alone change it
 
 
 def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
     """Call a function whose errors begin with `name`: a command, or work for a call of another thread."""
-    calls = calls_here()
+    calls = CALLS[get_ident()]
     calls.append(name)
     try:
         return fn(*args, **kwargs)
@@ -47,7 +42,7 @@ def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Ar
 
 def innermost_call(thread: int) -> str:
     """Return the name of the innermost public call that a thread is in; "" outside of any."""
-    call = next(reversed(_calls[thread]), "")
+    call = next(reversed(CALLS[thread]), "")
     return call if isinstance(call, str) else path_of(call)
 
 

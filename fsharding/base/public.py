@@ -14,14 +14,16 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from threading import get_ident
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.data import DataLoader, Dataset
 
 from fsharding.base import _compat, tree
-from fsharding.base.calls import LIBRARY, calls_here, public_name
+from fsharding.base.calls import CALLS, LIBRARY, public_name
 from fsharding.base.errors import (
     ArgumentError,
     FrozenError,
@@ -63,14 +65,14 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).p
 def public(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Mark a public function: its name begins the errors raised in it, and wrong arguments are explained."""
     # A function made inside of a public call has its name: a user who calls fs.adamw(1e-3).update has typed fs.adamw.
-    outer = calls_here()[-1:] if "<locals>" in fn.__qualname__ else []
+    outer = CALLS[get_ident()][-1:] if "<locals>" in fn.__qualname__ else []
     mark = outer[0] if outer else fn
 
     @functools.wraps(fn)
     def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return fn(*args, **kwargs)
-        calls = calls_here()
+        calls = CALLS[get_ident()]
         calls.append(mark)
         try:
             return fn(*args, **kwargs)
