@@ -110,7 +110,8 @@ def _explanation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             return str(without_parameters())
         if "too many positional" in str(unfit) and (call := _call_of(typing.get_type_hints(fn).get("return"))):
             mend = f"It returns a function, which takes the rest: {name}{_short(signature)}{call}."
-        return report(f"{name} cannot be called so: {unfit}.", mend=mend + _other_names(signature, kwargs))
+        verb = "is" if str(unfit).startswith("missing") else "got"
+        return report(f"{name} {verb} {str(unfit).removeprefix('got ')}.", mend=mend + _other_names(signature, kwargs))
     if not _is_ours(error) or not _is_about_arguments(error):
         return None
     given.pop("self", None)  # of a method

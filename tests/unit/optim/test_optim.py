@@ -358,7 +358,7 @@ def test_a_context_of_another_kind_is_named():
         "  context is True, not UpdateContext\n"
         "Call it as fs.adamw(...).update(updates, state)."
     )
-    with pytest.raises(ArgumentError, match="cannot be called so: got an unexpected keyword argument 'donate'"):
+    with pytest.raises(ArgumentError, match="got an unexpected keyword argument 'donate'"):
         call(params, opt.init(params), params, donate=True)
 
 
