@@ -54,7 +54,6 @@ def public_name() -> str:
 @functools.cache
 def path_of(fn: Callable[..., Any]) -> str:
     """Return the name by which users call a function, such as "fs.adamw", "fs.Layout.with_mesh" or "train step"."""
-    # A function inside of another has the name of the outer one: of fs.adamw(1e-3).update a user has typed that.
     first, *rest = fn.__qualname__.split(".")
     owner = getattr(sys.modules[fn.__module__], first)
     path = _path_in_fs(owner)

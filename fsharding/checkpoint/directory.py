@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from fsharding.base.errors import CheckpointError, message, report
+from fsharding.base.errors import CheckpointError, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import read_json, read_plain
@@ -30,7 +30,6 @@ __all__ = [
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
-_SAVE = "fs.checkpoint.save"
 _ASIDE = re.compile(r"\.(.+)\.replaced")
 _STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
@@ -61,10 +60,7 @@ def partial_output(target: Path, *, file: bool = False) -> Generator[Path]:
                 _remove(path)
         raise
     finally:
-        # Closing alone would not do: a process that was forked meanwhile has the lock open as well.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
+        _unlock_and_close(lock)
 
 
 def place(target: Path) -> None:
@@ -95,9 +91,10 @@ def partial_checkpoint(target: Path) -> Generator[Path]:
         if aside.is_dir() and not target.exists():
             aside.rename(target)
         if os.path.lexists(target) and not _is_ours(target):
-            mend = "Give another path; nothing but a checkpoint is ever overwritten."
             rule = f"cannot write {target}: something that is no checkpoint is there."
-            raise CheckpointError(report(f"{_SAVE} {rule}", mend=mend))
+            raise CheckpointError(
+                message(rule, mend="Give another path; nothing but a checkpoint is ever overwritten.")
+            )
         clear_stale(target.parent)
         yield path
 
@@ -130,7 +127,7 @@ def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
         if replaced:
             aside.rename(target)
         raise
-    sync(target.parent)
+    sync(target.parent)  # the renames survive a loss of power
     if replaced:
         # The new checkpoint is in its place: what is left of the old one is cleared by the next save.
         shutil.rmtree(aside, ignore_errors=True)
@@ -140,7 +137,7 @@ def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
     """Return the error of ranks that do not see the same directory."""
     rule = f"needs a directory that all ranks share, and {target.parent} is none."
     mend = "Give a path on a file system that every host has mounted, at the same place."
-    return CheckpointError(report(f"{_SAVE} {rule}", rows, mend))
+    return CheckpointError(message(rule, rows, mend))
 
 
 def partial_of(target: Path) -> Path:
@@ -157,17 +154,22 @@ def _locked(path: Path, target: Path, *, file: bool) -> int:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:  # another save was just done with it
             continue
-        try:
+        with contextlib.ExitStack() as closing:
+            closing.callback(_unlock_and_close, fd)
             _lock(fd, target)
             if _is_at(fd, path):
                 _check_left_by_us(path, target)
                 if path.is_file() == file:
+                    closing.pop_all()
                     return fd
                 _remove(path)  # left by an export in another format
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+
+
+def _unlock_and_close(fd: int) -> None:
+    # Closing alone would not do: a process that was started meanwhile may have the lock open as well.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _check_left_by_us(path: Path, target: Path) -> None:
@@ -296,7 +298,7 @@ def _opened(folder: Path) -> Generator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        _unlock_and_close(fd)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

@@ -107,6 +107,26 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path, monkeypatch):
     ck.save(tmp_path / "a", at_step(3))
 
 
+def test_a_process_that_was_started_during_a_save_keeps_no_lock(tmp_path, monkeypatch):
+    lock, started = directory.lock_alone, []
+
+    def locked(fd):
+        done = lock(fd)
+        started.append(subprocess.Popen(["sleep", "60"], pass_fds=(fd,)))
+        return done
+
+    monkeypatch.setattr(directory, "lock_alone", locked)
+    with ExitStack() as stack:
+        stack.callback(lambda: [child.kill() or child.wait() for child in started])
+        ck.save(tmp_path / "a", at_step(1))
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", no_space)
+            assert "No space left" in refusal(ck.save, tmp_path / "a", at_step(2))
+        ck.save(tmp_path / "a", at_step(3))
+        assert len(started) == 5, "locks of what is written, and of what is replaced"
+        assert ck.load(tmp_path / "a", planned()).step == 3
+
+
 def test_what_can_be_known_is_raised_at_once(tmp_path):
     state = state_of(planned())
     assert "cannot save 1 leaves" in refusal(ck.save_async, tmp_path / "a", state.replace(opt_state={"x": 1}))
@@ -218,7 +238,7 @@ def test_two_processes_that_write_one_target(tmp_path):
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in started]
     for output in outputs:
         assert int(output[0]) > 0
-        assert set(output[1:]) <= {f"fsharding cannot write {target}: another save is writing it."}
+        assert set(output[1:]) <= {f"fs.checkpoint.save cannot write {target}: another save is writing it."}
     assert os.listdir(target.parent) == ["a"]
     assert int(ck.load(target, planned()).step) in (1, 2)
 
