@@ -91,10 +91,8 @@ def partial_checkpoint(target: Path) -> Generator[Path]:
         if aside.is_dir() and not target.exists():
             aside.rename(target)
         if os.path.lexists(target) and not _is_ours(target):
-            rule = f"cannot write {target}: something that is no checkpoint is there."
-            raise CheckpointError(
-                message(rule, mend="Give another path; nothing but a checkpoint is ever overwritten.")
-            )
+            mend = "Give another path; nothing but a checkpoint is ever overwritten."
+            raise CheckpointError(message(f"cannot write {target}: it exists and is not a checkpoint.", mend=mend))
         clear_stale(target.parent)
         yield path
 
@@ -293,7 +291,7 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Generator[int]:
-    """Open a directory, for a lock or a sync."""
+    # For a lock or a sync; O_DIRECTORY refuses a pipe, which would wait for a writer.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield fd
@@ -455,7 +453,7 @@ def survey(directory: StrPath) -> list[Seen]:
 def _state_of(folder: Path) -> tuple[int | None, str]:
     """Return the step of a complete checkpoint; of anything else None, and what is wrong with it in one line."""
     if not os.path.lexists(folder / MANIFEST):
-        return None, "its save was never finished"
+        return None, "its save was never finished"  # the manifest is written last
     try:
         manifest = read_manifest(folder, newer=True)
         wrong = damage(folder, manifest.files, hashed=False)

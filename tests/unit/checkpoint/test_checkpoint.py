@@ -564,7 +564,7 @@ def test_nothing_but_a_checkpoint_is_overwritten(tmp_path):
     (tmp_path / "file").write_text("x")
     for name in ("mine", "file"):
         assert refusal(ck.save, tmp_path / name, state) == (
-            f"fs.checkpoint.save cannot write {tmp_path / name}: something that is no checkpoint is there.\n"
+            f"fs.checkpoint.save cannot write {tmp_path / name}: it exists and is not a checkpoint.\n"
             "Give another path; nothing but a checkpoint is ever overwritten."
         )
     assert (tmp_path / "mine" / "thesis.tex").exists()
@@ -677,7 +677,7 @@ def test_a_directory_that_is_not_shared(tmp_path):
     (tmp_path / ".a.partial").mkdir()
     files = {"__1_0.distcp": ck.SavedFile(3, ("",))}
     assert refusal(directory.commit, tmp_path / "a", "", files) == (
-        f"fs.checkpoint.save needs a directory that all ranks share, and {tmp_path} is none.\n"
+        f"fsharding needs a directory that all ranks share, and {tmp_path} is none.\n"
         "  __1_0.distcp: not seen whole by rank 0\n"
         "Give a path on a file system that every host has mounted, at the same place."
     )

@@ -129,9 +129,7 @@ def test_reshard_replaces_a_checkpoint_and_nothing_else(saved, tmp_path):
     assert ck.metadata(tmp_path / "b").layout["ranks"] == 3
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    assert "something that is no checkpoint is there" in refusal(
-        ck.reshard_checkpoint, saved, tmp_path / "other", {"dp": 2}
-    )
+    assert "it exists and is not a checkpoint" in refusal(ck.reshard_checkpoint, saved, tmp_path / "other", {"dp": 2})
     assert os.listdir(tmp_path / "other") == ["thesis.tex"]
 
 
