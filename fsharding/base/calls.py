@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fsharding.base.registry import find, loaded
 
-__all__ = ["CALLS", "LIBRARY", "call_as", "innermost_call", "path_of", "public_name"]
+__all__ = ["CALLS", "LIBRARY", "call_as", "call_of", "path_of", "public_name"]
 
 _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
@@ -40,15 +40,15 @@ def call_as(name: str, fn: Callable[_Args, _T], *args: _Args.args, **kwargs: _Ar
         calls.pop()
 
 
-def innermost_call(thread: int) -> str:
-    """Return the name of the innermost public call that a thread is in; "" outside of any."""
-    call = next(reversed(CALLS[thread]), "")
+def call_of(thread: int, depth: int = 1) -> str:
+    """Return the name of a public call that a thread is in, by default the innermost; "" outside of any."""
+    call = next(iter(CALLS[thread][-depth:]), "") if depth else ""
     return call if isinstance(call, str) else path_of(call)
 
 
 def public_name() -> str:
     """Return the name with which an error of this thread begins; "fsharding" outside of any public call."""
-    return innermost_call(get_ident()) or "fsharding"
+    return call_of(get_ident()) or "fsharding"
 
 
 @functools.cache

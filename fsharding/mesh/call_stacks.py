@@ -13,21 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.base.calls import LIBRARY, innermost_call
+from fsharding.base.calls import LIBRARY, call_of
 from fsharding.base.errors import printable
 
-__all__ = [
-    "Call",
-    "Line",
-    "doing",
-    "innermost",
-    "lines",
-    "lines_of",
-    "loose_call",
-    "shown",
-    "site",
-    "site_here",
-]
+__all__ = ["Call", "Line", "doing", "innermost", "lines", "lines_of", "loose_call", "shown", "site", "site_here"]
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
@@ -192,7 +181,9 @@ def loose_call(frame: FrameType | None, thread: int, *, waits: bool) -> Call:
     if waits:
         backward = any(code.co_name == "backward" for code in codes)
         inner = "a backward pass" if backward else codes[0].co_qualname.replace("<locals>.", "") if codes else ""
-        function = innermost_call(thread) or inner
+        # A public call has one such frame; the outermost that a user's frame has called is meant.
+        depth = sum(_in_library(f) in ("base/public", "base/calls") for f in inside)
+        function = call_of(thread, depth) or inner
     else:
         function = next((f"torch's {code.co_name}" for code in codes if code.co_name != "wrapper"), "")
     return Call(function, function, site(frame))

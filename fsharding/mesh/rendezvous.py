@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from fsharding.base.calls import call_as, public_name
 from fsharding.base.errors import ConfigError, RankError, message
 from fsharding.mesh.backends import open_store, prefixed
 from fsharding.mesh.failures import rank_numbers
@@ -105,7 +106,8 @@ def meet_all(timeout: timedelta) -> dict[str, Any]:
     size = int(os.environ["WORLD_SIZE"])
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if url == "env://" else url
     until = time.monotonic() + timeout.total_seconds()
-    timer = threading.Timer(_REMIND_S, _remind, (rank, size, place, [0]))  # rank 0 serves the store
+    # Rank 0 serves the store.
+    timer = threading.Timer(_REMIND_S, call_as, (public_name(), _remind, rank, size, place, [0]))
     timer.daemon = True
     timer.start()
     lost: list[int] = []

@@ -234,8 +234,8 @@ class RankPool:
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             mend = 'A script that calls run_ranks needs `if __name__ == "__main__":` around what it runs.'
             if all(reply.status == _UNGUARDED for reply in failed.values()):
-                rule = "cannot start ranks, which import the script and would start ranks themselves."
-                raise RankFailure(message(rule, mend=mend))
+                rule = "fs.run_ranks cannot start ranks, which import the script and would start ranks themselves."
+                raise RankFailure(report(rule, mend=mend))
             raise worded(f"could not start {self.size} ranks.", failed, mend)
 
     @property

@@ -115,7 +115,7 @@ def test_mistakes_on_two_ranks():
         assert told["without grad"][2].startswith(WRITTEN)
         assert told["shape"][:3] == [
             "ShapeError",
-            f"fs.value_and_grad has a loss function that failed: {words_of_torch(F.linear, (4, 5), (8, 4))}",
+            f"train step has a loss function that failed: {words_of_torch(F.linear, (4, 5), (8, 4))}",
             "  batch.x is float32[4, 5]",
         ]
         assert told["array"] == [

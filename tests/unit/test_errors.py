@@ -11,7 +11,7 @@ import torch
 
 import fsharding as fs
 from fsharding import errors
-from fsharding.base.calls import call_as, innermost_call, path_of, public_name
+from fsharding.base.calls import call_as, call_of, path_of, public_name
 from fsharding.base.errors import FshardingError, listed, message, printable, report
 from fsharding.base.public import public
 from fsharding.base.registry import names_of
@@ -118,7 +118,7 @@ def test_a_call_that_failed_is_over_and_each_thread_has_its_own():
     assert public_name() == "fsharding"
     with ThreadPoolExecutor(1) as pool:
         assert outer(lambda: pool.submit(public_name).result())[1] == "fsharding"
-        assert outer(lambda: pool.submit(innermost_call, get_ident()).result())[1] == "outer"
+        assert outer(lambda: pool.submit(call_of, get_ident()).result())[1] == "outer"
 
 
 def test_a_compiled_function_has_public_ones_in_its_graph():

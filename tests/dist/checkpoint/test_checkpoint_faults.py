@@ -106,7 +106,9 @@ def save_async_with_limits(path, rank):
 def test_a_failure_in_the_background_is_told_on_all_ranks(tmp_path, rank):
     for texts, step in run_ranks(save_async_with_limits, 2, tmp_path, rank):
         assert texts[0] == texts[1]
-        assert texts[0].startswith(f"fs.checkpoint.save failed on 1 of 2 ranks.\n  rank {rank}: OSError: [Errno 27]")
+        assert texts[0].startswith(
+            f"fs.checkpoint.save_async failed on 1 of 2 ranks.\n  rank {rank}: OSError: [Errno 27]"
+        )
         assert step == 1
     assert os.listdir(tmp_path) == ["a"]
 

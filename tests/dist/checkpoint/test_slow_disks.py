@@ -116,7 +116,7 @@ def test_a_save_whose_rank_is_lost_ends(tmp_path, how, why):
     assert "lost rank 1" in text
     if why == "hangs":
         name = (
-            "fs.checkpoint.save_async"
+            "fs.checkpoint.Checkpointer"
             if how == "checkpointer beside"
             else f"fs.{how}".replace("fs.save", "fs.checkpoint.save")
         )
@@ -141,7 +141,9 @@ def report(path, how):
 
 @pytest.mark.parametrize("how", ["save", "checkpointer beside", "hf.save", "megatron.save"])
 def test_a_rank_that_writes_for_long_says_where(tmp_path, how):
-    name = f"fs.{how}" if "." in how else "fs.checkpoint.save"
+    name = {"checkpointer beside": "fs.checkpoint.Checkpointer.save", "save": "fs.checkpoint.save"}.get(
+        how, f"fs.{how}"
+    )
     assert run_ranks(report, 2, tmp_path / "7", how) == [
         [],
         [

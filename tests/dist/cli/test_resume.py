@@ -103,7 +103,7 @@ def test_what_is_passed_over_is_said(out: Path, six: Path, capsys: pytest.Captur
     said = capsys.readouterr().out.splitlines()[1:]  # after "loading torch"
     assert said[0] == f"goes on from {out}/ckpt/4, after 4 batches"
     assert said[1] == "  passed over 99: its save was never finished"
-    assert said[2].startswith("  passed over 98: fs.checkpoint.latest ") and "manifest" in said[2]
+    assert said[2].startswith("  passed over 98: fsharding train ") and "manifest" in said[2]
     assert said[3] == "  passed over .97.partial: its save was never finished"
     assert said[4] == "  passed over 6: __0_0.distcp is missing"
     assert losses(out) == losses(six)
@@ -188,7 +188,7 @@ def test_ranks_that_do_not_share_a_directory(tmp_path: Path):
     told = run_ranks(on_ranks, 2, [*args, str(tmp_path / "a")], [*args, str(tmp_path / "b")])
     assert told[0] == told[1]
     assert told[0].startswith(
-        "CheckpointError: fsharding train failed on 1 of 2 ranks.\n  rank 1: fsharding train does not see the --out of rank 0"
+        "CheckpointError: fsharding failed on 1 of 2 ranks.\n  rank 1: fsharding does not see the --out of rank 0"
     )
     assert sorted(os.listdir(tmp_path / "a")) == [".lock"] and not os.listdir(tmp_path / "b")
 

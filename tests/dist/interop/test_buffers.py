@@ -438,7 +438,7 @@ def test_modules_that_draw_are_not_captured():
 
     state, step = fs.setup(net, loss, fs.sgd(0.1), fs.random.key(0), mesh=mesh_of({"dp": 1}), check="async")
     text = refusal(fs.testing.assert_capturable, step, state, BATCH, kind=TransformError)
-    assert text.startswith("fs.capture cannot capture a step in which the host reads the device.")
+    assert text.startswith("fs.testing.assert_capturable cannot capture a step in which the host reads the device.")
     assert "Drop with fs.random.dropout: a module with random_key= is seeded by the host." in text
 
 

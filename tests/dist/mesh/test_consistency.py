@@ -151,6 +151,6 @@ def started(folder):
 def test_ranks_that_were_started_with_different_options_are_refused(tmp_path):
     (text,) = {*run_ranks(started, 2, tmp_path)}
     assert text.startswith(
-        "fsharding train is set up differently on different ranks.\n  --seed: rank 1 has 1, rank 0 has 0\n"
+        "fsharding is set up differently on different ranks.\n  --seed: rank 1 has 1, rank 0 has 0\n"
     )
     assert not [*tmp_path.iterdir()], "nothing has been written"

@@ -172,7 +172,7 @@ NAMES = {
     "global_norm": "fs.global_norm",
     "vdot": "fs.tree.vdot",
     "redistribute": "fs.redistribute",
-    "psum": "ops.psum",
+    "psum": "fs.ops.psum",
     "backward_of_psum": "a backward pass",
     "make_mesh": "fs.make_mesh",
     "step": "train step",

@@ -228,7 +228,7 @@ def test_an_exception_names_the_rank_and_the_example():
     text = str(error)
     name = f"{boom.__module__}.boom"
     head = (
-        f"run_ranks could not finish {name} on 4 ranks.\n"
+        f"fs.run_ranks could not finish {name} on 4 ranks.\n"
         "  rank 2 raised ValueError: one\n"
         "    two\n"
         "To repeat it: run_ranks(boom, 4, 2, text='one\\ntwo', seed=0)\n\n"
@@ -284,7 +284,7 @@ def test_a_hang_ends_at_the_timeout_and_says_where():
     error = failure(hang, 2, 1, timeout=0.5)
     text = str(error)
     assert text.startswith(
-        f"run_ranks could not finish {hang.__module__}.hang on 2 ranks.\n"
+        f"fs.run_ranks could not finish {hang.__module__}.hang on 2 ranks.\n"
         "  rank 1 had not answered after 0.5 s\n"
         "Give it more seconds with timeout=, or see below where the ranks stand.\n"
         "To repeat it: run_ranks(hang, 2, 1, seed=0)\n\n"
@@ -351,7 +351,7 @@ def test_a_pool_of_ones_own():
     pool.close()
     with pytest.raises(RankError) as caught:
         pool.run(pid)
-    assert str(caught.value) == "RankPool.run got a pool that has ended.\nMake a new RankPool."
+    assert str(caught.value) == "fs.testing.RankPool.run got a pool that has ended.\nMake a new RankPool."
     with RankPool(2, timeout=0.5) as pool, pytest.raises(RankError, match=r"rank 0 had not answered after 0\.5 s"):
         pool.run(hang, 0)
 

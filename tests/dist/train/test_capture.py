@@ -122,7 +122,7 @@ def takes(params, batch):
     return squares(params, batch) * torch.tensor(2.0)
 
 
-READS = "fs.capture cannot capture a step in which the host reads the device."
+READS = "fs.testing.assert_capturable cannot capture a step in which the host reads the device."
 MEND = (
     "Compute with tensors of the device: torch.where in the place of an if, torch.full for a number, and a number that"
     " changes as a tensor of the batch. Drop with fs.random.dropout: a module with random_key= is seeded by the host."
@@ -165,7 +165,7 @@ def test_numbers_of_the_host_are_refused():
         == f"  aten.lift_fresh.default(float32[] on cpu) at test_capture.py:{line_of(takes, 'tensor(2')}"
     )
     error = refusal(fs.testing.assert_capturable, *reversed(alone(counts)), BATCH, kind=TransformError).splitlines()
-    assert error[0] == "fs.capture cannot capture a step whose operations differ from call to call."
+    assert error[0] == "fs.testing.assert_capturable cannot capture a step whose operations differ from call to call."
     where = f"at test_capture.py:{line_of(counts, '* CALLS')}"
     for row, call, number in ((error[1], "a call", 3), (error[2], "the next", 4)):
         assert f"of {call}: aten.mul.Tensor(float32[] on cpu, {number}) {where}" in row
@@ -178,7 +178,7 @@ def test_steps_that_raise_at_once_and_what_is_no_step_are_refused():
         " itself. fs.testing.assert_capturable(step, state, batch) says on any device whether it could be captured."
     )
     assert refusal(fs.testing.assert_capturable, alone(squares, check="sync")[1], state, BATCH, kind=ConfigError) == (
-        'fs.capture cannot capture a step with check="sync".\n'
+        'fs.testing.assert_capturable cannot capture a step with check="sync".\n'
         'Make it with fs.make_train_step(..., check="async"), which reads nothing.'
     )
     assert refusal(fs.capture, squares, state, BATCH).startswith("fs.capture takes a step of fs.make_train_step, got ")
@@ -322,6 +322,6 @@ def test_no_step_takes_tensors_of_the_host_to_the_device():
     assert lines[6] == READS, "normal values are drawn on the host"
     assert (
         lines[7]
-        == "fs.capture cannot capture a step that takes tensors of the host: a graph would keep what they are now."
+        == "fs.testing.assert_capturable cannot capture a step that takes tensors of the host: a graph would keep what they are now."
     )
     assert lines[8].startswith("  aten.mul.Tensor(float32[] on sim, float32[] on cpu) at test_capture.py:")
