@@ -22,7 +22,6 @@ __all__ = ["Buffers", "sync_buffers"]
 Buffers: TypeAlias = Mapping[str, Tensor]
 """Tensors by name."""
 
-_NAME = "fs.sync_buffers"
 _WORD = torch.int64.itemsize
 
 
@@ -53,7 +52,7 @@ def sync_buffers(buffers: Buffers, mesh: Mesh) -> Buffers:
     flat = torch.zeros(math.ceil(size / _WORD) * _WORD, dtype=torch.uint8, device=rows[0].device)
     if group.index == 0:
         torch.cat(rows, out=flat[:size])
-    with naming_lost(_NAME, mesh):
+    with naming_lost("fs.sync_buffers", mesh):
         total = start_sum(flat.view(torch.int64), group, torch.int64).wait()
     parts = total.view(torch.uint8)[:size].split([len(row) for row in rows])
     found = dict(zip(names, parts, strict=True))

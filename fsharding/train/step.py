@@ -326,7 +326,8 @@ class Verdict(NamedTuple):
     def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
         """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients."""
         cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.weight, parameters)
-        return functools.partial(call_as, "train step", _refusal, cause, self.agreement.order, mesh)
+        word = functools.partial(_refusal, cause, self.agreement.order, mesh)
+        return lambda code: call_as("train step", word, code)
 
 
 class TrainStep:
