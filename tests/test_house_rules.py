@@ -305,7 +305,7 @@ def offences_of_measures(module: Module) -> list[str]:
 # lowers its budget to the new size plus one percent; none raises it. The goals are 41,000 for the library, 48,000 in all.
 LINES = {
     "": 293,
-    "base": 2_660,
+    "base": 2_659,
     "formats": 1_692,
     "mesh": 3_494,
     "sharding": 3_677,

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.data import DataLoader, Dataset
 
-from fsharding.base import _compat, tree
-from fsharding.base.calls import CALLS, LIBRARY, public_name
+from fsharding.base import _compat, calls, tree  # `calls` as a module: cloudpickle sends a function's globals by value
+from fsharding.base.calls import LIBRARY, public_name
 from fsharding.base.errors import (
     ArgumentError,
     FrozenError,
@@ -65,15 +65,14 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(tree.optree.__file__).p
 def public(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Mark a public function: its name begins the errors raised in it, and wrong arguments are explained."""
     # A function made inside of a public call has its name: a user who calls fs.adamw(1e-3).update has typed fs.adamw.
-    outer = CALLS[get_ident()][-1:] if "<locals>" in fn.__qualname__ else []
-    mark = outer[0] if outer else fn
+    mark = (calls.call_of(get_ident()) or fn) if "<locals>" in fn.__qualname__ else fn
 
     @functools.wraps(fn)
     def call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         if is_compiling():
             return fn(*args, **kwargs)
-        calls = CALLS[get_ident()]
-        calls.append(mark)
+        under_way = calls.CALLS[get_ident()]
+        under_way.append(mark)
         try:
             return fn(*args, **kwargs)
         except FshardingError:
@@ -84,7 +83,7 @@ def public(fn: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
                 raise
             raise ArgumentError(result) from error
         finally:
-            calls.pop()
+            under_way.pop()
 
     return _compat.left_to_python(call)
 

@@ -114,8 +114,7 @@ def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
     sync(folder)
     if aside.is_dir():
         shutil.rmtree(aside)
-    replaced = target.exists()
-    if replaced:
+    if replaced := target.exists():
         # No rename puts a directory over one that is not empty. A kill between the two renames leaves the old
         # checkpoint aside, where `find` and `latest` see it as long as nothing is at the target.
         target.rename(aside)
@@ -167,7 +166,8 @@ def _unlock_and_close(fd: int) -> None:
     # Closing alone would not do: a process that was started meanwhile may have the lock open as well.
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+    with contextlib.suppress(OSError):  # nothing was written through it
+        os.close(fd)
 
 
 def _check_left_by_us(path: Path, target: Path) -> None:
