@@ -83,7 +83,6 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def _new_bytes(size: int) -> Tensor:
-    """Return memory of some bytes."""
     return torch.empty(size, dtype=torch.uint8)
 
 

@@ -292,6 +292,5 @@ def _checked(
 
 
 def _unfit(folder: Path, name: str, what: str, rows: Sequence[str]) -> CheckpointError:
-    """The error of a file that does not describe its checkpoint."""
     mend = "Use another checkpoint, or a copy of this one."
     return CheckpointError(message(f"cannot read {folder}: its {name} does not {what}.", rows, mend))

@@ -25,7 +25,7 @@ from fsharding.checkpoint.reader import damage
 __all__ = [
     "Seen", "StrPath", "append", "clear_stale", "commit", "find", "in_one_line", "latest", "lock_alone", "metadata",
     "naming_path", "not_shared", "partial_checkpoint", "partial_of", "partial_output", "place", "read_manifest",
-    "real_path", "retire", "survey", "wording_failures", "writing",
+    "real_path", "retire", "survey", "sync", "wording_failures", "writing",
 ]  # fmt: skip
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -85,8 +85,8 @@ def partial_checkpoint(target: Path) -> Generator[Path]:
     """Lock the directory that one save of a checkpoint writes to; `commit` puts it in its place."""
     with partial_output(target) as path:
         # The save that made what is at the target may still clear up: its lock went there with its directory.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(target) as fd:
-            _lock(fd, target)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _holding(target):
+            pass
         aside = _aside(target)
         if aside.is_dir() and not target.exists():
             aside.rename(target)
@@ -217,9 +217,9 @@ def clear_stale(root: Path) -> None:
         if kind == "retired" or (kind == "replaced" and _state_of(root / step)[0] is not None):
             shutil.rmtree(folder, ignore_errors=True)
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError), _opened(folder) as fd:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError), _holding(folder) as held:
                 # Under the lock, and only if it is still there: a save that ended meanwhile has renamed its own away.
-                if _lock(fd, folder) and _is_at(fd, folder):
+                if held:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -283,18 +283,21 @@ def _is_ours(target: Path) -> bool:
     return True
 
 
-def sync(folder: Path) -> None:
-    """Makes the entries of a directory last."""
-    with _opened(folder) as fd:
+def sync(path: Path) -> None:
+    """Make a file, or the entries of a directory, last."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Generator[int]:
-    # For a lock or a sync; O_DIRECTORY refuses a pipe, which would wait for a writer.
+def _holding(folder: Path) -> Generator[bool]:
+    # Lock a directory meanwhile; true if it is still at its path. O_DIRECTORY refuses a pipe, which would wait.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield fd
+        yield _lock(fd, folder) and _is_at(fd, folder)
     finally:
         _unlock_and_close(fd)
 

@@ -134,7 +134,6 @@ def inspect(path: StrPath) -> Inspection:
 
 
 def _inspected(folder: Path) -> Inspection:
-    """The report about a directory."""
     try:
         manifest = directory.read_manifest(folder)
     except CheckpointError as error:

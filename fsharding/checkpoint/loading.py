@@ -166,7 +166,6 @@ def load_leaves(
 
 @called_by_all
 def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: bool) -> dict[str, Tensor]:
-    """Leaves in a layout."""
     device_of(layout)
     folder, manifest, damaged = _look(path)
     result = _chosen(folder, manifest, chosen)

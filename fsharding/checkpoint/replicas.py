@@ -126,7 +126,6 @@ def _part(path: str, box: Box) -> str:
 
 
 def _who(by_value: Mapping[int, Sequence[int]]) -> str:
-    """Which ranks differ from which."""
     largest, *others = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     texts = [
         f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}" for ranks in (largest, *others)

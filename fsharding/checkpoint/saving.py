@@ -30,7 +30,7 @@ from fsharding.checkpoint.manifest import METADATA, Manifest, check_readable, te
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
-from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections, shares
+from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.tier import tier_of
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
@@ -280,14 +280,9 @@ def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra:
         # A rank outside the mesh has the plain leaves of the time when it left.
         facts |= {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
         facts["step"] = str(int(state.step))
-    writers = shares(leaves, abstract(state.layout.mesh).members)
-    own = tuple(
-        (path, x.shape, box, tensor)
-        for path, x in sorted(leaves.items())
-        for box, tensor in x.kept().items()
-        if writers[path][box] == own_rank()
-    )
-    return Job(target, own, manifest), facts
+    own = own_boxes(leaves, abstract(state.layout.mesh).members)
+    writes = tuple((path, leaves[path].shape, box, x) for path in sorted(own) for box, x in own[path].items())
+    return Job(target, writes, manifest), facts
 
 
 def _unchanging(x: Tensor) -> Tensor:

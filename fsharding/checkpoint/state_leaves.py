@@ -22,7 +22,7 @@ from fsharding.checkpoint.manifest import Manifest, SavedLeaf, dtype_name
 from fsharding.checkpoint.serialized_layout import outline_of
 from fsharding.comm.leaf_memory import fill, in_memory, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
-from fsharding.mesh.device_mesh import abstract
+from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.entries import Moment, entry_at, outline, places_in
@@ -32,7 +32,7 @@ from fsharding.train.state import TrainState, main_of
 
 __all__ = [
     "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "holders_of", "leaves_beside", "leaves_in",
-    "main_wants", "objections", "saved_shardings", "shares",
+    "main_wants", "objections", "own_boxes", "saved_shardings", "shares",
 ]  # fmt: skip
 
 BUFFERS = "buffers."
@@ -192,6 +192,13 @@ def digest(x: Tensor) -> str:
 # ------------------------------------------------------------------------------------------------------ who writes what
 # So that every element is written once, and ranks write about the same number of bytes. All ranks compute the same
 # from the shardings, without a collective.
+def own_boxes(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Box, Tensor]]:
+    """Return the boxes that this rank writes, with their values, by path."""
+    writers = shares(leaves, ranks)
+    kept = ((path, leaf.kept().items()) for path, leaf in leaves.items())
+    return {path: {box: x for box, x in own if writers[path][box] == own_rank()} for path, own in kept}
+
+
 def shares(leaves: Mapping[str, StateLeaf], ranks: Sequence[int]) -> dict[str, dict[Box, int]]:
     """Return the rank that writes each box by path: boxes with few holders are given away first, then large ones."""
     every = tuple(ranks)

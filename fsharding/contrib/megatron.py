@@ -27,7 +27,7 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
 from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path
-from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, shares
+from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.contrib.megatron_args import arguments_of, contradictions, unsayable
@@ -484,15 +484,13 @@ def _write(
     shapes = {piece.name: piece.shape for own in pieces.values() for piece in own}
     with Writer(folder, own_rank()) as writer:
         for stored, leaves, dtype in kinds:
-            writers = shares(leaves, range(world_size()))
-            for path, leaf in leaves.items():
-                for box, x in leaf.kept().items():
-                    if writers[path][box] == own_rank():
-                        for name, there, part in in_tensors(box, in_memory(x), pieces[path]):
-                            writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
-                            writer.settle()
+            for path, own in own_boxes(leaves, range(world_size())).items():
+                for box, x in own.items():
+                    for name, there, part in in_tensors(box, in_memory(x), pieces[path]):
+                        writer.add(stored(name), shapes[name], there, part.to(dtype or part.dtype))
+                        writer.settle()
                 if own_rank() == 0 and path in ("embed.table", "head.unembed"):
-                    _pad(writer, stored, pieces[path][0], config.vocab_size, dtype or leaf.local.dtype)
+                    _pad(writer, stored, pieces[path][0], config.vocab_size, dtype or leaves[path].local.dtype)
         if own_rank() == 0 and format == "fsdp_dtensor":
             for stored in sorted({kinds[1].stored(name) for name in shapes}) if len(kinds) > 1 else ():
                 count = torch.tensor(float(common["iteration"]))

@@ -47,8 +47,7 @@ __all__ = ["explained", "line_of_user", "names_of"]
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
 _OUTSIDE = re.compile(r"index out of range in self|index -?\d+ is out of bounds for dimension 0")
-_UNITS = re.compile(r"invalid data type 'str'|not (dict|tuple)$|'(dict|tuple)'")
-"""A dict of parameters where a tensor is needed, or a tensor where the dict is."""
+_UNITS = re.compile(r"invalid data type 'str'|not (dict|tuple)$|'(dict|tuple)'")  # parameters and carry swapped
 _FLOAT_IDS = re.compile(r"'indices'|used as indices must be")
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 """The error of an operation that a compiler has tried on tensors without values."""
@@ -177,7 +176,8 @@ def _of_nodes(error: Exception) -> FshardingError | None:
 
 def _of_order(error: Exception) -> FshardingError | None:
     """A block of `fs.scan_units` that takes or returns what a body of lax.scan does."""
-    calls = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    calls = {code.co_name for code in codes if code.co_filename.startswith(LIBRARY)}
     if not isinstance(error, TypeError) or not _UNITS.search(str(error)) or "scan_units" not in calls:
         return None
     mend = (

@@ -30,8 +30,8 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
-from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path
-from fsharding.checkpoint.state_leaves import StateLeaf, objections, shares
+from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path, sync
+from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
 from fsharding.foreign.name_map import written_constants
@@ -266,11 +266,9 @@ class _Job:
 
     def own_boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
         """This rank's writes: the name of a tensor, a box of it, and the values."""
-        writers = shares(self.leaves, range(world_size()))
-        for path, leaf in self.leaves.items():
-            for box, x in leaf.kept().items():
-                if writers[path][box] == own_rank():
-                    yield from in_tensors(box, in_memory(x), self.pieces[path])
+        for path, own in own_boxes(self.leaves, range(world_size())).items():
+            for box, x in own.items():
+                yield from in_tensors(box, in_memory(x), self.pieces[path])
 
     def _own_scales(self) -> Iterator[tuple[str, Box, Tensor]]:
         """The scales that this rank writes: one tensor in every so many."""
@@ -282,11 +280,7 @@ class _Job:
     def commit(self) -> None:
         """Puts the directory in its place. On one rank."""
         for name in os.listdir(self.partial):
-            handle = os.open(self.partial / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            sync(self.partial / name)
         place(self.target)
 
 

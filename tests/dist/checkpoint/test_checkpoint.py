@@ -123,7 +123,7 @@ def save_with_a_fault(path, where, rank):
     [
         ("fsharding.checkpoint.directory._locked", 0),
         ("os.fsync", 1),
-        ("fsharding.checkpoint.saving.shares", 1),
+        ("fsharding.checkpoint.state_leaves.shares", 1),
         ("fsharding.checkpoint.writer.Writer.add", 1),
         ("fsharding.checkpoint.writer._HashedStream._hash", 1),
         ("fsharding.checkpoint.saving.write_metadata", 0),
