@@ -40,13 +40,8 @@ class Operations:
 
     rows: list[Operation] = field(default_factory=list[Operation])  # in order
     reads: HostReads = field(default_factory=HostReads)  # see `HostReads`
-    # operations that copy a CPU tensor to a device, or make a tensor of Python numbers, as `torch.tensor` does; a graph
-    # would freeze the value
+    # operations that copy a CPU tensor to a device, or make a tensor of numbers: a graph would freeze the values
     from_host: list[Operation] = field(default_factory=list[Operation])
-
-
-_OF_NUMBERS = {"lift_fresh"}
-"""Operations by which a tensor of given numbers comes into being: on the host, whatever device it is meant for."""
 
 
 class _Trace(TorchDispatchMode):
@@ -58,10 +53,15 @@ class _Trace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         taken = (*args, *(kwargs or {}).values())
         row = Operation(f"{func}({', '.join(map(_text, taken))})", line_of_caller(__file__))
-        self._seen.rows.append(row)
+        name = func.overloadpacket.__name__
+        # Views and fresh memory start no kernel, and follow from what other threads hold: a pool makes another buffer
+        # while gloo's thread has the last reference to one.
+        if not func.is_view and not name.startswith(("empty", "new_empty")):
+            self._seen.rows.append(row)
         devices = {x.device.type for x in tree.leaves([taken, result]) if isinstance(x, Tensor)}
         of_host = any(isinstance(x, Tensor) and x.is_cpu and not is_kept(x) for x in tree.leaves(taken))
-        if func.overloadpacket.__name__ in _OF_NUMBERS or (of_host and len(devices) > 1):
+        # `lift_fresh` makes a tensor of Python numbers: on the host, whatever device it is meant for.
+        if name == "lift_fresh" or (of_host and len(devices) > 1):
             self._seen.from_host.append(row)
         return result
 
