@@ -1,6 +1,7 @@
-"""Check a loss function at its first call: does it depend on the parameters, and where do its random numbers come from?
+"""Check a loss function at its first call: what it depends on, where its random numbers come from, what it casts.
 
-Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
+Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward; and a
+differentiated cast to 8 bits in the first graph of a function is found.
 """
 
 from __future__ import annotations
@@ -12,37 +13,48 @@ import pickle
 import random as python_random
 import traceback
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from types import CodeType
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from fsharding.base import _compat, devices
 from fsharding.base.calls import public_name
-from fsharding.base.errors import TransformError, report
+from fsharding.base.errors import TransformError, message, report
 from fsharding.comm.step_agreement import numbers_of_all
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding import random
-from fsharding.transforms.argument_writes import content_of
 from fsharding.transforms.gather_context import GatherContext
-from fsharding.transforms.loss_checks import line_of_user
+from fsharding.transforms.loss_checks import content_of, line_of_user
 
-__all__ = ["FirstCall", "first_call", "refuse_named_scaler"]
+__all__ = ["FirstCall", "first_call", "refuse_bare_casts", "refuse_named_scaler"]
 
 _UNIT = "_GatherUnitBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
+_SCALED = {"MulBackward0", "DivBackward0"}
 _PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
 _MEAN = 1
 """The value of `reduction="mean"` in the nodes of torch's losses."""
 _MOST_ALIKE = 8
 """A loop may define its loss function again in each step, so only this many functions of one code are checked."""
+_CAST = "ToCopyBackward0"
+_BITS_8 = {
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+}
+_NEAR = 16
+"""Nodes between a cast and the weight that it is of, at most, for the weight to be named."""
+
+# What has been checked of each loss function, unwrapped, and how many functions of one code had their first call.
+_checked: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictionary()
+_alike: Counter[Any] = Counter()
 
 
 class FirstCall:
@@ -153,14 +165,8 @@ class FirstCall:
 
 def _refuse_scaler(total: Tensor, name: str) -> None:
     """Refuse a loss that is a product with the scale of a `GradScaler`: its gradients would stay scaled."""
-    node: Any = total.grad_fn
-    factors: list[int] = []
-    while node is not None and node.name() in {"MulBackward0", "DivBackward0", *_PASSED_ON}:
-        saved = getattr(node, "_saved_other", None)
-        factors += (
-            [saved.data_ptr()] if isinstance(saved, Tensor) and not saved.ndim and not _compat.is_fake(saved) else []
-        )
-        node = node.next_functions[0][0]
+    saved = [getattr(node, "_saved_other", None) for node in _chain(total.grad_fn, {*_SCALED, *_PASSED_ON})]
+    factors = [x.data_ptr() for x in saved if isinstance(x, Tensor) and not x.ndim and not _compat.is_fake(x)]
     # A scaler is found by its scale, and looked for only where a 0-d tensor scales the loss.
     scalers = (x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)) if factors else ()
     if any(isinstance(s := vars(x).get("_scale"), Tensor) and s.data_ptr() in factors for x in scalers):
@@ -185,35 +191,30 @@ def refuse_named_scaler(fn: Callable[..., Any]) -> None:
         raise _scaled(public_name(), "losses")
 
 
-class _Checked:
-    """The loss functions that have had their first call, and how many there were of one code."""
+def _checks_of(fn: Callable[..., Any]) -> set[Hashable] | None:
+    """What has been checked of a loss function so far; None if it cannot be referred to weakly, or has no hash."""
+    try:
+        return _checked.setdefault(fn, set())
+    except TypeError:
+        return None
 
-    def __init__(self) -> None:
-        self.functions: WeakSet[Callable[..., Any]] = WeakSet()
-        self.alike: Counter[Any] = Counter()
 
-
-_checked = _Checked()
+def _unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    while callable(inner := getattr(fn, "__wrapped__", None)):
+        fn = inner
+    return fn
 
 
 def first_call(fn: Callable[..., Any]) -> FirstCall | None:
     """Return the checks of a call of a loss function, unwrapped; None if it was called before."""
-    while callable(inner := getattr(fn, "__wrapped__", None)):
-        fn = inner
+    fn = _unwrapped(fn)
     code = getattr(fn, "__code__", type(fn))
-    if _checked.alike[code] >= _MOST_ALIKE or not _is_weakly_hashable(fn) or fn in _checked.functions:
+    checks = _checks_of(fn) if _alike[code] < _MOST_ALIKE else None
+    if checks is None or "first call" in checks:
         return None
-    _checked.functions.add(fn)
-    _checked.alike[code] += 1
+    checks.add("first call")
+    _alike[code] += 1
     return FirstCall()
-
-
-def _is_weakly_hashable(fn: Callable[..., Any]) -> bool:
-    try:
-        hash(weakref.ref(fn))
-    except TypeError:
-        return False
-    return True
 
 
 def _is_pair(x: Any) -> bool:
@@ -234,35 +235,89 @@ def _generators() -> dict[str, bytes]:
     return states
 
 
+def _nodes(roots: Iterable[Node | None]) -> Generator[Any]:
+    """Each node of a graph once, from its outputs on."""
+    todo = [*roots]
+    seen = set[Node | None]((None,))
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [before for before, _ in node.next_functions]
+
+
+def _chain(node: Node | None, names: set[str]) -> Generator[Any]:
+    """A node and those that lead to it by their first inputs, while they have one of these names."""
+    while node is not None and node.name() in names:
+        yield node
+        node = node.next_functions[0][0]
+
+
 def _reaches(root: Node | None, context: GatherContext, leaves: Iterable[Tensor]) -> bool:
     """Whether a graph leads to a unit that a context gathered, or to a leaf that was used otherwise."""
     ours = {id(x) for x in leaves}
-    todo = [root]
-    seen = set[Node | None]((None,))
-    while todo:
-        node: Any = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == _UNIT and node.context is context:
-            return True
-        if node.name() == _LEAF and id(node.variable) in ours:
-            return True
-        todo += [before for before, _ in node.next_functions]
-    return False
+    return any(
+        (node.name() == _UNIT and node.context is context) or (node.name() == _LEAF and id(node.variable) in ours)
+        for node in _nodes([root])
+    )
 
 
 def _is_mean(total: Tensor, weight: float) -> bool:
     """Whether the last operation of a loss is a mean, or a division by its weight. The graph tells, not the value."""
     node: Any = total.grad_fn
-    while node is not None and node.name() in _PASSED_ON:
-        node = node.next_functions[0][0]
+    for passed in _chain(node, _PASSED_ON):
+        node = passed.next_functions[0][0]
     if node is None:
         return False
-    if node.name() in ("DivBackward0", "MulBackward0"):
+    if node.name() in _SCALED:
         factor = node._saved_other
         if not isinstance(factor, Tensor) or factor.numel() != 1:
             return False
         wanted = weight if node.name() == "DivBackward0" else 1 / weight
         return abs(float(factor) / wanted - 1) < 1e-6
     return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+
+
+# -------------------------------------------------------------------------------------------------------------- casts
+def refuse_bare_casts(
+    outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
+) -> None:
+    """Refuse a graph that has differentiated casts to 8 bits; each part of a function is inspected once."""
+    checks = _checks_of(_unwrapped(fn))
+    if checks is None or (_CAST, part) in checks:
+        return
+    casts = _casts([x.node if isinstance(x, GradientEdge) else x.grad_fn for x in outputs])
+    if not casts:
+        checks.add((_CAST, part))
+        return
+    kinds = sorted({str(_compat.result_of(node)[0]).removeprefix("torch.") for node in casts})
+    rule = f"differentiates casts to {', '.join(kinds)}, which round the gradient without a scale: 700 becomes 448, and"
+    mend = (
+        "Write w = fs.formats.quantize(w, fs.formats.TENSORWISE), then fs.formats.dequantize(w) or"
+        " fs.ops.scaled_matmul(x, w, 1), whose gradient is not rounded; or cast w.detach(), which has no gradient."
+    )
+    raise TransformError(message(f"{rule} 1e-4 becomes 0.", map(_describe, casts), mend))
+
+
+def _casts(roots: Sequence[Node | None]) -> list[Node]:
+    return [node for node in _nodes(roots) if node.name() == _CAST and _compat.result_of(node)[0] in _BITS_8]
+
+
+def _describe(cast: Node) -> str:
+    """A cast, with the gathered weight that is near it in the graph."""
+    dtype, shape = _compat.result_of(cast)
+    what = f"a tensor {list(shape)}"
+    todo = [*cast.next_functions]
+    for _ in range(_NEAR):
+        if not todo:
+            break
+        node, number = todo.pop(0)
+        if node is None:
+            continue
+        if node.name() == _UNIT and _compat.result_of(node, number)[1].numel() == shape.numel():
+            unit: Any = node
+            what = f"{unit.context.path_of(unit.unit.index[number])} {list(shape)}"
+            break
+        todo += node.next_functions
+    return f"{what} is cast to {str(dtype).removeprefix('torch.')}"

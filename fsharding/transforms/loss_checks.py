@@ -13,36 +13,24 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import CellType
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsharding.base import tree
+from fsharding.base import errors, tree
 from fsharding.base.calls import LIBRARY
-from fsharding.base.errors import (
-    ArgumentError,
-    BatchError,
-    DataError,
-    DtypeError,
-    FshardingError,
-    MissingKeyError,
-    NotGatheredError,
-    ShapeError,
-    TransformError,
-    did_you_mean,
-    listed,
-    message,
-)
+from fsharding.base.errors import FshardingError, NotGatheredError, TransformError, did_you_mean, listed, message
 from fsharding.base.public import YIELDS, kind_of, yields_batches
 from fsharding.base.tree import Tree
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, of_sums, typeof
 from fsharding.transforms.gather_context import GatherContext
 
-__all__ = ["explained", "line_of_user", "names_of"]
+__all__ = ["content_of", "explained", "line_of_user", "names_of"]
 
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
@@ -54,6 +42,49 @@ _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 _FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, sysconfig.get_paths()["stdlib"])
 
+_TEXTS = (
+    (
+        "torch.compiler.disable",
+        "is compiled as one graph, which gathers cannot be part of",
+        "Leave fullgraph=True out; a block may have it: fs.scan_units(torch.compile(block, fullgraph=True), ...).",
+    ),
+    (
+        "saved tensor hooks",
+        "calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks",
+        "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
+        " with torch.autograd.grad(..., create_graph=True).",
+    ),
+    (
+        "change requires_grad flags",
+        "changes requires_grad of a gathered weight",
+        f"{_FREEZE} In one place, use w.detach().",
+    ),
+    (
+        r"is a view and.*modified inplace",
+        "writes gathered weights in place",
+        "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x.",
+    ),
+    (
+        r"mixed torch\.Tensor and DTensor",
+        "uses parameters at rest, DTensors, with plain tensors",
+        "Use its own first argument, through fs.gather_unit, in the place of state.params.",
+    ),
+)
+"""What a RuntimeError of torch says, what the loss function does then, and what to write instead."""
+
+
+class _Failure(NamedTuple):
+    """A loss function that raised, and what it was given."""
+
+    error: Exception
+    fn: Callable[..., Any]
+    text: str  # of the error, its first line
+    line: list[str]  # the line of the user's own that failed, if there is one
+    params: Tree
+    given: dict[str, Any]  # the arguments after the parameters, by name
+    leaves: list[tuple[str, Any]]  # of these arguments, with their paths
+    context: GatherContext
+
 
 def explained(
     error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any], context: GatherContext
@@ -64,23 +95,21 @@ def explained(
         return None
     if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
         mend = "Give it the parameters alone: (state.params, batch)."
-        return ArgumentError(message(f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
+        return errors.ArgumentError(message(f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
-    names = names_of(fn, len(args) + 1)
+    given = dict(zip(names_of(fn, len(args) + 1)[1:], args, strict=False))
+    named = ((name, path, x) for name, batch in given.items() for path, x in tree.named_leaves(batch).items())
+    leaves = [(f"{name}.{path}" if path else name, x) for name, path, x in named]
+    text = str(error).strip().partition("\n")[0]
+    failure = _Failure(error, fn, text, _line_of(error), params, given, leaves, context)
     if type(error).__module__ == "torch._dynamo.exc":
-        return _of_compiling(error) or _of_shapes(error, names[1:], args, context)
-    return (
-        _of_arguments(error, fn, params, args)
-        or _of_writing(error)
-        or _of_nodes(error)
-        or _of_order(error)
-        or _of_missing(error, names, params, args)
-        or _of_arrays(error, names[1:], args)
-        or _of_ids(error, names[1:], args, context)
-        or _of_kinds(error, names[1:], params, args)
-        or _of_shapes(error, names[1:], args, context)
-    )
+        return _of_texts(failure) or _of_shapes(failure)
+    if wrong := _of_arguments(error, fn, params, args):
+        return wrong
+    # The order matters: the first that knows a cause explains the error, and the last ones go by its kind alone.
+    causes = (_of_texts, _of_nodes, _of_order, _of_missing, _of_arrays, _of_ids, _of_kinds, _of_shapes)
+    return next((why for cause in causes if (why := cause(failure)) is not None), None)
 
 
 def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None:
@@ -109,9 +138,8 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
     if "to_local" in error.use:
         mend += " The part of this rank, as it is, is .value."
     mend += of_sums(error.use)
-    where = _line_of(error)
     rule = f"has a loss function in which a leaf {error.use} before it is gathered."
-    error.args = (message(rule, [row, *where], mend),)
+    error.args = (message(rule, [row, *_line_of(error)], mend),)
 
 
 def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
@@ -119,63 +147,40 @@ def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: 
     leaves = tree.leaves(params, is_leaf=_is_local)
     if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
         rule = "got no sharded leaf in its first argument, and sharded ones after it."
-        return ArgumentError(message(rule, mend="Give the parameters first: (params, batch)."))
+        return errors.ArgumentError(message(rule, mend="Give the parameters first: (params, batch)."))
     if isinstance(error, TypeError):
         try:
             inspect.signature(fn).bind(params, *args)
         except (TypeError, ValueError) as why:
             name = getattr(fn, "__name__", type(fn).__name__)
             rule = f"cannot call {name} with params and {len(args)} more: {why}."
-            return ArgumentError(message(rule, mend="Give what the loss function takes after params."))
+            return errors.ArgumentError(message(rule, mend="Give what the loss function takes after params."))
     return None
 
 
-def _of_compiling(error: Exception) -> FshardingError | None:
-    """A graph that should hold all of a loss function, whose gathers are between two graphs."""
-    if type(error).__name__ != "Unsupported" or "torch.compiler.disable" not in str(error):
-        return None
-    rule = "has a loss function that is compiled as one graph, which gathers cannot be part of."
-    mend = "Leave fullgraph=True out; a block may have it: fs.scan_units(torch.compile(block, fullgraph=True), ...)."
-    return TransformError(message(rule, mend=mend))
-
-
-def _of_writing(error: Exception) -> FshardingError | None:
-    """Writing in place where other ranks read, and hooks that another transform refuses."""
-    text = str(error)
-    if not isinstance(error, RuntimeError):
-        return None
-    if "saved tensor hooks" in text:
-        rule = "has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks."
-        mend = (
-            "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
-            " with torch.autograd.grad(..., create_graph=True)."
-        )
-        return TransformError(message(rule, mend=mend))
-    if "change requires_grad flags" in text:
-        rule = "has a loss function that changes requires_grad of a gathered weight."
-        return TransformError(message(rule, _line_of(error), f"{_FREEZE} In one place, use w.detach()."))
-    if "is a view and" in text and "modified inplace" in text:
-        rule = "has a loss function that writes gathered weights in place."
-        mend = "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x."
-        return TransformError(message(rule, _line_of(error), mend))
-    if "mixed torch.Tensor and DTensor" in text:
-        rule = "has a loss function that uses parameters at rest, DTensors, with plain tensors."
-        mend = "Use its own first argument, through fs.gather_unit, in the place of state.params."
-        return TransformError(message(rule, _line_of(error), mend))
+def _of_texts(failure: _Failure) -> FshardingError | None:
+    """What torch refuses by a text of its own: see `_TEXTS`."""
+    text = str(failure.error)
+    known = _TEXTS if isinstance(failure.error, RuntimeError) else ()
+    for pattern, what, mend in known:
+        if re.search(pattern, text, re.DOTALL):
+            return TransformError(message(f"has a loss function that {what}.", failure.line, mend))
     return None
 
 
-def _of_nodes(error: Exception) -> FshardingError | None:
+def _of_nodes(failure: _Failure) -> FshardingError | None:
     """A node that was looked at rather than used, by `isinstance` say."""
+    error = failure.error
     if not isinstance(error, TypeError | RuntimeError) or not re.search(r"\bLocal\b", str(error)):
         return None
     rule = "has a loss function that uses leaves of its parameters before they are gathered."
     mend = 'Gather their unit first, such as unit = fs.gather_unit(params["head"]), and use its leaves.'
-    return TransformError(message(rule, [str(error).strip(), *_line_of(error)], mend))
+    return TransformError(message(rule, [str(error).strip(), *failure.line], mend))
 
 
-def _of_order(error: Exception) -> FshardingError | None:
+def _of_order(failure: _Failure) -> FshardingError | None:
     """A block of `fs.scan_units` that takes or returns what a body of lax.scan does."""
+    error = failure.error
     codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     calls = {code.co_name for code in codes if code.co_filename.startswith(LIBRARY)}
     if not isinstance(error, TypeError) or not _UNITS.search(str(error)) or "scan_units" not in calls:
@@ -184,89 +189,82 @@ def _of_order(error: Exception) -> FshardingError | None:
         "fs.scan_units calls block(params, carry), parameters first, where lax.scan calls (carry, x). A block returns"
         " the carry, or (carry, aux) with has_aux=True."
     )
-    rows = [*_line_of(error), str(error)]
-    return ArgumentError(message("has a loss function with a block that failed.", rows, mend))
+    rows = [*failure.line, str(error)]
+    return errors.ArgumentError(message("has a loss function with a block that failed.", rows, mend))
 
 
-def _of_missing(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:
+def _of_missing(failure: _Failure) -> FshardingError | None:
     """A key that no argument has."""
-    if not isinstance(error, KeyError) or len(error.args) != 1:
+    if not isinstance(failure.error, KeyError) or len(failure.error.args) != 1:
         return None
-    key = error.args[0]
-    given = dict(zip(names, (params, *args), strict=False))
+    key = failure.error.args[0]
+    given = {names_of(failure.fn, 1)[0]: failure.params, **failure.given}
     paths = {name: tree.paths(x, is_leaf=_is_local) for name, x in given.items()}
     parts = {part for named in paths.values() for path in named for part in path.split(".")}
     if str(key) in parts:
         return None  # It is there, so this is about a dict of the function's own.
     rows = [f"{name} has {listed(named)}" if named else f"{name} is {given[name]!r}" for name, named in paths.items()]
-    hint = did_you_mean(str(key), parts)
-    mend = f"Give the batch an entry {key!r}, or ask for one that is there.{hint}"
+    mend = f"Give the batch an entry {key!r}, or ask for one that is there.{did_you_mean(str(key), parts)}"
     rule = f"has a loss function that asks for {key!r}, which is in none of its arguments."
-    return MissingKeyError(message(rule, [*rows, *_line_of(error)], mend))
+    return errors.MissingKeyError(message(rule, [*rows, *failure.line], mend))
 
 
-def _of_arrays(error: Exception, names: Sequence[str], args: Sequence[Any]) -> FshardingError | None:
+def _of_arrays(failure: _Failure) -> FshardingError | None:
     """Arrays, lists of numbers or nothing at all where tensors should be."""
-    if not isinstance(error, TypeError | AttributeError):
+    if not isinstance(failure.error, TypeError | AttributeError):
         return None
-    text = str(error)
-    given = dict(zip(names, args, strict=False))
+    text = str(failure.error)
+    given = failure.given
     if yielding := [f"{name} is {kind_of(x)}" for name, x in given.items() if yields_batches(x)]:
         rule = "takes one batch, and got an object that yields them."
-        return BatchError(message(rule, yielding, YIELDS))
+        return errors.BatchError(message(rule, yielding, YIELDS))
+    lists = (list, tuple) if "indices must be" in text else ()
     rows = [f"{name} is None" for name, x in given.items() if x is None]
-    rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if "indices must be" in text and _is_list(x)]
-    for name, x in given.items():
-        odd = {path: leaf for path, leaf in tree.named_leaves(x).items() if _is_array(leaf)}
-        rows += [f"{_joined(name, path)} is {kind_of(leaf)}" for path, leaf in odd.items()]
+    rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if isinstance(x, lists)]
+    rows += [
+        f"{path} is {kind_of(x)}" for path, x in failure.leaves if hasattr(x, "__array__") and not isinstance(x, Tensor)
+    ]
     if not rows:
         return None
     mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
-    return BatchError(message(f"has a loss function that failed: {text}.", rows, mend))
+    return errors.BatchError(message(f"has a loss function that failed: {text}.", rows, mend))
 
 
-def _of_ids(
-    error: Exception, names: Sequence[str], args: Sequence[Any], context: GatherContext
-) -> FshardingError | None:
+def _of_ids(failure: _Failure) -> FshardingError | None:
     """Explain ids that are no whole numbers, or outside of a table, by the leaves of the batch that may be ids."""
-    text = str(error).strip().partition("\n")[0]
-    is_float = _FLOAT_IDS.search(text) is not None
-    if not isinstance(error, IndexError | RuntimeError) or not (is_float or _OUTSIDE.search(text)):
+    is_float = _FLOAT_IDS.search(failure.text) is not None
+    if not isinstance(failure.error, IndexError | RuntimeError) or not (is_float or _OUTSIDE.search(failure.text)):
         return None
     rows: list[str] = []
-    for name, batch in zip(names, args, strict=False):
-        for path, x in tree.named_leaves(batch).items():
-            if not isinstance(x, Tensor) or x.is_floating_point() != is_float or x.is_meta or not x.numel():
-                continue
+    for path, x in failure.leaves:
+        if isinstance(x, Tensor) and x.is_floating_point() == is_float and not x.is_meta and x.numel():
             values = "write .long() for ids" if is_float else f"values from {int(x.min())} to {int(x.max())}"
-            rows.append(f"{_joined(name, path)} is {kind_text(x)}: {values}")
+            rows.append(f"{path} is {kind_text(x)}: {values}")
     if not rows:
         return None
+    rows = [*failure.line, *rows]
     if is_float:
         rule = "has a loss function that takes ids which are no whole numbers."
-        return DtypeError(message(rule, [*_line_of(error), *rows], "Give ids as int64, such as batch.long()."))
+        return errors.DtypeError(message(rule, rows, "Give ids as int64, such as batch.long()."))
     rule = "has a loss function that asks for a row outside of its table."
     mend = "Ids of V rows are 0 to V - 1: take a table of more rows, or the tokenizer of this model."
-    return DataError(message(rule, [*_line_of(error), *rows, *context.gathered_leaves()], mend))
+    return errors.DataError(message(rule, [*rows, *failure.context.gathered_leaves()], mend))
 
 
-def _of_kinds(error: Exception, names: Sequence[str], params: Tree, args: Sequence[Any]) -> FshardingError | None:
+def _of_kinds(failure: _Failure) -> FshardingError | None:
     """Explain an error about dtypes or devices by the leaves of the batch that differ from the parameters."""
-    if not isinstance(error, RuntimeError) or not _KINDS.search(str(error)):
+    if not isinstance(failure.error, RuntimeError) or not _KINDS.search(str(failure.error)):
         return None
-    weights = [x.value for x in tree.leaves(params, is_leaf=_is_local) if isinstance(x, Local)]
+    weights = [x.value for x in tree.leaves(failure.params, is_leaf=_is_local) if isinstance(x, Local)]
     devices = {x.device for x in weights}
     dtypes = {x.dtype for x in weights if x.is_floating_point()}
-    rows: list[str] = []
-    for name, batch in zip(names, args, strict=False):
-        for path, x in tree.named_leaves(batch).items():
-            if isinstance(x, Tensor) and (why := _odd_kind(x, devices, dtypes)):
-                rows.append(f"{_joined(name, path)} is {kind_of(x).removeprefix('a tensor ')}: {why}")
+    odd = ((path, x, _odd_kind(x, devices, dtypes)) for path, x in failure.leaves if isinstance(x, Tensor))
+    rows = [f"{path} is {kind_of(x).removeprefix('a tensor ')}: {why}" for path, x, why in odd if why]
     if not rows:
         return None
-    text = str(error).strip().partition("\n")[0].rstrip(".!")
+    rule = f"has a loss function that failed: {failure.text.rstrip('.!')}."
     mend = "Change these leaves of the batch; fs.local_batch(batch) moves all of them to the device of the mesh."
-    return DtypeError(message(f"has a loss function that failed: {text}.", [*_line_of(error), *rows], mend))
+    return errors.DtypeError(message(rule, [*failure.line, *rows], mend))
 
 
 def _odd_kind(x: Tensor, devices: set[torch.device], dtypes: set[torch.dtype]) -> str:
@@ -282,39 +280,27 @@ def _odd_kind(x: Tensor, devices: set[torch.device], dtypes: set[torch.dtype]) -
     return ""
 
 
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Local)
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list | tuple)
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "__array__") and not isinstance(x, Tensor)
-
-
-def _of_shapes(
-    error: Exception, names: Sequence[str], args: Sequence[Any], context: GatherContext
-) -> FshardingError | None:
+def _of_shapes(failure: _Failure) -> FshardingError | None:
     """List shapes that do not match: of the batch, and of the weights that were gathered last."""
+    error = failure.error
     traced = _TRACED.search(str(error)) if type(error).__name__ == "TorchRuntimeError" else None
     if not traced and (type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error))):
         return None
     if "gloo/" in str(error) or hasattr(error, "_fsharding_peers"):
         return None
-    rows = list[str]()
-    for name, x in zip(names, args, strict=False):
-        rows += [f"{_joined(name, path)} is {kind_text(leaf)}" for path, leaf in tree.named_leaves(x).items()]
-    text = traced[1].rstrip(".") if traced else str(error).strip().partition("\n")[0]
     mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
-    if row := context.row_of_stack():
+    if row := failure.context.row_of_stack():
         mend += (
             f" fs.scan_units takes dim 0 of leaves for layers, so {row} is one layer; without layers, call"
             " block(fs.gather_unit(unit), x)."
         )
-    rows = [*_line_of(error), *rows, *context.gathered_leaves()]
-    return ShapeError(message(f"has a loss function that failed: {text}.", rows, mend))
+    rows = [*failure.line, *(f"{path} is {kind_text(x)}" for path, x in failure.leaves)]
+    rule = f"has a loss function that failed: {traced[1].rstrip('.') if traced else failure.text}."
+    return errors.ShapeError(message(rule, [*rows, *failure.context.gathered_leaves()], mend))
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, Local)
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
@@ -326,6 +312,14 @@ def names_of(fn: Callable[..., Any], count: int) -> list[str]:
         given = ()
     result = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return [result[i] if i < len(result) else f"argument {i}" for i in range(count)]
+
+
+def content_of(cell: CellType) -> Any:
+    """Return what a cell of a closure holds; None if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
 
 
 def _code(accessor: optree.PyTreeAccessor, root: str) -> str:
@@ -344,7 +338,3 @@ def line_of_user(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of a stack that is neither torch's, Python's nor our own; "" if there is none."""
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own and own[-1].line else ""
-
-
-def _joined(name: str, path: str) -> str:
-    return f"{name}.{path}" if path else name

@@ -1,16 +1,21 @@
 """Rematerialization: `remat` keeps a function's inputs for backward and recomputes the rest.
 
-Guarantee: remat changes no derivative of any order, also with respect to values that the function closes over.
+Guarantee: remat changes no derivative of any order, also with respect to values that the function closes over; a
+function that writes into its arguments, which would be lost, is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
+import types
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol, cast
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -18,13 +23,15 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsharding.base import _compat, _functorch
-from fsharding.base.public import check_function, public
+from fsharding.base import _compat, _functorch, tree
+from fsharding.base.calls import public_name
+from fsharding.base.errors import TransformError, report
+from fsharding.base.public import check_function, kind_of, public
 from fsharding.mesh.device_mesh import Mesh, mesh_here, set_mesh
-from fsharding.sharding.named_sharding import opened
+from fsharding.sharding.named_sharding import Local, opened
 from fsharding.transforms import policies
-from fsharding.transforms.argument_writes import call_unwritten
 from fsharding.transforms.gather_context import without_context
+from fsharding.transforms.loss_checks import content_of, names_of
 from fsharding.transforms.policies import Policy, check_policy
 
 __all__ = ["remat"]
@@ -32,17 +39,10 @@ __all__ = ["remat"]
 _DOTS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     )
-)
-
+)  # fmt: skip
 
 _BESIDE_HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False}
@@ -50,6 +50,10 @@ _BESIDE_HOOKS: dict[str, Any] = (
     else {}
 )
 """Products are saved beside the saved-tensor hooks around them, as in every torch; newer ones ask for a decision."""
+
+
+_MOST = 10_000  # objects that are looked at in one call; an argument may lead to a data set
+_NOT_WALKED = (type, Mesh, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -98,7 +102,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         functional = _functorch.in_functorch()
 
         def flat(*values: Any) -> Any:
-            return call_unwritten(fn, closed(values), closure=functional)
+            return _call_unwritten(fn, closed(values), closure=functional)
 
         if _functorch.linearizing():  # Its graph keeps what it needs.
             return fn(*args)
@@ -110,6 +114,86 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
         return checkpoint(flat, *leaves, use_reentrant=False)
 
     return run
+
+
+# ------------------------------------------------------------------------------------------- writes into arguments
+def _call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bool = False) -> Any:
+    """`fn(*args)`, which must not write into `args`, nor tensors into lists, dicts and sets that it closes over."""
+    watched = [(name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True)]
+    cells = getattr(fn, "__closure__", None) or ()
+    if closure and cells:
+        held = zip(fn.__code__.co_freevars, map(content_of, cells), strict=True)
+        watched += [(name, x, False) for name, x in held if isinstance(x, list | dict | set | deque)]
+    before = _held(watched)
+    out = fn(*args)
+    after = _held(watched)
+    rows = [f"{_shown(path)} is new: {kind_of(now)}" for path, (now, _) in after.items() if path not in before]
+    for path, (was, version) in before.items():
+        if path not in after:
+            rows.append(f"{_shown(path)} is gone: {kind_of(was)}")
+        elif (now := after[path][0]) is not was:
+            rows.append(f"{_shown(path)} is another one: {kind_of(was)} before, {kind_of(now)} after")
+        elif after[path][1] != version:
+            rows.append(f"{_shown(path)} was changed in place: {kind_of(was)}")
+    if rows:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        caller = "fs.scan_units" if public_name() == "fs.scan_units" else "fs.remat"
+        rule = f"{caller} recomputes {name} in backward, so what {name} writes into its arguments would be lost."
+        mend = (
+            "Return the value instead: return x, aux, or a new list, [*kept, aux]; fs.scan_units(..., has_aux=True)"
+            " stacks what blocks return beside their carry. Write x = x * 2 instead of x.mul_(2). Under"
+            " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write. Models of Hugging"
+            " Face write into a cache of keys and values unless they are called with use_cache=False."
+        )
+        raise TransformError(report(rule, rows, mend))
+    return out
+
+
+def _shown(path: str) -> str:
+    """A path without the identities of items of sets."""
+    return re.sub(r"\{[0-9a-f]+\}", "{...}", path)
+
+
+def _held(watched: Iterable[tuple[str, Any, bool]]) -> dict[str, tuple[Any, int]]:
+    """What named values hold, by path: tensors anywhere, each with its version, and, if asked, other entries."""
+    found: dict[str, tuple[Any, int]] = {}
+    seen = set[int]()
+    todo = deque(watched)
+    for _ in range(_MOST):
+        if not todo:
+            break
+        path, x, is_entry = todo.popleft()
+        if isinstance(x, Local):
+            x = x.value
+        if isinstance(x, Tensor):
+            found[path] = x, 0 if x.is_inference() else _compat.version_of(x)
+            continue
+        children = None if id(x) in seen else _children(x)
+        seen.add(id(x))
+        if children is None:
+            if is_entry:
+                found[path] = x, 0
+            continue
+        todo.extend((path + step, child, is_entry and not step.startswith(".")) for step, child in children)
+    return found
+
+
+def _children(x: Any) -> Iterable[tuple[str, Any]] | None:
+    """What a container or an object holds; None for one that holds nothing."""
+    if isinstance(x, dict):
+        return [(f"[{key!r}]", value) for key, value in islice(cast("dict[Any, Any]", x).items(), _MOST)]
+    if isinstance(x, list | tuple | deque):
+        return [(f"[{i}]", item) for i, item in enumerate(islice(cast("Iterable[Any]", x), _MOST))]
+    if isinstance(x, set | frozenset):
+        # By identity: a set has no order of its own.
+        return [(f"{{{id(item):x}}}", item) for item in islice(cast("Iterable[Any]", x), _MOST)]
+    if isinstance(x, _NOT_WALKED):
+        return None
+    if type(x).__module__.startswith("fsharding."):
+        # Its tensors alone: a quantized weight also has the context of its gathers, which other threads change.
+        return [(f".{name}", child) for name, child in (tree.children(x) or {}).items()] or None
+    own = {name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())} | {*getattr(x, "__dict__", ())}
+    return [(f".{name}", getattr(x, name)) for name in sorted(own) if hasattr(x, name)] or None
 
 
 # --------------------------------------------------------------------------------------------------- under torch.func
@@ -131,12 +215,8 @@ def _functional(fn: Callable[..., Any], leaves: list[Any], captured: list[weakre
         captured.extend(weakref.ref(x) for x in flat.captured.values())
 
 
-class _Call(Protocol):
-    """A function of tensors that returns a tuple of tensors, and is run again whenever a derivative needs it."""
-
-    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Runs it."""
-        ...
+_Call: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""A function of tensors that returns a tuple of tensors, and is run again whenever a derivative needs it."""
 
 
 class _Flat:
@@ -162,12 +242,9 @@ class _Flat:
         for i, value in zip(self.places, values[:count], strict=True):
             filled[i] = value
         given = {id(x): value for x, value in zip(self._lifted, values[count:], strict=True)}
-        with ExitStack() as stack:
-            stack.enter_context(without_context())
-            if self._mesh is not None:
-                stack.enter_context(set_mesh(self._mesh))
-            if given or self._looking:
-                stack.enter_context(_Lifting(given, self.captured if self._looking else None))
+        on_mesh = nullcontext() if self._mesh is None else set_mesh(self._mesh)
+        lifting = _Lifting(given, self.captured if self._looking else None) if given or self._looking else nullcontext()
+        with without_context(), on_mesh, lifting:
             out = self._fn(*filled)
         flat, self._closed = opened(out)
         self._out = [None if isinstance(x, Tensor) else x for x in flat]

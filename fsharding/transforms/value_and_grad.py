@@ -42,8 +42,7 @@ from fsharding.sharding.named_sharding import (
     to_local,
     typeof,
 )
-from fsharding.transforms.cast_checks import refuse_bare_casts
-from fsharding.transforms.first_call import FirstCall, first_call
+from fsharding.transforms.first_call import FirstCall, first_call, refuse_bare_casts
 from fsharding.transforms.gather_context import GatherContext, TapeLeaf, activate, check_depth
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.run_options import GradsTo, RunOptions

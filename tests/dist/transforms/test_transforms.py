@@ -4,6 +4,7 @@ The model is a decoder, so the transforms go through the unit functions, remat a
 """
 
 import functools
+import re
 
 import pytest
 import torch
@@ -332,7 +333,7 @@ def refusals():
         try:
             call()
         except TransformError as error:
-            texts.append(str(error))
+            texts.append(re.sub(r"(test_transforms\.py):\d+", r"\1", str(error)))
         else:
             texts.append("nothing")
     return texts
@@ -373,8 +374,10 @@ def test_what_has_no_meaning_is_refused():
             "fs.value_and_grad cannot run under a torch.func transform.\n"
             "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map.",
             "fs.value_and_grad has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its "
-            "hooks.\nTake the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner "
-            "one with torch.autograd.grad(..., create_graph=True).",
+            "hooks.\n  test_transforms.py: lambda: fs.value_and_grad(lambda p: grad(lambda w: w.sum())(fs.gather_unit(p)"
+            '["w"]).sum())(params),\n'
+            "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one with "
+            "torch.autograd.grad(..., create_graph=True).",
             f"fs.shard_map got nodes that do not hold what they say.\n   is {LEAF}, which is [2, 2] here, but holds [2]\n"
             "Return what local nodes hold as plain tensors, .value, where it is no part of such a leaf.",
             "fs.jacfwd needs floating point leaves in flight.\n  n is int64[]\n"

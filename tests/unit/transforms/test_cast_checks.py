@@ -79,7 +79,7 @@ def test_what_is_not_differentiated_and_what_has_a_scale_pass(params):
 
 def test_a_function_is_looked_at_once(params, monkeypatch):
     calls = []
-    monkeypatch.setattr("fsharding.transforms.cast_checks._casts", lambda roots: calls.append(len(roots)) or [])
+    monkeypatch.setattr("fsharding.transforms.first_call._casts", lambda roots: calls.append(len(roots)) or [])
 
     def loss(params):
         return of_weight(params, lambda w: w)
