@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharding as fs
 from fsharding.base import _compat
+from fsharding.base.dtypes import wide
 from fsharding.base.errors import FshardingError
 from fsharding.contrib import pairwise
+from fsharding.formats import codec
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import data_rank_and_size
 from fsharding.sharding.named_sharding import local_of
@@ -210,6 +212,14 @@ def whole(values: Any) -> dict[str, torch.Tensor]:
 def bits(values: Any) -> Any:
     """Copies of what this rank has of each tensor of a tree."""
     return fs.tree.map(lambda x: local_of(x).clone() if isinstance(x, torch.Tensor) else x, values)
+
+
+def decoded(moment: Any) -> torch.Tensor:
+    """The numbers of a moment of one process, whatever it is kept in, in float32 at least."""
+    if not isinstance(moment, fs.optim.CodedMoment):
+        return local_of(moment).to(wide(moment.dtype))
+    x = codec.decode(local_of(moment.codes), codec.Scales(local_of(moment.scales)), moment.format)
+    return x.square() if moment.root else x
 
 
 class Largest(TorchDispatchMode):

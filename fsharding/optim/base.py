@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, tree
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import LayoutError, TreeError, message
-from fsharding.base.public import kind_of, refuse_state
+from fsharding.base.public import kind_of, public, refuse_state
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import sharding_here
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.blocks import Rounding
-from fsharding.optim.coded_moment import MomentType, is_coded
-from fsharding.optim.held_leaves import holding
+from fsharding.optim.coded_moment import MomentType
 from fsharding.sharding import named_sharding
+from fsharding.sharding.entries import places, state_leaves, with_leaves
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = [
     "ContextTransformation", "EmptyState", "GradientTransformation", "InitContext", "UpdateContext", "add_decay_",
-    "check_moments", "check_state", "check_update", "clone", "like", "like_leaf", "local_grads", "local_leaves",
+    "check_state", "check_update", "clone", "like", "like_leaf", "local_grads", "local_leaves",
     "local_params", "multiply", "new_zeros", "next_count", "refuse_no_gradients", "refuse_other_shapes",
-    "refuse_other_shards", "require_params", "shardings_of", "where_finite", "writable_leaves",
+    "refuse_other_shards", "require_params", "shardings_of", "transformation", "where_finite", "writable_leaves",
 ]  # fmt: skip
 
 
@@ -97,6 +97,9 @@ class UpdateContext:
     stacked: Mapping[str, bool] | None = None
 
 
+_Factor: TypeAlias = float | Tensor
+
+
 class _Init(Protocol):
     def __call__(self, params: Tree, context: InitContext = ..., /) -> Any: ...
 
@@ -109,7 +112,7 @@ class _Update(Protocol):
 
 class _Apply(Protocol):
     def __call__(
-        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: float | Tensor = ...
+        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: _Factor = ...
     ) -> tuple[Tree, Any]: ...
 
 
@@ -209,32 +212,80 @@ class ContextTransformation(GradientTransformation):
 
     def __post_init__(self) -> None:
         """Has a leaf whose gradient is None keep its parameter and its moments."""
-        object.__setattr__(self, "update", _holding_update(self.update))
+        object.__setattr__(self, "update", _holding(self.update))
         if self.apply is not None:
-            object.__setattr__(self, "apply", _holding_apply(self.apply))
+            object.__setattr__(self, "apply", _holding(self.apply, fills=True))
 
     def with_context(self) -> ContextTransformation:
         """Itself."""
         return self
 
 
-def _holding_update(update: _Update) -> _Update:
-    @functools.wraps(update)
+def _holding(change: Callable[..., tuple[Tree, Any]], *, fills: bool = False) -> Any:
+    """Have an update or an `apply` see no leaf without a gradient; with `fills` its result has those all the same."""
+
+    @functools.wraps(change)
     def run(updates: Tree, state: Any, params: Tree = None, *rest: Any, **options: Any) -> tuple[Tree, Any]:
-        return holding(lambda u, s, p: update(u, s, p, *rest, **options), updates, state, params)
+        changed, after = _held_apart(lambda u, s, p: change(u, s, p, *rest, **options), updates, state, params)
+        if fills and len(tree.leaves(changed)) < len(tree.leaves(params)):
+            new = tree.named_leaves(changed)
+            changed = tree.map_with_path(lambda path, x: new.get(path, x), params)
+        return changed, after
 
     return run
 
 
-def _holding_apply(apply: _Apply) -> _Apply:
-    @functools.wraps(apply)
-    def run(updates: Tree, state: Any, params: Tree, *rest: Any, **options: Any) -> tuple[Tree, Any]:
-        changed, after = holding(lambda u, s, p: apply(u, s, p, *rest, **options), updates, state, params)
-        new = tree.named_leaves(changed)
-        held = len(new) < len(tree.leaves(params))
-        return tree.map_with_path(lambda path, x: new.get(path, x), params) if held else changed, after
+def _held_apart(
+    change: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], grads: Tree, state: Tree, params: Tree
+) -> tuple[Tree, Tree]:
+    """Run `change(grads, state, params)`, which returns a tree like `params` or `grads` and a state."""
+    given, wanted = tree.leaves(grads), tree.leaves(params)
+    if not given or len(given) >= len(wanted):
+        return change(grads, state, params)
+    held = {*tree.paths(params)} - {*tree.paths(grads)}
+    found = places(state, params)
+    kept = {path: x for path, x in state_leaves(state).items() if path in found and found[path].param in held}
+    if not kept:
+        return change(grads, state, params)
+    pruned = with_leaves(state, dict.fromkeys(kept))
+    changed, after = change(grads, pruned, tree.map_with_path(lambda path, x: None if path in held else x, params))
+    return changed, with_leaves(state, state_leaves(after) | kept)
 
-    return run
+
+def transformation(
+    first: Callable[[Tree, InitContext], Any],
+    change: Callable[..., tuple[Tree, Any]],
+    *,
+    applies: bool = False,
+    **facts: Any,
+) -> ContextTransformation:
+    """Make a transformation of `first(params, context)` and `change(updates, state, params, context[, scale])`."""
+    # `change` makes updates; with a scale, which it gets where it `applies`, it returns parameters, as `apply` does.
+    # Errors begin with the name of the public call that is under way, such as fs.adamw.
+
+    @public
+    def init(params: Tree, context: InitContext = InitContext()) -> Any:
+        return first(params, context)
+
+    @public
+    def update(
+        updates: Tree, state: Any, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, Any]:
+        # Where a step does not count the caller takes the old values.
+        return change(updates, state, params, context if context.finite is None else replace(context, finite=None))
+
+    @public
+    def apply(
+        updates: Tree,
+        state: Any,
+        params: Tree,
+        context: UpdateContext = UpdateContext(),
+        *,
+        scale: float | Tensor = 1.0,
+    ) -> tuple[Tree, Any]:
+        return change(updates, state, params, context, scale)
+
+    return ContextTransformation(init, update, apply if applies else None, **facts)
 
 
 class EmptyState(NamedTuple):
@@ -387,25 +438,6 @@ def check_state(kind: type, updates: Tree, state: Any) -> None:
     if not isinstance(count, Tensor) or count.ndim or count.is_meta:
         text = f"got a state whose count is {kind_of(count)}, not a 0-d tensor."
         raise TreeError(message(text, mend="The state is what opt.init(params), or the last update, returned."))
-
-
-def check_moments(**moments: Tree) -> None:
-    """Refuse moments that are missing or are not floating point tensors; kernels cannot compute with them."""
-    (first, values_of_first), *others = moments.items()
-    named = tree.named_leaves(values_of_first, is_leaf=is_coded)
-    rows = [f"{first}.{path}: {kind_of(x)}" for path, x in named.items() if not _is_moment(x)]
-    for name, values in others:
-        spec = tree.flatten(values_of_first, is_leaf=is_coded)[1]
-        flat = tree.flatten_up_to(spec, values, (first, name))
-        rows += [f"{name}.{path}: {kind_of(x)}" for path, x in zip(named, flat, strict=True) if not _is_moment(x)]
-    if rows:
-        text = "got moments that are no floating point tensors."
-        mend = "The state is what opt.init(params), or the last update, returned."
-        raise TreeError(message(text, rows, mend))
-
-
-def _is_moment(x: Any) -> bool:
-    return is_coded(x) or (isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta)
 
 
 def check_update(kind: type, updates: Tree, state: Any, params: Tree, *, decay: float = 0.0) -> None:

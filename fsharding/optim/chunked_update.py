@@ -31,9 +31,9 @@ from fsharding.sharding.boxes import Box, Grid, Runs
 from fsharding.sharding.named_sharding import NamedSharding, local_of
 
 __all__ = [
-    "ROLES", "Batch", "Chunk", "ChunkedLeaf", "change_chunks", "chunk_size", "decoded", "init_moments", "leaf_of",
-    "leaves_of", "local_leaf", "round_moment", "round_whole_moment", "rounds_by_key", "rounds_moments", "step_key",
-    "write_param",
+    "ROLES", "Batch", "Chunk", "ChunkedLeaf", "Part", "change_chunks", "chunk_size", "init_moments",
+    "leaf_of", "leaves_of", "local_leaf", "round_moment", "round_whole_moment", "rounds_by_key", "rounds_moments",
+    "step_key", "write_param",
 ]  # fmt: skip
 
 _CHUNK = 1 << 16
@@ -80,9 +80,9 @@ class ChunkedLeaf:
     shape: tuple[int, ...]  # of the full leaf
     block: tuple[int, int] | None  # rows and columns; None without blocks
     grid: Grid | None  # index ranges of this rank; None if it holds nothing
-    of_scales: Grid | None  # the same for its scales
-    shared: tuple[str, ...]  # axes over which ranks share a block
-    mesh: Mesh | None
+    of_scales: Grid | None = None  # the same for its scales
+    shared: tuple[str, ...] = ()  # axes over which ranks share a block
+    mesh: Mesh | None = None
 
     def chunks(self, limit: int) -> Iterator[Chunk]:
         """The part in chunks of at most so many elements, or of one block."""
@@ -106,16 +106,15 @@ class ChunkedLeaf:
                 )  # fmt: skip
                 yield Chunk(part, here, of_scales)
 
-    def noise(self, key: Tensor, role: str, box: Box, device: torch.device) -> Tensor:
-        """The numbers in [0, 1) by which a part of it is rounded, for one of several uses."""
+    def noise(self, key: Tensor, role: str, box: Box, device: torch.device, *, coarse: bool = False) -> Tensor:
+        """The numbers in [0, 1) by which a part is rounded, for one of several uses; coarse ones are 2^-16 apart."""
+        # Coarse numbers take a tenth of the time. The stream of a use follows from names, never from an order.
         stream = zlib.crc32(f"{role}.{self.path}".encode())
-        drawn = uniform_at(key, stream, self.shape or (1,), [(r,) for r in box] or [((0, 1),)], device)
-        return drawn if box else drawn.view(())
-
-    def coarse_noise(self, key: Tensor, role: str, box: Box, device: torch.device) -> Tensor:
-        """As `noise`, in steps of 2^-16 and in a tenth of the time."""
-        stream = zlib.crc32(f"{role}.{self.path}".encode())
-        drawn = coarse_uniform_at(key, stream, self.shape or (1,), box or ((0, 1),), device)
+        shape = self.shape or (1,)
+        if coarse:
+            drawn = coarse_uniform_at(key, stream, shape, box or ((0, 1),), device)
+        else:
+            drawn = uniform_at(key, stream, shape, [(r,) for r in box] or [((0, 1),)], device)
         return drawn if box else drawn.view(())
 
 
@@ -141,21 +140,19 @@ def _within(runs: Runs, start: int, stop: int) -> slice:
 
 def leaves_of(moments: Tree, shardings: Tree = None) -> list[ChunkedLeaf]:
     """Return where this rank's shards of the leaves of a tree are; assignments need `shardings`."""
-    flat = moment_leaves(moments)
     held = carriers(moments)
-    tensors = tree.leaves(held)
-    paths = tree.paths(held)
     known = assigned_shardings(held, shardings)
+    rows = zip(tree.paths(held), tree.leaves(held), moment_leaves(moments), known, strict=True)
     return [
         leaf_of(path, whole_shape(x, sharding), sharding, m.format if is_coded(m) else None)
-        for path, x, m, sharding in zip(paths, tensors, flat, known, strict=True)
+        for path, x, m, sharding in rows
     ]
 
 
 @functools.lru_cache(maxsize=1024)
 def local_leaf(shape: torch.Size) -> ChunkedLeaf:
     """A local tensor as a leaf of its own, for what is neither in blocks nor rounded by key."""
-    return ChunkedLeaf("", tuple(shape), None, boxes.grid_of(shape), None, (), None)
+    return ChunkedLeaf("", tuple(shape), None, boxes.grid_of(shape))
 
 
 def leaf_of(
@@ -163,10 +160,9 @@ def leaf_of(
 ) -> ChunkedLeaf:
     """Where this rank's part of a leaf is; shape and sharding are of the whole leaf."""
     grid = boxes.grid_of(shape) if sharding is None else sharding.grid(shape)
-    if format is None:
-        return ChunkedLeaf(path, shape, None, grid, None, (), None)
-    if sharding is None:
-        return ChunkedLeaf(path, shape, format.sizes(shape), grid, boxes.grid_of(format.grid(shape)), (), None)
+    if format is None or sharding is None:
+        block = None if format is None else format.sizes(shape)
+        return ChunkedLeaf(path, shape, block, grid, None if format is None else boxes.grid_of(format.grid(shape)))
     scales = plan_scales(sharding, shape, format)
     of_scales = scales.sharding.grid(scales.shape)
     return ChunkedLeaf(path, shape, format.sizes(shape), grid, of_scales, scales.shared, sharding.mesh)
@@ -188,13 +184,10 @@ def init_moments(params: Tree, moments: MomentType, context: InitContext, *, roo
         if not has_codes(shape):
             return like_leaf(x, new_zeros(local, wide(x.dtype)))
         none = 0 if held.scale == "e8m0" else 1.0  # of a block of zeros
-        if sharding is None:
-            scales = torch.full(held.grid(shape), none, dtype=held.scale_dtype, device=local.device)
-        else:
-            plan = plan_scales(sharding, shape, held)
-            of_rank = plan.sharding.local_shape(plan.shape)
-            scales = torch.full(of_rank, none, dtype=held.scale_dtype, device=local.device)
-            scales = plan.sharding.to_dtensor(scales, plan.shape)
+        plan = None if sharding is None else plan_scales(sharding, shape, held)
+        of_rank = held.grid(shape) if plan is None else plan.sharding.local_shape(plan.shape)
+        scales = torch.full(of_rank, none, dtype=held.scale_dtype, device=local.device)
+        scales = scales if plan is None else plan.sharding.to_dtensor(scales, plan.shape)
         return CodedMoment(like_leaf(x, new_zeros(local, torch.uint8)), scales, held, root)
 
     return tree.map(zeros, params, whole)
@@ -206,19 +199,22 @@ Batch: TypeAlias = list[tuple[int, Chunk]]
 
 _Change: TypeAlias = Callable[[Batch, list[list[Tensor]], bool], None]
 
+Kind: TypeAlias = tuple[torch.dtype, torch.device]
+"""In what a leaf is computed, and where."""
+
+
+class Part(NamedTuple):
+    """A leaf on this rank, for one update: where it lies, what is written, and what is read."""
+
+    leaf: ChunkedLeaf
+    result: Tensor
+    grad: Tensor
+    moments: list[Any]  # tensors, and moments in low precision; all are overwritten
+    kind: Kind
+
+
 _CodedMoments: TypeAlias = "dict[tuple[str, int], _Coded]"
 """By role and number of the leaf."""
-
-
-def decoded(moment: Any, leaf: ChunkedLeaf) -> Tensor:
-    """Decode this rank's shard of a moment, in float32 at least; for tests and inspection."""
-    if not is_coded(moment):
-        return local_of(moment).to(wide(moment.dtype))
-    local = _Coded(moment)
-    out = torch.empty(local.codes.shape, dtype=torch.float32, device=local.codes.device)
-    for chunk in leaf.chunks(_CHUNK):
-        chunk.of(out).copy_(local.widened(leaf, chunk))
-    return out
 
 
 class _Coded:
@@ -277,11 +273,9 @@ def _write(held: Tensor, new: Tensor, finite: Tensor | None) -> None:
 
 
 def change_chunks(
-    leaves: Sequence[ChunkedLeaf],
-    moments: Sequence[Sequence[Any]],
+    parts: Sequence[Part],
     change: _Change,
     *,
-    kinds: Sequence[tuple[torch.dtype, torch.device]],
     key: Callable[[], Tensor],
     keyed: bool = True,
     finite: Tensor | None = None,
@@ -289,18 +283,19 @@ def change_chunks(
     """Change moments in place, some chunks at a time. Collective if a block is on several ranks."""
     # `change` gets chunks of one kind, the moments of each to overwrite, and whether this is a trial, in which it
     # overwrites nothing else. Roots, and formats that say so, are rounded by key whatever `keyed` is.
+    columns = zip(*(part.moments for part in parts), strict=True)
     coded = {
         (role, i): _Coded(m, keyed=keyed)
-        for role, column in zip(ROLES, moments, strict=False)
+        for role, column in zip(ROLES, columns, strict=False)
         for i, m in enumerate(column)
         if is_coded(m)
     }
-    known = _shared_amaxes(leaves, moments, coded, change, kinds)
-    for batch in _batches(leaves, kinds, range(len(leaves))):
-        parts = _widened(batch, leaves, moments, coded)
-        change(batch, parts, False)
-        for at, chunk, x in _of_coded(batch, parts, coded):
-            leaf = leaves[at[1]]
+    known = _shared_amaxes(parts, coded, change)
+    for batch in _batches(parts, range(len(parts))):
+        wider = _widened(batch, parts, coded)
+        change(batch, wider, False)
+        for at, chunk, x in _of_coded(batch, wider, coded):
+            leaf = parts[at[1]].leaf
             noise = leaf.noise(key(), at[0], chunk.box, x.device) if coded[at].format.keyed else None
             amax = known[at][chunk.of_scales] if at in known else None
             coded[at].rounded(leaf, chunk, x, amax, noise, finite)
@@ -310,62 +305,56 @@ def change_chunks(
         _write(coded[at].scales, coded[at].scales_of(amax).blocks, finite)
 
 
-def _batches(
-    leaves: Sequence[ChunkedLeaf], kinds: Sequence[tuple[torch.dtype, torch.device]], of: Iterable[int]
-) -> Iterator[Batch]:
+def _batches(parts: Sequence[Part], of: Iterable[int]) -> Iterator[Batch]:
     """The chunks of some leaves, of one kind in each batch and of about as many elements as fit into a cache."""
-    members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    members: dict[Kind, list[int]] = {}
     for i in of:
-        members.setdefault(kinds[i], []).append(i)
+        members.setdefault(parts[i].kind, []).append(i)
     for (_, device), numbers in members.items():
         limit = chunk_size(device)
-        chunks = ((i, chunk) for i in numbers for chunk in leaves[i].chunks(limit))
+        chunks = ((i, chunk) for i in numbers for chunk in parts[i].leaf.chunks(limit))
         yield from in_buckets(chunks, lambda part: boxes.volume(part[1].box), limit)
 
 
-def _widened(
-    batch: Batch, leaves: Sequence[ChunkedLeaf], moments: Sequence[Sequence[Any]], coded: _CodedMoments
-) -> list[list[Tensor]]:
+def _widened(batch: Batch, parts: Sequence[Part], coded: _CodedMoments) -> list[list[Tensor]]:
     """The chunks of all moments: decoded, or views of what is stored."""
-    return [
-        [coded[role, i].widened(leaves[i], chunk) if (role, i) in coded else chunk.of(column[i]) for i, chunk in batch]
-        for role, column in zip(ROLES, moments, strict=False)
-    ]
+
+    def widened(role: str, k: int, i: int, chunk: Chunk) -> Tensor:
+        leaf, moment = parts[i].leaf, parts[i].moments[k]
+        return coded[role, i].widened(leaf, chunk) if (role, i) in coded else chunk.of(moment)
+
+    roles = ROLES[: len(parts[0].moments)]
+    return [[widened(role, k, i, chunk) for i, chunk in batch] for k, role in enumerate(roles)]
 
 
 def _of_coded(
-    batch: Batch, parts: list[list[Tensor]], coded: _CodedMoments
+    batch: Batch, columns: list[list[Tensor]], coded: _CodedMoments
 ) -> Iterator[tuple[tuple[str, int], Chunk, Tensor]]:
     """Those chunks of a batch that were decoded."""
-    for role, column in zip(ROLES, parts if coded else (), strict=False):
+    for role, column in zip(ROLES, columns if coded else (), strict=False):
         for (i, chunk), x in zip(batch, column, strict=True):
             if (role, i) in coded:
                 yield (role, i), chunk, x
 
 
-def _shared_amaxes(
-    leaves: Sequence[ChunkedLeaf],
-    moments: Sequence[Sequence[Any]],
-    coded: _CodedMoments,
-    change: _Change,
-    kinds: Sequence[tuple[torch.dtype, torch.device]],
-) -> dict[tuple[str, int], Tensor]:
+def _shared_amaxes(parts: Sequence[Part], coded: _CodedMoments, change: _Change) -> dict[tuple[str, int], Tensor]:
     """The largest magnitudes of all blocks of leaves whose cuts go through blocks, after a trial of the update."""
     own = {
         at: torch.zeros(m.scales.shape, dtype=torch.float32, device=m.scales.device)
         for at, m in coded.items()
-        if leaves[at[1]].shared
+        if parts[at[1]].leaf.shared
     }
-    for batch in _batches(leaves, kinds, dict.fromkeys(i for _, i in own)):
-        parts = [[x.clone() for x in column] for column in _widened(batch, leaves, moments, coded)]
-        change(batch, parts, True)
-        for at, chunk, x in _of_coded(batch, parts, coded):
+    for batch in _batches(parts, dict.fromkeys(i for _, i in own)):
+        wider = [[x.clone() for x in column] for column in _widened(batch, parts, coded)]
+        change(batch, wider, True)
+        for at, chunk, x in _of_coded(batch, wider, coded):
             here = own[at][chunk.of_scales]
-            here.copy_(torch.maximum(here, coded[at].amax(leaves[at[1]], chunk, x)))
-    for mesh in dict.fromkeys(leaf.mesh for leaf in leaves if leaf.shared):
+            here.copy_(torch.maximum(here, coded[at].amax(parts[at[1]].leaf, chunk, x)))
+    # A rank takes part for every mesh on which leaves share blocks, in the order of the leaves, which all ranks have.
+    for mesh in dict.fromkeys(part.leaf.mesh for part in parts if part.leaf.shared):
         assert mesh is not None
-        of_mesh = [at for at in own if leaves[at[1]].mesh == mesh]
-        values = largest_over([own[at] for at in of_mesh], [leaves[i].shared for _, i in of_mesh], mesh)
+        of_mesh = [at for at in own if parts[at[1]].leaf.mesh == mesh]
+        values = largest_over([own[at] for at in of_mesh], [parts[i].leaf.shared for _, i in of_mesh], mesh)
         own |= dict(zip(of_mesh, values, strict=True))
     return own
 
@@ -396,7 +385,7 @@ def round_moment(
     """Round a chunk of a moment to the dtype in which it is kept, by key if that is below float32."""
     if dtype not in _NARROW or new.dtype == dtype or context.rounding == "nearest":
         return new.to(dtype)
-    return codec.round_keyed(new.to(torch.float32), dtype, leaf.coarse_noise(key(), role, chunk.box, new.device))
+    return codec.round_keyed(new.to(torch.float32), dtype, leaf.noise(key(), role, chunk.box, new.device, coarse=True))
 
 
 def round_whole_moment(

@@ -19,7 +19,7 @@ from fsharding.comm.step_agreement import StepAgreement
 from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import abstract, axis_group
-from fsharding.optim.base import ContextTransformation, EmptyState, InitContext, UpdateContext, multiply
+from fsharding.optim.base import ContextTransformation, EmptyState, UpdateContext, multiply, transformation
 from fsharding.sharding.boxes import chunk
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, local_of, sharding_of
 from fsharding.transforms.norms import counts_here, norm_in_flight
@@ -199,18 +199,11 @@ def clip_by_global_norm(max_norm: float) -> ContextTransformation:
         mend = "Give a norm above 0; math.inf leaves gradients as they are."
         raise ConfigError(message(f"got max_norm={max_norm}.", mend=mend))
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> EmptyState:
-        return EmptyState()
-
-    @public
-    def update(
-        updates: Tree, state: EmptyState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, EmptyState]:
+    def change(updates: Tree, state: EmptyState, _: Tree, context: UpdateContext) -> tuple[Tree, EmptyState]:
         scale = factor(global_norm(updates) if context.norm is None else context.norm)
         return multiply(updates, scale, donate=context.donate), state
 
     def factor(norm: Tensor) -> Tensor:
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
-    return ContextTransformation(init, update, factor=factor, by_element=True, needs_norm=True)
+    return transformation(lambda *_: EmptyState(), change, factor=factor, by_element=True, needs_norm=True)

@@ -19,6 +19,7 @@ from fsharding.optim.base import (
     UpdateContext,
     check_state,
     multiply,
+    transformation,
     where_finite,
 )
 from fsharding.optim.stacked import of_one_layer
@@ -71,61 +72,41 @@ def chain(*transformations: GradientTransformation) -> ContextTransformation:
     for t in transformations:
         check_optimizer(t)
     members = tuple(t.with_context() for t in transformations)
+    applies = bool(members) and members[-1].apply is not None
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> ChainState:
+    def first(params: Tree, context: InitContext) -> ChainState:
         return ChainState(tuple(t.init(params, context) for t in members))
 
-    @public
-    def update(
-        updates: Tree, state: ChainState, params: Tree = None, context: UpdateContext = UpdateContext()
+    def change(
+        updates: Tree, state: ChainState, params: Tree, context: UpdateContext, scale: float | Tensor | None = None
     ) -> tuple[Tree, ChainState]:
         _check_chain(updates, state, len(members))
         states: list[Tree] = []
-        for t, inner in zip(members, state.states, strict=True):
-            updates, inner = t.update(updates, inner, params, context)
+        # A member without a mask of its own may not overwrite the state that it may have to go back to.
+        donate = context.donate and context.finite is None
+        before_last = members if scale is None else members[:-1]
+        for t, inner in zip(before_last, state.states, strict=False):
+            if scale is not None and t.factor is not None and context.norm is not None:
+                # Multiplied in the pass that the last member makes anyway. In float64, as numbers of Python are.
+                scale = t.factor(context.norm).double() * scale
+            else:
+                updates = multiply(updates, 1.0 if scale is None else scale, donate=context.donate)
+                updates, new = t.update(updates, inner, params, replace(context, donate=donate))
+                inner = where_finite(context.finite, new, inner)
+                scale = None if scale is None else 1.0
             states.append(inner)
             context = replace(context, norm=None)
-        return updates, ChainState(tuple(states))
+        if scale is None:
+            return updates, ChainState(tuple(states))
+        assert members[-1].apply is not None
+        params, inner = members[-1].apply(updates, state.states[-1], params, context, scale=scale)
+        return params, ChainState((*states, inner))
 
     # A norm is known before the first member alone.
     by_element = all(t.by_element and not (t.needs_norm and i) for i, t in enumerate(members))
     needs_norm = any(t.needs_norm for t in members)
-    if not members or members[-1].apply is None:
-        return ContextTransformation(init, update, by_element=by_element, needs_norm=needs_norm)
-    first_members = members[:-1]
-    apply_last = members[-1].apply
-
-    @public
-    def apply(
-        updates: Tree,
-        state: ChainState,
-        params: Tree,
-        context: UpdateContext = UpdateContext(),
-        *,
-        scale: float | Tensor = 1.0,
-    ) -> tuple[Tree, ChainState]:
-        _check_chain(updates, state, len(members))
-        *first_states, last_state = state.states
-        states: list[Tree] = []
-        # A member without a mask of its own may not overwrite the state that it may have to go back to.
-        first_donate = context.donate and context.finite is None
-        for t, inner in zip(first_members, first_states, strict=True):
-            if t.factor is not None and context.norm is not None:
-                # Multiplied in the pass that the last member makes anyway. In float64, as numbers of Python are.
-                scale = t.factor(context.norm).double() * scale
-            else:
-                updates = multiply(updates, scale, donate=context.donate)
-                updates, new = t.update(updates, inner, params, replace(context, donate=first_donate))
-                inner = where_finite(context.finite, new, inner)
-                scale = 1.0
-            states.append(inner)
-            context = replace(context, norm=None)
-        params, last_state = apply_last(updates, last_state, params, context, scale=scale)
-        return params, ChainState((*states, last_state))
-
-    masks = members[-1].masks
-    return ContextTransformation(init, update, apply, masks=masks, by_element=by_element, needs_norm=needs_norm)
+    facts = {"masks": applies and members[-1].masks, "by_element": by_element, "needs_norm": needs_norm}
+    return transformation(first, change, applies=applies, **facts)
 
 
 def _check_chain(updates: Tree, state: Any, count: int) -> None:
@@ -165,56 +146,34 @@ def multi_transform(
         check_optimizer(t)
     members = {label: t.with_context() for label, t in groups.items()}
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> MultiTransformState:
+    def first(params: Tree, context: InitContext) -> MultiTransformState:
         labeled = _labeled(labels, params, context, groups)
         labeled.check(params)
         params_of = labeled.split(params)
         contexts = labeled.init_contexts(params, context)
         return MultiTransformState({g: t.init(params_of[g], contexts[g]) for g, t in members.items()})
 
-    @public
-    def update(
-        updates: Tree, state: MultiTransformState, params: Tree = None, context: UpdateContext = UpdateContext()
+    def change(
+        updates: Tree, state: MultiTransformState, params: Tree, context: UpdateContext, scale: Any = None
     ) -> tuple[Tree, MultiTransformState]:
         _check_groups(updates, state, groups)
-        params = _pruned(params, updates)
-        labeled = _labeled(labels, params if params is not None else updates, context, groups)
-        updates_of = labeled.split(updates)
-        params_of = labeled.split(params)
+        pruned = _pruned(params, updates)
+        labeled = _labeled(labels, updates if pruned is None else pruned, context, groups)
+        updates_of, params_of = labeled.split(updates), labeled.split(pruned)
         contexts = labeled.update_contexts(updates, context)
-        results = {g: t.update(updates_of[g], state.groups[g], params_of[g], contexts[g]) for g, t in members.items()}
-        return labeled.merge(updates, results)
+        results: dict[str, tuple[Tree, Tree]] = {}
+        for g, t in members.items():
+            of_group = updates_of[g], state.groups[g], params_of[g], contexts[g]
+            if scale is None or t.apply is None:
+                results[g] = t.update(*of_group)
+            else:
+                results[g] = t.apply(*of_group, scale=scale)
+        return labeled.merge(updates if scale is None else params, results)
 
-    applies = {g: t.apply for g, t in members.items() if t.apply is not None}
     # A member that needs a norm needs the norm of its group, which no context has.
     by_element = all(t.by_element and not t.needs_norm for t in members.values())
-    if len(applies) < len(members):
-        return ContextTransformation(init, update, by_element=by_element)
-
-    @public
-    def apply(
-        updates: Tree,
-        state: MultiTransformState,
-        params: Tree,
-        context: UpdateContext = UpdateContext(),
-        *,
-        scale: float | Tensor = 1.0,
-    ) -> tuple[Tree, MultiTransformState]:
-        _check_groups(updates, state, groups)
-        pruned = tree.prune(params, updates, _LABELS)
-        labeled = _labeled(labels, pruned, context, groups)
-        updates_of = labeled.split(updates)
-        params_of = labeled.split(pruned)
-        contexts = labeled.update_contexts(updates, context)
-        results = {
-            g: apply_group(updates_of[g], state.groups[g], params_of[g], contexts[g], scale=scale)
-            for g, apply_group in applies.items()
-        }
-        return labeled.merge(params, results)
-
-    masks = all(t.masks for t in members.values())
-    return ContextTransformation(init, update, apply, masks=masks, by_element=by_element)
+    applies, masks = all(t.apply is not None for t in members.values()), all(t.masks for t in members.values())
+    return transformation(first, change, applies=applies, masks=applies and masks, by_element=by_element)
 
 
 class _Labeled(NamedTuple):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +19,6 @@ from fsharding.optim.base import (
     InitContext,
     UpdateContext,
     add_decay_,
-    check_moments,
     check_update,
     clone,
     like,
@@ -30,12 +28,13 @@ from fsharding.optim.base import (
     new_zeros,
     next_count,
     refuse_other_shards,
+    transformation,
     writable_leaves,
 )
 from fsharding.optim.chunked_update import (
     ROLES,
     Batch,
-    ChunkedLeaf,
+    Part,
     change_chunks,
     init_moments,
     leaves_of,
@@ -46,14 +45,14 @@ from fsharding.optim.chunked_update import (
     step_key,
     write_param,
 )
-from fsharding.optim.coded_moment import MomentType, carriers, check_moment_type, is_coded, moment_leaves
+from fsharding.optim.coded_moment import MomentType, carrier_of, carriers, check_moment_type, check_moments, parts_of
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.updates import change_slices
 from fsharding.optim.validation import FROM_0, check_settings
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = [
-    "ElementwiseState", "Kernel", "Rule", "State", "Step", "driven", "elementwise", "owned", "parts_of", "run_rule",
+    "ElementwiseState", "Kernel", "Rule", "State", "Step", "driven", "elementwise", "owned", "run_rule",
     "step_at",
 ]  # fmt: skip
 
@@ -164,68 +163,6 @@ def elementwise(
     return driven(rule, learning_rate, state, weight_decay=weight_decay, moments=moments)
 
 
-@dataclass(frozen=True)
-class _Driver:
-    """The updates of an optimizer that is made from a kernel: `advance` makes new values, `change` writes in place."""
-
-    kernel: Kernel
-    rate: Schedule
-    state_of: State
-    weight_decay: float
-    l2: float
-    in_place: bool
-
-    def home_of(self, updates: Tree, before: list[Tree], params: Tree) -> Tree:
-        """A tree in the shapes and shardings in which an update is computed."""
-        if before:
-            check_moments(**dict(zip(self.state_of.names, before, strict=True)))
-            return carriers(before[0])
-        return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
-
-    def advance(self, updates: Tree, state: Any, params: Tree, context: UpdateContext) -> tuple[Tree, Any]:
-        check_update(self.state_of.kind, updates, state, params, decay=self.weight_decay or self.l2)
-        before = self.state_of.moments(state)
-        home = self.home_of(updates, before, params)
-        grads = local_grads(updates, home, "moments" if before else "parameters")
-        if self.l2:
-            main = [p.to(g.dtype) for p, g in zip(local_params(params, home), grads, strict=True)]
-            grads = _compat.foreach_add(grads, _compat.foreach_mul(main, self.l2))
-        step = step_at(self.rate, state.count, grads)  # A schedule that raises does so before anything is written.
-        after = [owned(moment, donate=context.donate) for moment in before]
-        parts = [*map(parts_of, after)]
-        values = _zeros_of(parts[0]) if self.in_place else None
-        context = replace(context, finite=None)  # Where it is false the caller takes the old values.
-        deltas = run_rule(self.kernel, step, values, grads, parts, (after or [home])[0], context)
-        if self.weight_decay:
-            add_decay_(deltas, params, home, -step.rate * self.weight_decay)
-        return like(home, deltas), self.state_of.make(state.count + 1, after)
-
-    def change(
-        self, updates: Tree, state: Any, params: Tree, context: UpdateContext, scale: float | Tensor
-    ) -> tuple[Tree, Any]:
-        check_update(self.state_of.kind, updates, state, params, decay=self.weight_decay)
-        before = self.state_of.moments(state)
-        settings = {"decay": self.weight_decay, "scale": scale, "finite": context.finite}
-        count = next_count(state.count, context.finite)
-        columns = writable_leaves(params, updates, *before) if context.donate else None
-        if columns is not None:
-            values, grads, *parts = columns
-            step = step_at(self.rate, state.count, grads, **settings)
-            run_rule(self.kernel, step, values, grads, parts, updates, context)
-            return params, self.state_of.make(count, before)
-        home = self.home_of(updates, before, params)
-        grads = local_grads(updates, home)
-        step = step_at(self.rate, state.count, grads, **settings)
-        after = [owned(moment, donate=context.donate) for moment in before]
-
-        def change_local(slices: list[Tensor]) -> list[Tensor]:
-            main = slices if context.donate else [*map(clone, slices)]
-            return run_rule(self.kernel, step, main, grads, [*map(parts_of, after)], after[0], context)
-
-        changed = change_slices(params, home, change_local, donate=context.donate)
-        return changed, self.state_of.make(count, after)
-
-
 def driven(
     rule: Rule | Kernel,
     learning_rate: float | Schedule,
@@ -240,30 +177,53 @@ def driven(
     kept = check_moment_type(moments)
     rate = as_schedule(learning_rate)
     kernel = rule if in_place else _directed(rule)
-    driver = _Driver(kernel, rate, state_of, weight_decay=weight_decay, l2=l2, in_place=in_place)
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> Any:
+    def first(params: Tree, context: InitContext) -> Any:
         return state_of.first(params, kept, context)
 
-    @public
-    def update(
-        updates: Tree, state: Any, params: Tree = None, context: UpdateContext = UpdateContext()
+    def change(
+        updates: Tree, state: Any, params: Tree, context: UpdateContext, scale: float | Tensor | None = None
     ) -> tuple[Tree, Any]:
-        return driver.advance(updates, state, params, context)
+        check_update(state_of.kind, updates, state, params, decay=weight_decay or l2)
+        before = state_of.moments(state)
+        count = next_count(state.count, context.finite)
+        settings = {} if scale is None else {"decay": weight_decay, "scale": scale, "finite": context.finite}
+        columns = writable_leaves(params, updates, *before) if context.donate and scale is not None else None
+        if columns is not None:
+            values, grads, *parts = columns
+            step = step_at(rate, state.count, grads, **settings)
+            run_rule(kernel, step, values, grads, parts, updates, context)
+            return params, state_of.make(count, before)
+        home = _home(dict(zip(state_of.names, before, strict=True)), updates, params)
+        grads = local_grads(updates, home, "moments" if before else "parameters")
+        if l2:
+            main = [p.to(g.dtype) for p, g in zip(local_params(params, home), grads, strict=True)]
+            grads = _compat.foreach_add(grads, _compat.foreach_mul(main, l2))
+        # A schedule that raises does so here, before anything is written.
+        step = step_at(rate, state.count, grads, **settings)
+        after = [owned(moment, donate=context.donate) for moment in before]
+        parts = [*map(parts_of, after)]
 
-    @public
-    def apply(
-        updates: Tree,
-        state: Any,
-        params: Tree,
-        context: UpdateContext = UpdateContext(),
-        *,
-        scale: float | Tensor = 1.0,
-    ) -> tuple[Tree, Any]:
-        return driver.change(updates, state, params, context, scale)
+        def ruled(values: list[Tensor] | None) -> list[Tensor]:
+            return run_rule(kernel, step, values, grads, parts, (after or [home])[0], context)
 
-    return ContextTransformation(init, update, apply if in_place else None, masks=in_place, by_element=True)
+        if scale is None:
+            result = ruled(_zeros_of(parts[0]) if in_place else None)
+            if weight_decay:
+                add_decay_(result, params, home, -step.rate * weight_decay)
+            return like(home, result), state_of.make(count, after)
+        on_slices = ruled if context.donate else lambda slices: ruled([*map(clone, slices)])
+        return change_slices(params, home, on_slices, donate=context.donate), state_of.make(count, after)
+
+    return transformation(first, change, applies=in_place, masks=in_place, by_element=True)
+
+
+def _home(before: dict[str, Tree], updates: Tree, params: Tree) -> Tree:
+    """Return a tree in the shapes and shardings in which an update is computed: of moments if there are any."""
+    if before:
+        check_moments(**before)
+        return carriers(next(iter(before.values())))
+    return updates if params is None else tree.prune(params, updates, ("parameters", "gradients"))
 
 
 def _directed(rule: Rule) -> Kernel:
@@ -285,11 +245,6 @@ def step_at(rate: Schedule, count: Tensor, grads: list[Tensor], **settings: Any)
 def owned(moments: Tree, *, donate: bool) -> Tree:
     """Moments that may be overwritten: copies, unless they are donated."""
     return moments if donate else tree.map(lambda x: like_leaf(x, clone(local_of(x))), moments)
-
-
-def parts_of(moments: Tree) -> list[Any]:
-    """What a rank has of each moment of a tree: local tensors, and moments in low precision."""
-    return [m if is_coded(m) else local_of(m) for m in moment_leaves(moments)]
 
 
 # ----------------------------------------------------------------------------------------------------- a rule on leaves
@@ -319,7 +274,7 @@ def run_rule(
     _refuse_other_shards(values, grads, moments, home)
     kinds = [(_computed_in(tuple(map(_stored_in, x))) or g.dtype, g.device) for g, *x in zip(grads, *kept, strict=True)]
     ready = [
-        all(not is_coded(x) and x.dtype == kind[0] and x.is_contiguous() for x in leaf)
+        all(isinstance(x, Tensor) and x.dtype == kind[0] and x.is_contiguous() for x in leaf)
         for kind, leaf in zip(kinds, zip(grads, *kept, strict=True), strict=True)
     ]
     result = dict(enumerate(values or ()))
@@ -333,34 +288,22 @@ def run_rule(
     rest = [i for i, is_ready in enumerate(ready) if not is_ready]
     if rest:
         kept_moments = [column[i] for i in rest for column in moments]
-        placed = any(map(is_coded, kept_moments)) or rounds_moments(kept_moments, context)
+        placed = not _all_tensors(kept_moments) or rounds_moments(kept_moments, context)
         placed = placed or (values is not None and rounds_by_key(values, context))
         leaves = leaves_of(home, context.shardings) if placed else [local_leaf(g.shape) for g in grads]
         if values is None:
             # Moments of 8 bits are computed in float32 even if their gradient is wider; the update is as wide as it.
-            wider = [
-                wide(g.dtype) if any(is_coded(m[i]) for m in moments) else kinds[i][0] for i, g in enumerate(grads)
-            ]
+            wider = [kinds[i][0] if _all_tensors(m[i] for m in moments) else wide(g.dtype) for i, g in enumerate(grads)]
             result |= {i: new_zeros(grads[i], dtype or wider[i]) for i in rest}
-        parts = [_Part(leaves[i], result[i], grads[i], [m[i] for m in moments], kinds[i]) for i in rest]
+        parts = [Part(leaves[i], result[i], grads[i], [m[i] for m in moments], kinds[i]) for i in rest]
         _run_on_chunks(kernel, step, parts, context, in_place=values is not None, copied=copied)
     return [result[i] for i in range(len(grads))]
-
-
-class _Part(NamedTuple):
-    """A leaf on this rank, for one update: where it lies, what is written, and what is read."""
-
-    leaf: ChunkedLeaf
-    result: Tensor
-    grad: Tensor
-    moments: list[Any]
-    kind: tuple[torch.dtype, torch.device]
 
 
 def _run_on_chunks(
     kernel: Kernel,
     step: Step,
-    of_leaves: Sequence[_Part],
+    of_leaves: Sequence[Part],
     context: UpdateContext,
     *,
     in_place: bool,
@@ -391,11 +334,7 @@ def _run_on_chunks(
             elif x is not y:
                 write_param(x, y, context, of_leaves[i].leaf, chunk, key)
 
-    moments = [*zip(*(part.moments for part in of_leaves), strict=True)]
-    leaves = [part.leaf for part in of_leaves]
-    kinds = [part.kind for part in of_leaves]
-    keyed = context.rounding != "nearest"
-    change_chunks(leaves, moments, change, kinds=kinds, key=key, keyed=keyed, finite=step.finite)
+    change_chunks(of_leaves, change, key=key, keyed=context.rounding != "nearest", finite=step.finite)
 
 
 def _alike(columns: Sequence[Sequence[Any]]) -> bool:
@@ -406,8 +345,13 @@ def _alike(columns: Sequence[Sequence[Any]]) -> bool:
     return all(all(map(Tensor.is_contiguous, column)) for column in columns)
 
 
+def _all_tensors(moments: Iterable[Any]) -> bool:
+    """Whether no moment has to be decoded, which is done in chunks and to float32."""
+    return all(isinstance(x, Tensor) for x in moments)
+
+
 def _stored_in(x: Any) -> torch.dtype:
-    return torch.float32 if is_coded(x) else x.dtype
+    return x.dtype if isinstance(x, Tensor) else torch.float32
 
 
 @functools.lru_cache(maxsize=256)
@@ -422,12 +366,11 @@ def _refuse_other_shards(
     named: dict[str, Sequence[Tensor]] = {} if values is None else {"parameters": values}
     named["gradients"] = grads
     for role, column in zip(ROLES, moments, strict=False):
-        named[role] = [local_of(x.codes) if is_coded(x) else x for x in column]
+        named[role] = [*map(carrier_of, column)]
     refuse_other_shards(carriers(home), named)
 
 
 def _zeros_of(moments: list[Any]) -> list[Tensor]:
     """Zeros in the shapes of moments, in the dtypes in which these are computed: float32 beside any of 8 bits."""
-    if any(map(is_coded, moments)):
-        return [new_zeros(local_of(x.codes) if is_coded(x) else x, torch.float32) for x in moments]
-    return [new_zeros(x, wide(x.dtype)) for x in moments]
+    plain = _all_tensors(moments)
+    return [new_zeros(carrier_of(x), wide(x.dtype) if plain else torch.float32) for x in moments]

@@ -25,14 +25,14 @@ from fsharding.optim.base import (
     InitContext,
     UpdateContext,
     add_decay_,
-    check_moments,
     check_update,
     like,
     local_grads,
+    transformation,
 )
 from fsharding.optim.chunked_update import init_moments
-from fsharding.optim.coded_moment import MomentType, carriers, check_moment_type, moment_leaves
-from fsharding.optim.elementwise import Step, owned, parts_of, run_rule, step_at
+from fsharding.optim.coded_moment import MomentType, carriers, check_moment_type, check_moments, moment_leaves, parts_of
+from fsharding.optim.elementwise import Step, owned, run_rule, step_at
 from fsharding.optim.schedules import Schedule, as_schedule
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, check_dtype, check_settings
@@ -116,19 +116,12 @@ def muon(
     orthogonal = functools.partial(_orthogonal, coefficients=coefficients, steps=steps, eps=eps)
     rule = _Muon(as_schedule(learning_rate), momentum, nesterov, weight_decay, adjust, orthogonal, dtype)
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> MuonState:
+    def first(params: Tree, context: InitContext) -> MuonState:
         assigned_shardings(params, context.shardings, known=_STAGES)
         _refuse_vectors(params)
         return MuonState(torch.zeros((), dtype=torch.int64), init_moments(params, own, context))
 
-    @public
-    def update(
-        updates: Tree, state: MuonState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, MuonState]:
-        return rule.update(updates, state, params, context)
-
-    return ContextTransformation(init, update)
+    return transformation(first, functools.partial(_Muon.update, rule))
 
 
 @dataclass(frozen=True)

@@ -130,36 +130,30 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     if type(updates) is tuple and type(params) is not tuple:
         mend = "opt.update returns two things: updates, opt_state = opt.update(gradients, opt_state, params)."
         raise refuse("a tree of updates", updates, mend)
-    deltas = local_leaves(updates)
-
-    def add(slices: list[Tensor]) -> list[Tensor]:
-        return [_add(*pair, donate) for pair in zip(slices, deltas, strict=True)]
-
-    return change_slices(params, updates, add, ("parameters", "updates"), donate=donate)
+    return add_updates(params, updates, UpdateContext(), donate=donate)
 
 
 def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
     """Apply updates as `apply_updates` does; the context says how parameters are rounded."""
-    if not rounds_by_key(tree.leaves(params), context):
-        return apply_updates(params, updates, donate=donate)
     deltas = local_leaves(updates)
-    leaves = leaves_of(updates, context.shardings)
-    zero = torch.zeros((), dtype=torch.int64)
-    key = functools.cache(lambda: step_key(context, zero))
+    keyed = rounds_by_key(tree.leaves(params), context)
+    leaves = leaves_of(updates, context.shardings) if keyed else []
+    key = functools.cache(lambda: step_key(context, torch.zeros((), dtype=torch.int64)))
+
+    def added(i: int, param: Tensor) -> Tensor:
+        delta = deltas[i]
+        if not keyed or param.dtype != torch.bfloat16:
+            return _add(param, delta, donate)
+        new = param if donate else clone(param)
+        for chunk in leaves[i].chunks(chunk_size(new.device)):
+            value = chunk.of(new)
+            wide_sum = value.to(torch.float32) + chunk.of(delta).to(torch.float32)
+            write_param(value, wide_sum, context, leaves[i], chunk, key)
+        return new
 
     def add(slices: list[Tensor]) -> list[Tensor]:
-        result: list[Tensor] = []
-        for param, delta, leaf in zip(slices, deltas, leaves, strict=True):
-            if param.dtype != torch.bfloat16:
-                result.append(_add(param, delta, donate))
-                continue
-            new = param if donate else clone(param)
-            for chunk in leaf.chunks(chunk_size(new.device)):
-                value = chunk.of(new)
-                wide_sum = value.to(torch.float32) + chunk.of(delta).to(torch.float32)
-                write_param(value, wide_sum, context, leaf, chunk, key)
-            result.append(new)
-        return result
+        assert len(slices) == len(deltas)
+        return [added(i, param) for i, param in enumerate(slices)]
 
     return change_slices(params, updates, add, ("parameters", "updates"), donate=donate)
 

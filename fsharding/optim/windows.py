@@ -14,6 +14,7 @@ windows, and if a tier fails no leaf changes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -87,7 +88,7 @@ def through_windows(
         after = values
         coming = windows.fetch(plan[0])
         for number, window in enumerate(plan):
-            present = windows.arrive(coming)
+            present = coming()
             if number + 1 < len(plan):
                 coming = windows.fetch(plan[number + 1])
             after = windows.send(window, *change(*present, *facts[window.on_host]))
@@ -316,9 +317,10 @@ class _Windows:
         for copies in self._copies.values():
             copies.close()
 
-    def fetch(self, window: _Window) -> _Coming:
-        """Start to copy a window to where it is updated. Leaves without a parameter, such as counts, are in each."""
+    def fetch(self, window: _Window) -> Callable[[], _Values]:
+        """Start to copy a window to where it is updated; return what waits for it."""
         leaves: list[Any] = [None] * len(self._named)
+        # Leaves without a parameter, such as counts, are in each window.
         for name, rows in ((None, None), *window.rows.items()):
             for i, x in self._of.get(name, ()):
                 leaves[i] = x if rows is None else like(x, local_of(x)[rows[0] : rows[1]])
@@ -329,12 +331,12 @@ class _Windows:
             for path, x in named.items()
             if (_is_off_host(x) if window.on_host else path in self._tiers)
         }
-        return _Coming(window, values, self._copies[window.on_host].fetch(wanted))
+        copies = self._copies[window.on_host]
+        return functools.partial(self._arrive, values, copies, copies.fetch(wanted))
 
-    def arrive(self, coming: _Coming) -> _Values:
+    def _arrive(self, values: _Values, copies: _Copies, coming: dict[str, Tensor]) -> _Values:
         """Return a copied window; the compute stream or the host waits for it."""
-        values = coming.values
-        found = self._copies[coming.window.on_host].arrive(coming.copies)
+        found = copies.arrive(coming)
         present = tree.map_with_path(lambda path, x: like_leaf(x, found[path]) if path in found else x, values)
         if self._can_fail and self._donate:
             # Leaves that stay would be overwritten, and a file may still fail.
@@ -384,14 +386,6 @@ class _Windows:
         found = {**self._after, **in_rows}
         after = tree.unflatten(self._spec, [found.get(path, x) for path, x in self._named.items()])
         return after.params, after.state
-
-
-class _Coming(NamedTuple):
-    """A window that is being copied: its leaves at rest, and its copies by path."""
-
-    window: _Window
-    values: _Values
-    copies: dict[str, Tensor]
 
 
 _GRADS, _STATE = (f"{field}." for field in _Values._fields[:2])

@@ -116,8 +116,7 @@ def adafactor(
     own = check_dtype("moments", moments)
     rule = _Adafactor(as_schedule(learning_rate), beta2_decay, eps, clip, weight_decay, stacks)
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> AdafactorState:
+    def first(params: Tree, context: InitContext) -> AdafactorState:
         kept = own or refuse_format(context.moments, "it has means of moments, and no moments")
         flat, spec = tree.flatten(params)
         shardings = assigned_shardings(params, context.shardings, known=_STAGES)
@@ -133,13 +132,7 @@ def adafactor(
         row, col, full = (tree.unflatten(spec, [zeros(dim, *leaf) for leaf in leaves]) for dim in _DIMS)
         return AdafactorState(torch.zeros((), dtype=torch.int64), row, col, full)
 
-    @public
-    def update(
-        updates: Tree, state: AdafactorState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, AdafactorState]:
-        return rule.update(updates, state, params, context)
-
-    return ContextTransformation(init, update)
+    return base.transformation(first, functools.partial(_Adafactor.update, rule))
 
 
 @dataclass(frozen=True)

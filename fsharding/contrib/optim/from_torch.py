@@ -85,8 +85,7 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
     kinds_of = functools.cache(functools.partial(_state_kinds, optimizer, _settings_at(settings, 0)))
     names, fused = kinds_of(torch.float32), settings.get("fused")
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> TorchState:
+    def first(params: Tree, context: InitContext) -> TorchState:
         kept = own or _refuse_narrow(refuse_format(context.moments, "torch's optimizer has tensors of its own"))
 
         def slot(name: str, x: Tensor) -> Tensor:
@@ -100,10 +99,7 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
         scalars = {name: tree.map(functools.partial(scalar, name), params) for name in names[1]}
         return TorchState(torch.zeros((), dtype=torch.int64), slots, scalars)
 
-    @public
-    def update(
-        updates: Tree, state: TorchState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, TorchState]:
+    def change(updates: Tree, state: TorchState, params: Tree, context: UpdateContext) -> tuple[Tree, TorchState]:
         base.check_update(TorchState, updates, state, base.require_params(params))
         params = tree.prune(params, updates, ("parameters", "gradients"))
         base.refuse_other_shapes(params, updates, ("parameters", "gradients"))
@@ -134,7 +130,7 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
         new_scalars = after(scalars, lambda old, x: _number(x, old.dtype))
         return base.like(resharded, deltas), TorchState(state.count + 1, new_slots, new_scalars)
 
-    return ContextTransformation(init, update)
+    return base.transformation(first, change)
 
 
 def _refuse_narrow(moments: torch.dtype | None) -> torch.dtype | None:

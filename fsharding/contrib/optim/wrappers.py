@@ -14,6 +14,7 @@ from fsharding.base.public import check_optimizer, public
 from fsharding.base.tree import Tree
 from fsharding.optim import base
 from fsharding.optim.base import ContextTransformation, GradientTransformation, InitContext, UpdateContext
+from fsharding.optim.coded_moment import check_moments
 from fsharding.optim.schedules import Schedule, as_schedule, rate_at
 from fsharding.optim.stacked import assigned_shardings, whole_shape
 from fsharding.optim.validation import FROM_0, FROM_1, TO_1, check_settings
@@ -71,16 +72,12 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
     check_settings((TO_1, {"decay": decay}))
     rate = as_schedule(decay)
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> EmaState:
+    def first(params: Tree, context: InitContext) -> EmaState:
         return EmaState(torch.zeros((), dtype=torch.int64), _wide_copy(params))
 
-    @public
-    def update(
-        updates: Tree, state: EmaState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, EmaState]:
+    def change(updates: Tree, state: EmaState, params: Tree, context: UpdateContext) -> tuple[Tree, EmaState]:
         base.check_update(EmaState, updates, state, params)
-        base.check_moments(average=state.average)
+        check_moments(average=state.average)
         average = [x if context.donate else base.clone(x) for x in base.local_leaves(state.average)]
         updated = _updated(updates, base.require_params(params), state.average)
         share = rate_at(rate, state.count)
@@ -89,7 +86,7 @@ def ema(decay: float | Schedule = 0.999) -> ContextTransformation:
         _compat.foreach_add_(average, updated)
         return updates, EmaState(state.count + 1, base.like(state.average, average))
 
-    return ContextTransformation(init, update, by_element=True)
+    return base.transformation(first, change, by_element=True)
 
 
 @public
@@ -139,16 +136,14 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
     check_settings((FROM_1, {"every": every}), (TO_1, {"share": share}))
     fast = inner.with_context()
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> LookaheadState:
+    def first(params: Tree, context: InitContext) -> LookaheadState:
         return LookaheadState(torch.zeros((), dtype=torch.int64), _wide_copy(params), fast.init(params, context))
 
-    @public
-    def update(
-        updates: Tree, state: LookaheadState, params: Tree = None, context: UpdateContext = UpdateContext()
+    def change(
+        updates: Tree, state: LookaheadState, params: Tree, context: UpdateContext
     ) -> tuple[Tree, LookaheadState]:
         base.check_update(LookaheadState, updates, state, params)
-        base.check_moments(slow=state.slow)
+        check_moments(slow=state.slow)
         params = base.require_params(params)
         updates, inner_state = fast.update(updates, state.inner, params, context)
         count = state.count + 1
@@ -162,7 +157,7 @@ def lookahead(inner: GradientTransformation, *, every: int = 6, share: float = 0
             updates = base.like(slow, [s - p for s, p in zip(new, current, strict=True)])
         return updates, LookaheadState(count, slow, inner_state)
 
-    return ContextTransformation(init, update, by_element=fast.by_element, needs_norm=fast.needs_norm)
+    return base.transformation(first, change, by_element=fast.by_element, needs_norm=fast.needs_norm)
 
 
 def _wide_copy(params: Tree) -> Tree:
@@ -220,14 +215,10 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
     """
     check_settings((FROM_0, {"std": std}))
 
-    @public
-    def init(params: Tree, context: InitContext = InitContext()) -> NoiseState:
+    def first(params: Tree, context: InitContext) -> NoiseState:
         return NoiseState(torch.zeros((), dtype=torch.int64), key.clone())
 
-    @public
-    def update(
-        updates: Tree, state: NoiseState, params: Tree = None, context: UpdateContext = UpdateContext()
-    ) -> tuple[Tree, NoiseState]:
+    def change(updates: Tree, state: NoiseState, params: Tree, context: UpdateContext) -> tuple[Tree, NoiseState]:
         base.check_state(NoiseState, updates, state)
         shardings = assigned_shardings(updates, context.shardings)
         count = int(state.count)
@@ -238,7 +229,7 @@ def add_noise(std: float | Schedule, key: Tensor) -> ContextTransformation:
         noisy = [_noisy(x, s, k, scale) for x, s, k in zip(flat, shardings, keys, strict=True)]
         return tree.unflatten(spec, noisy), NoiseState(state.count + 1, state.key)
 
-    return ContextTransformation(init, update)
+    return base.transformation(first, change)
 
 
 def _noisy(x: Tensor, sharding: NamedSharding | None, key: Tensor, std: float) -> Tensor:

@@ -65,7 +65,7 @@ def test_steps_that_differ_are_refused_on_every_rank():
     assert all_say(take_step, 4, 3, microbatches=4, rate=2e-3) == (
         "train step is set up differently on different ranks.\n"
         "  microbatches: rank 3 has 4, ranks 0, 1, 2 have 2\n"
-        "  optimizer.members.1.update.driver.rate.value: rank 3 has 0.002, ranks 0, 1, 2 have 0.001\n"
+        "  optimizer.change.members.1.update.change.rate.value: rank 3 has 0.002, ranks 0, 1, 2 have 0.001\n"
         "Start every rank with the same program and arguments."
     )
     text = all_say(take_step, 4, 0, strategy=fs.zero(1))

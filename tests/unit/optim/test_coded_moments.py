@@ -9,16 +9,15 @@ from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.checkpoint.serialized_layout import describe, rebuild
 from fsharding.formats import codec
 from fsharding.formats.precision import Precision
-from fsharding.optim.chunked_update import decoded, leaves_of
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
-from tests.helpers import normal_tree, refusal
+from tests.helpers import decoded, normal_tree, refusal
 
 SHAPES = {"blocks": {"w": (3, 48, 40)}, "odd": (70, 61), "bias": (5000,), "small": (8, 16)}
 MX = formats.MXFP8
 
 
 def moments_of(moments):
-    return [decoded(m, leaf) for m, leaf in zip(optim_leaves(moments), leaves_of(moments), strict=True)]
+    return [*map(decoded, optim_leaves(moments))]
 
 
 def optim_leaves(moments):
