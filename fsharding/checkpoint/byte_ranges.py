@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["WINDOW_BYTES", "Range", "Window", "copy_box", "pieces", "pread", "span", "within"]
+__all__ = ["WINDOW_BYTES", "Range", "Window", "copy_range", "pieces", "pread", "shared", "span"]
+
+T = TypeVar("T")
 
 WINDOW_BYTES = 16 << 20
 """How much of a file, and how much of a tensor, is in memory at once while it is copied."""
@@ -30,6 +32,12 @@ class Range(NamedTuple):
     def moved(self, start: int) -> Range:
         """Return it as it is in a file that has its record from `start` on."""
         return self._replace(offset=start + self.offset)
+
+    def part(self, place: Sequence[slice]) -> Range:
+        """Return the part that slices cut out of it."""
+        first = sum(cut.start * step for cut, step in zip(place, self.strides, strict=True))
+        offset = self.offset + first * self.dtype.itemsize
+        return self._replace(offset=offset, shape=tuple(cut.stop - cut.start for cut in place))
 
 
 class Window:
@@ -77,31 +85,29 @@ def pieces(box: Box, itemsize: int, strides: Sequence[int] | None = None) -> Ite
         yield from pieces((*box[:dim], half, *box[dim + 1 :]), itemsize, strides)
 
 
-def within(box: Box, outer: Box) -> Box:
-    """Where a box is in another one, counted from the corner of that."""
-    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
+def shared(box: Box, parts: Iterable[tuple[Box, T]]) -> Iterator[tuple[T, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield what each part of a tensor shares with a box: the part's value, and the slices of the part and the box."""
+    for part, value in parts:
+        if (common := boxes.intersect(part, box)) is not None:
+            yield value, boxes.relative(common, part), boxes.relative(common, box)
 
 
 def _new_bytes(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def copy_box(
-    source: Range,
-    box: Box,
-    out: Tensor,
-    fill: Callable[[int, memoryview], None],
-    room: Callable[[int], Tensor] = _new_bytes,
+def copy_range(
+    source: Range, out: Tensor, fill: Callable[[int, memoryview], None], room: Callable[[int], Tensor] = _new_bytes
 ) -> None:
-    """Copy a box of a tensor in a file into `out`, casting where the dtypes differ; `fill` reads bytes into memory."""
-    size = source.dtype.itemsize
-    for piece in pieces(box, size, source.strides):
-        # One read gets the box, and what of the file lies between its elements.
-        first = source.offset + sum(start * step for (start, _), step in zip(piece, source.strides, strict=True)) * size
-        shape = boxes.shape_of(piece)
-        flat = room(span(shape, source.strides) * size)
-        fill(first, flat.numpy().data)
-        out[boxes.relative(piece, box)].copy_(flat.view(source.dtype).as_strided(shape, source.strides))
+    """Copy a tensor in a file into `out`, casting where the dtypes differ; `fill` reads bytes into memory."""
+    whole = boxes.full(source.shape)
+    for piece in pieces(whole, source.dtype.itemsize, source.strides):
+        # One read gets the piece, and what of the file lies between its elements.
+        place = boxes.relative(piece, whole)
+        part = source.part(place)
+        flat = room(span(part.shape, part.strides) * part.dtype.itemsize)
+        fill(part.offset, flat.numpy().data)
+        out[place].copy_(flat.view(part.dtype).as_strided(part.shape, part.strides))
 
 
 def pread(handle: int, start: int, target: memoryview) -> None:

@@ -10,51 +10,53 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
 from fsharding.base.errors import CheckpointError, listed, message
-from fsharding.base.untrusted import open_plain
-from fsharding.checkpoint.manifest import MANIFEST, METADATA, Manifest, SavedFile, dtype_name, is_plain_name, is_shape
+from fsharding.checkpoint.manifest import MANIFEST, METADATA, OTHER, Manifest, SavedFile, is_plain_name, is_shape
 from fsharding.checkpoint.torch_pickles import Made, Pairs, find_in, named, sizes_of, unpickled
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = [
-    "LARGEST", "Entry", "Place", "Stored", "described", "file_name", "from_manifest", "from_metadata", "plain_files",
-    "record_places",
+    "LARGEST", "TRUSTED", "Chunk", "Place", "Stored", "described", "file_name", "from_manifest", "from_metadata",
+    "plain_files",
 ]  # fmt: skip
 
 LARGEST = 1 << 29  # bytes of a `.metadata` that is read: about two million chunks
 
 _MOST_BYTES = 8 << 20
 """Bytes of the table of a manifest, about 250,000 chunks: `latest` parses the manifest of every checkpoint."""
+TRUSTED = "The file may be an attempt to run code here. Use a checkpoint that you trust."
 _SEPARATORS = str.maketrans(":,", "  ")
 
-Place: TypeAlias = tuple[str, int, int]
-"""Where a record is: name of the file, first byte, length."""
+
+class Place(NamedTuple):
+    """Bytes of a file of the directory."""
+
+    file: str
+    first: int
+    length: int
 
 
-class Entry(NamedTuple):
-    """A chunk: a box of a leaf, in a file."""
+class Chunk(NamedTuple):
+    """A box of a leaf in a file."""
 
     path: str
-    shape: tuple[int, ...]  # global shape of the leaf
-    dtype: str  # its name, such as "float32"
-    box: Box  # which part of the leaf it is
-    file: str  # name of the file
-    offset: int  # where its record begins, in bytes; if there is no need to read the record, where the values begin
-    length: int  # of the record, or of the values, in bytes
+    leaf: LeafType  # with its global shape
+    box: Box
+    place: Place  # of its record; of the values alone if there is no need to read the record
     values: int | None = None  # byte of the file where the values begin; None if only the record has it
 
 
 class Stored(NamedTuple):
     """A leaf as the files have it."""
 
-    shape: tuple[int, ...]
-    dtype: str  # its name, such as "float32"
-    chunks: tuple[Entry, ...]  # where its boxes are
+    leaf: LeafType
+    chunks: tuple[Chunk, ...]  # which tile it
     why: str = ""  # why it is not read; it has no chunks then
 
 
@@ -63,18 +65,18 @@ def file_name(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
-def described(entries: Iterable[Entry]) -> dict[str, str] | None:
+def described(chunks: Iterable[Chunk]) -> dict[str, str] | None:
     """Describe chunks as the manifest does, by path: `FILE BYTE START:STOP ...` for each, with commas in between."""
     # A leaf is one string, since a manifest may only have so many values. None if there are too many chunks, or one
     # whose values have no known place.
     result: dict[str, list[str]] = {}
-    for entry in sorted(entries):
-        start = entry.values if boxes.volume(entry.box) else 0
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.path, chunk.box)):
+        start = chunk.values if boxes.volume(chunk.box) else 0
         if start is None:
             return None
-        number = entry.file.removeprefix("__").removesuffix("_0.distcp")
-        ranges = [f"{a}:{b}" for a, b in entry.box]
-        result.setdefault(entry.path, []).append(" ".join([number, str(start), *ranges]))
+        number = chunk.place.file.removeprefix("__").removesuffix("_0.distcp")
+        ranges = [f"{a}:{b}" for a, b in chunk.box]
+        result.setdefault(chunk.path, []).append(" ".join([number, str(start), *ranges]))
     table = {path: ",".join(texts) for path, texts in result.items()}
     return table if sum(map(len, table.values())) <= _MOST_BYTES else None
 
@@ -84,30 +86,31 @@ def from_manifest(folder: Path, manifest: Manifest) -> dict[str, Stored]:
     table = manifest.chunks or {}
     result: dict[str, Stored] = {}
     rows = [f"{path}: is no leaf" for path in table if path not in manifest.tree]
-    for path, (shape, dtype, _) in manifest.tree.items():
+    for path, saved in manifest.tree.items():
+        leaf = LeafType(saved.shape, getattr(torch, saved.dtype))
         try:
-            places = _places(table.get(path, ""), len(shape), getattr(torch, dtype).itemsize)
+            places = _places(table.get(path, ""), leaf)
         except ValueError as error:
             rows.append(f"{path}: {error}")
             continue
-        result[path], wrong = _checked(path, shape, dtype, places, manifest.files, values=True)
-        rows += wrong
+        result[path] = _checked(path, leaf, places, manifest.files, rows, values=True)
     if rows:
         raise _unfit(folder, MANIFEST, "fit its files", rows)
     return result
 
 
-def _places(text: str, dims: int, itemsize: int) -> list[tuple[Box, Place]]:
-    """The boxes and places of a leaf of a manifest; see `described`."""
+def _places(text: str, leaf: LeafType) -> list[tuple[Box, Place | None]]:
+    """Return the boxes and places of a leaf of a manifest; see `described`."""
     numbers = [int(part) for part in text.translate(_SEPARATORS).split()]
-    width = 2 + 2 * dims
+    width = 2 + 2 * len(leaf.shape)
     if len(numbers) % width:
         raise ValueError(f"its chunks have {len(numbers)} numbers, {width} each")
-    result: list[tuple[Box, Place]] = []
+    result: list[tuple[Box, Place | None]] = []
     for i in range(0, len(numbers), width):
         ends = numbers[i + 2 : i + width]
         box = tuple(zip(ends[::2], ends[1::2], strict=True))
-        result.append((box, (file_name(numbers[i]), numbers[i + 1], boxes.volume(box) * itemsize)))
+        size = boxes.volume(box) * leaf.dtype.itemsize
+        result.append((box, Place(file_name(numbers[i]), numbers[i + 1], size)))
     return result
 
 
@@ -126,31 +129,36 @@ _NAMES = {
 }
 
 
-def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest | None) -> dict[str, Stored]:
-    """Read the chunks that `.metadata` describes without running anything, and check them."""
+def from_metadata(
+    folder: Path, pickled: bytes | bytearray, manifest: Manifest | None
+) -> tuple[dict[str, Stored], dict[str, Place]]:
+    """Read what `.metadata` describes without running anything, and check it: chunks, and a record of each path."""
     rows: list[str] = []
     result: dict[str, Stored] = {}
+    records: dict[str, Place] = {}
     try:
         fields = _metadata(pickled)
         located = _located(fields)
-        places = {(path, starts): place for path, starts, place, _ in located if starts is not None}
-        changed = {path: via for path, _, _, via in located if via and manifest is None}
+        places = {(path, starts): place for path, starts, place, _ in located}
+        changed = {path: why for path, _, _, why in located if why and manifest is None}
         files = manifest.files if manifest else plain_files(folder)
+        for path, _, place, _ in located:
+            if _is_named(place, files) and _is_inside(place, files):
+                records.setdefault(path, place)
         for path, entry in named(fields.get("state_dict_metadata")).items():
             if not isinstance(entry, Made) or entry.kind != _DCP + "TensorStorageMetadata":
                 rows += [f"{path}: is no tensor"] if manifest else []
                 continue
             try:
-                shape, dtype, found = _leaf(named(entry.state))
+                leaf, found = _leaf(named(entry.state))
             except ValueError as error:
                 rows.append(f"{path}: {error}")
                 continue
             if path in changed:
-                result[path] = Stored(shape, dtype, (), changed[path])
+                result[path] = Stored(leaf, (), changed[path])
                 continue
             chunks = [(box, places.get((path, tuple(start for start, _ in box)))) for box in found]
-            result[path], wrong = _checked(path, shape, dtype, chunks, files, values=False)
-            rows += wrong
+            result[path] = _checked(path, leaf, chunks, files, rows, values=False)
         rows += _contradictions(result, manifest) if manifest else []
     except CheckpointError:
         raise
@@ -158,19 +166,7 @@ def from_metadata(folder: Path, pickled: bytes | bytearray, manifest: Manifest |
         rows = [str(error)]
     if rows:
         raise _unfit(folder, METADATA, "fit its manifest" if manifest else "describe what is there", rows)
-    return result
-
-
-def record_places(folder: Path) -> dict[str, Place]:
-    """Find the first record of each path of a plain DCP checkpoint, if it is inside of a file of the directory."""
-    with open_plain(folder / METADATA) as stream:
-        located = _located(_metadata(stream.read(LARGEST)))
-    files = plain_files(folder)
-    result = dict[str, Place]()
-    for path, _, (name, first, length), _ in located:
-        if is_plain_name(name) and name in files and 0 <= first <= first + length <= files[name].bytes:
-            result.setdefault(path, (name, first, length))
-    return result
+    return result, records
 
 
 def _metadata(pickled: bytes | bytearray) -> dict[str, Any]:
@@ -180,8 +176,7 @@ def _metadata(pickled: bytes | bytearray) -> dict[str, Any]:
         result, known = find_in(_NAMES, module, name)
         if not known:
             rule = f"refuses to unpickle {result}, which {METADATA} names: no checkpoint of ours has it."
-            mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
-            raise CheckpointError(message(rule, mend=mend))
+            raise CheckpointError(message(rule, mend=TRUSTED))
         return result
 
     return _attributes(unpickled(pickled, find), _DCP + "Metadata", _MEGATRON + "MCoreMetadata")
@@ -212,12 +207,12 @@ def _located(metadata: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...] | N
             names = listed(map(str, via)) if isinstance(via, list) else str(via)
             why = f"it was written through {names}: load it with torch and save it without _extensions"
         starts = None if offset is None else sizes_of(offset)
-        result.append((path, starts, (name, -1 if why else first, length), why))
+        result.append((path, starts, Place(name, -1 if why else first, length), why))
     return result
 
 
-def _leaf(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], str, list[Box]]:
-    """Return shape and dtype of a leaf, and the boxes of its chunks."""
+def _leaf(entry: Mapping[str, Any]) -> tuple[LeafType, list[Box]]:
+    """Return a leaf, and the boxes of its chunks."""
     properties = entry.get("properties")
     state = properties.state if isinstance(properties, Made) else None
     if isinstance(state, Pairs):
@@ -236,7 +231,7 @@ def _leaf(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], str, list[Box]]:
         found.append(tuple((a, a + n) for a, n in zip(offsets, extent, strict=True)))
     if not is_shape(shape := sizes_of(entry.get("size"))):
         raise ValueError("it has no size that a tensor could have")
-    return shape, dtype_name(dtype) or "", found
+    return LeafType(shape, dtype), found
 
 
 def plain_files(folder: Path) -> dict[str, SavedFile]:
@@ -249,8 +244,8 @@ def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str
     rows = [f"{path}: only in one of the two" for path in sorted(set(found) ^ set(manifest.tree))]
     for path, leaf in manifest.tree.items():
         stored = found.get(path)
-        if stored is not None and (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
-            rows.append(f"{path}: is {stored.dtype}{list(stored.shape)}, the manifest says {leaf}")
+        if stored is not None and str(stored.leaf) != str(leaf):
+            rows.append(f"{path}: is {stored.leaf}, the manifest says {leaf}")
     return rows
 
 
@@ -259,38 +254,43 @@ def _contradictions(found: Mapping[str, Stored], manifest: Manifest) -> list[str
 
 def _checked(
     path: str,
-    shape: tuple[int, ...],
-    dtype: str,
+    leaf: LeafType,
     places: Sequence[tuple[Box, Place | None]],
     files: Mapping[str, SavedFile],
+    rows: list[str],
     *,
     values: bool,
-) -> tuple[Stored, list[str]]:
-    """Check the chunks of a leaf, and return it with one row for whatever is wrong."""
-    rows: list[str] = []
-    result: list[Entry] = []
+) -> Stored:
+    """Return a leaf with its chunks, and add a row for whatever is wrong with them."""
+    result: list[Chunk] = []
     seen: set[tuple[int, ...]] = set()
     volume = 0
-    for box, where in places:
-        if len(box) != len(shape) or any(not 0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
-            rows.append(f"chunk {box} is outside {list(shape)}")
+    for box, place in places:
+        if len(box) != len(leaf.shape) or any(not 0 <= a <= b <= n for (a, b), n in zip(box, leaf.shape, strict=True)):
+            rows.append(f"{path}: chunk {box} is outside {list(leaf.shape)}")
             continue
         volume += boxes.volume(box)
         seen.add(tuple(a for a, _ in box))
-        if where is None or not is_plain_name(where[0]) or where[0] not in files:
-            rows.append(f"chunk {box} is in no file that the manifest names")
+        if place is None or not _is_named(place, files):
+            rows.append(f"{path}: chunk {box} is in no file that the manifest names")
             continue
-        file, start, length = where
-        if not 0 <= start <= start + length <= files[file].bytes:
-            rows.append(f"chunk {box} is not inside {file}")
-        result.append(Entry(path, shape, dtype, box, file, start, length, start if values else None))
-    if volume != math.prod(shape) or len(seen) != len(places):
-        rows.append(f"its {len(places)} chunks have {volume} of {math.prod(shape)} elements")
-    elif not boxes.are_disjoint([entry.box for entry in result if boxes.volume(entry.box)]):
-        rows.append("its chunks overlap")
-    return Stored(shape, dtype, tuple(result)), [f"{path}: {row}" for row in rows]
+        if not _is_inside(place, files):
+            rows.append(f"{path}: chunk {box} is not inside {place.file}")
+        result.append(Chunk(path, leaf, box, place, place.first if values else None))
+    if volume != math.prod(leaf.shape) or len(seen) != len(places):
+        rows.append(f"{path}: its {len(places)} chunks have {volume} of {math.prod(leaf.shape)} elements")
+    elif not boxes.are_disjoint([chunk.box for chunk in result if boxes.volume(chunk.box)]):
+        rows.append(f"{path}: its chunks overlap")
+    return Stored(leaf, tuple(result))
+
+
+def _is_named(place: Place, files: Mapping[str, SavedFile]) -> bool:
+    return is_plain_name(place.file) and place.file in files
+
+
+def _is_inside(place: Place, files: Mapping[str, SavedFile]) -> bool:
+    return 0 <= place.first <= place.first + place.length <= files[place.file].bytes
 
 
 def _unfit(folder: Path, name: str, what: str, rows: Sequence[str]) -> CheckpointError:
-    mend = "Use another checkpoint, or a copy of this one."
-    return CheckpointError(message(f"cannot read {folder}: its {name} does not {what}.", rows, mend))
+    return CheckpointError(message(f"cannot read {folder}: its {name} does not {what}.", rows, OTHER))

@@ -13,19 +13,20 @@ import re
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import read_json, read_plain
+from fsharding.checkpoint.chunks import plain_files
 from fsharding.checkpoint.manifest import MANIFEST, Manifest, SavedFile, check_readable, limits, parse
 from fsharding.checkpoint.reader import damage
 
 __all__ = [
-    "Seen", "StrPath", "append", "clear_stale", "commit", "find", "in_one_line", "latest", "lock_alone", "metadata",
-    "naming_path", "not_shared", "partial_checkpoint", "partial_of", "partial_output", "place", "read_manifest",
-    "real_path", "retire", "survey", "sync", "wording_failures", "writing",
+    "Seen", "StrPath", "append", "clear_stale", "commit", "find", "found", "in_one_line", "latest", "lock_alone",
+    "metadata", "naming_path", "new_file", "new_target", "not_shared", "partial_checkpoint", "partial_of",
+    "partial_output", "place", "read_manifest", "real_path", "retire", "survey", "sync", "wording_failures", "writing",
 ]  # fmt: skip
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -34,6 +35,8 @@ _ASIDE = re.compile(r"\.(.+)\.replaced")
 _STALE = re.compile(r"\.(\d+)\.(partial|replaced|retired)")
 _OURS = re.compile(r"manifest\.json|\.metadata|__\d+_\d+\.distcp")
 _TENSORS = r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+_UNFINISHED = "its save was never finished"
+_LATEST = "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
 _WRITTEN = re.compile(rf"{_OURS.pattern}|{_TENSORS}|(generation_)?config\.json")
 
 
@@ -49,18 +52,16 @@ def partial_output(target: Path, *, file: bool = False) -> Generator[Path]:
     """Lock an empty directory, or a file, beside a target, for `place` to put there; an exception removes it."""
     path = partial_of(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock = _locked(path, target, file=file)
-    try:
-        for name in () if file else os.listdir(path):
-            _remove(path / name)
-        yield path
-    except BaseException:  # also Ctrl-C
-        with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
-            if _is_at(lock, path):
-                _remove(path)
-        raise
-    finally:
-        _unlock_and_close(lock)
+    with _locked(path, target, file=file) as lock:
+        try:
+            for name in () if file else os.listdir(path):
+                _remove(path / name)
+            yield path
+        except BaseException:  # also Ctrl-C
+            with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
+                if lock.is_at(path):
+                    _remove(path)
+            raise
 
 
 def place(target: Path) -> None:
@@ -85,7 +86,7 @@ def partial_checkpoint(target: Path) -> Generator[Path]:
     """Lock the directory that one save of a checkpoint writes to; `commit` puts it in its place."""
     with partial_output(target) as path:
         # The save that made what is at the target may still clear up: its lock went there with its directory.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _holding(target):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _holding(target, target):
             pass
         aside = _aside(target)
         if aside.is_dir() and not target.exists():
@@ -107,10 +108,8 @@ def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
     check_readable(text, sum(file.bytes for file in files.values()))
     # The manifest comes last, when the ranks have synced all that it names: a directory that has one is complete, after
     # a loss of power too. So it and the names in the directory are on the disk before the renames.
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(folder / MANIFEST) as stream:
+        stream.write(text.encode())
     sync(folder)
     if aside.is_dir():
         shutil.rmtree(aside)
@@ -130,6 +129,15 @@ def commit(target: Path, text: str, files: Mapping[str, SavedFile]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def new_file(path: Path) -> Generator[BinaryIO]:
+    """Make a file, whose bytes are on the disk when the block ends."""
+    with path.open("xb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def not_shared(target: Path, rows: Sequence[str]) -> CheckpointError:
     """Return the error of ranks that do not see the same directory."""
     rule = f"needs a directory that all ranks share, and {target.parent} is none."
@@ -142,32 +150,71 @@ def partial_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _locked(path: Path, target: Path, *, file: bool) -> int:
-    """Makes a file or a directory and locks it. The lock is the kernel's and goes with the process, however it ends."""
+class _Lock(NamedTuple):
+    """An open file or directory of which this process has the lock."""
+
+    fd: int
+    known: bool  # false if the file system knows no locks: then another process may have it as well
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether it is still at a path, neither renamed nor removed since."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+@contextlib.contextmanager
+def lock_alone(fd: int) -> Generator[_Lock]:
+    """Lock an open file or directory for this process, and close it at the end; the kernel unlocks it at a kill."""
+    try:
+        known = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            known = False
+        yield _Lock(fd, known)
+    finally:
+        # Closing alone would not do: a process that was started meanwhile may have the lock open as well.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):  # nothing was written through it
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _holding(path: Path, target: Path, flags: int = os.O_DIRECTORY) -> Generator[_Lock]:
+    """Lock what is at a path, by default a directory alone: opening a pipe would wait."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(lock_alone(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)))
+        except BlockingIOError as error:
+            mend = "Wait for it, or give another path."
+            text = message(f"cannot write {target}: another save is writing it.", mend=mend)
+            raise CheckpointError(text) from error
+        yield lock
+
+
+@contextlib.contextmanager
+def _locked(path: Path, target: Path, *, file: bool) -> Generator[_Lock]:
+    """Make a file or a directory, and lock it."""
     while True:
         with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again, and may find it gone meanwhile
             path.touch(exist_ok=False) if file else path.mkdir()
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:  # another save was just done with it
-            continue
-        with contextlib.ExitStack() as closing:
-            closing.callback(_unlock_and_close, fd)
-            _lock(fd, target)
-            if _is_at(fd, path):
-                _check_left_by_us(path, target)
-                if path.is_file() == file:
-                    closing.pop_all()
-                    return fd
-                _remove(path)  # left by an export in another format
-
-
-def _unlock_and_close(fd: int) -> None:
-    # Closing alone would not do: a process that was started meanwhile may have the lock open as well.
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    with contextlib.suppress(OSError):  # nothing was written through it
-        os.close(fd)
+        with contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context(_holding(path, target, os.O_NOFOLLOW | os.O_NONBLOCK))
+            except FileNotFoundError:  # another save was just done with it
+                continue
+            if not lock.is_at(path):
+                continue
+            _check_left_by_us(path, target)
+            if path.is_file() == file:
+                yield lock
+                return
+            _remove(path)  # left by an export in another format
 
 
 def _check_left_by_us(path: Path, target: Path) -> None:
@@ -181,29 +228,6 @@ def _check_left_by_us(path: Path, target: Path) -> None:
         raise CheckpointError(message(rule, rows, "Move it away, or give another path."))
 
 
-def _lock(fd: int, target: Path) -> bool:
-    """Locks an open file or directory; False where the file system knows no such locks, as some shared ones do not."""
-    try:
-        return lock_alone(fd)
-    except BlockingIOError as error:
-        mend = "Wait for it, or give another path."
-        text = message(f"cannot write {target}: another save is writing it.", mend=mend)
-        raise CheckpointError(text) from error
-
-
-def lock_alone(fd: int) -> bool:
-    """Lock an open file or directory for this process; return False if the file system knows no such locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        return False
-    return True
-
-
 def clear_stale(root: Path) -> None:
     """Remove what interrupted saves of steps left in a directory. On one rank."""
     # A partial checkpoint goes when no save holds its lock; where the file system knows no locks, it stays. One that
@@ -214,12 +238,13 @@ def clear_stale(root: Path) -> None:
         if result is None or folder.is_symlink() or not folder.is_dir():
             continue
         step, kind = result.groups()
-        if kind == "retired" or (kind == "replaced" and _state_of(root / step)[0] is not None):
+        if kind == "retired" or (kind == "replaced" and not _state_of(root / step)[1]):
             shutil.rmtree(folder, ignore_errors=True)
         elif kind == "partial" and all(_OURS.fullmatch(inner) for inner in os.listdir(folder)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError), _holding(folder) as held:
+            gone = FileNotFoundError, NotADirectoryError, CheckpointError
+            with contextlib.suppress(*gone), _holding(folder, folder) as lock:
                 # Under the lock, and only if it is still there: a save that ended meanwhile has renamed its own away.
-                if held:
+                if lock.known and lock.is_at(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -255,14 +280,6 @@ def wording_failures() -> Generator[None]:
         raise CheckpointError(message("failed.", [f"{type(error).__name__}: {error}"])) from error
 
 
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file or directory is the one at a path; not when it was renamed or removed since."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -292,16 +309,6 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _holding(folder: Path) -> Generator[bool]:
-    # Lock a directory meanwhile; true if it is still at its path. O_DIRECTORY refuses a pipe, which would wait.
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield _lock(fd, folder) and _is_at(fd, folder)
-    finally:
-        _unlock_and_close(fd)
-
-
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -314,6 +321,13 @@ def real_path(path: StrPath) -> Path:
         raise CheckpointError(message(f"cannot use the path {os.fspath(path)!r}.", [str(error)])) from error
 
 
+def new_target(path: StrPath) -> tuple[Path, list[str]]:
+    """Return where an output is to be made, which may be at a link's path, and a row if something is there."""
+    real_path(path)
+    target = Path(os.path.abspath(path))
+    return target, [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+
+
 def find(path: StrPath) -> Path:
     """Return where a checkpoint is: at its path, or set aside by a save that was interrupted as it replaced it."""
     target = real_path(path)
@@ -322,58 +336,54 @@ def find(path: StrPath) -> Path:
         return aside if not target.exists() and (aside / MANIFEST).is_file() else target
 
 
+def found(path: StrPath) -> tuple[Path, Manifest]:
+    """Return where a checkpoint is, and its manifest."""
+    with wording_failures():
+        folder = find(path)
+        return folder, read_manifest(folder)
+
+
 def read_manifest(folder: Path, *, newer: bool = False) -> Manifest:
     """Return the manifest in a directory."""
-    mend = "fs.checkpoint.latest(directory) finds the newest complete checkpoint of a directory."
-    if not folder.is_dir():
-        what = "it is no directory" if os.path.lexists(folder) else "there is no such directory"
-    elif not os.listdir(folder):
-        what = "the directory is empty"
-    elif not os.path.lexists(folder / MANIFEST):
-        if backend := _megatron(folder):
-            rule = f"finds a checkpoint in Megatron's {backend} format at {folder}, which is not one of fsharding's."
-            mend = "Give a directory that fs.checkpoint.save has written."
-            if backend == "torch_dist":
-                mend = "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."
-            raise CheckpointError(message(rule, mend=mend))
-        what, mend = _something_else(folder) or (
-            f"there is no {MANIFEST} in it, so its save was never finished",
-            mend,
-        )
-    else:
+    if os.path.lexists(folder / MANIFEST):
         try:
-            most_bytes, most_values = limits(_bytes_beside(folder))
+            others = sum(file.bytes for name, file in plain_files(folder).items() if name != MANIFEST)
+            most_bytes, most_values = limits(others)
             text = read_plain(folder / MANIFEST, most_bytes)
         except ValueError as error:
-            what = f"its {MANIFEST} {str(error).removeprefix('it ')}"
+            what, mend = f"its {MANIFEST} {str(error).removeprefix('it ')}", _LATEST
         else:
             return parse(text, str(folder), newer=newer, values=most_values)
+    else:
+        what, mend = _something_else(folder)
     raise CheckpointError(message(f"finds no checkpoint at {folder}: {what}.", mend=mend))
 
 
-def _bytes_beside(folder: Path) -> int:
-    """Return the bytes of the plain files beside the manifest."""
-    with os.scandir(folder) as entries:
-        files = [x for x in entries if x.name != MANIFEST and x.is_file(follow_symlinks=False)]
-    return sum(x.stat(follow_symlinks=False).st_size for x in files)
-
-
-def _something_else(folder: Path) -> tuple[str, str] | None:
-    """Recognizes a directory without a manifest, and says what to do with it; None if it is nothing that is known."""
+def _something_else(folder: Path) -> tuple[str, str]:
+    """Say what is at a path instead of a checkpoint, and what to do with it."""
+    if not folder.is_dir():
+        return "it is no directory" if os.path.lexists(folder) else "there is no such directory", _LATEST
     names = set(os.listdir(folder))
     foreign = "fs.foreign.load_weights(path, layout, names)"
+    if not names:
+        return "the directory is empty", _LATEST
+    if backend := _megatron(folder):
+        mend = "Give a directory that fs.checkpoint.save has written."
+        if backend == "torch_dist":
+            mend = "Read it with fs.megatron.load(path, layout, config), or fs.megatron.load_state."
+        return f"it is one in Megatron's {backend} format", mend
     if ".metadata" in names:
         what = "torch.distributed.checkpoint wrote it, as FSDP2 does, or its save was never finished"
         return f"{what}: it has no {MANIFEST}", f"Read the tensors of such a directory with {foreign}."
     if "config.json" in names or any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "it is a directory of Hugging Face", f"Read its weights with fs.hf.load(path, layout), or {foreign}."
     for inner in (folder, folder / "ckpt"):
-        if steps := _steps(inner):
+        if complete := _complete(inner):
             what = "it is the directory of a run" if inner != folder else "it is a directory of checkpoints"
-            return what, f"Give one of its checkpoints, such as the newest: {inner / _newest(steps)}"
+            return what, f"Give one of its checkpoints, such as the newest: {complete[0]}"
     if "metrics.jsonl" in names:
         return "it is the directory of a run that has no complete checkpoint", "Give the directory of another run."
-    return None
+    return f"there is no {MANIFEST} in it, so its save was never finished", _LATEST
 
 
 def _megatron(folder: Path) -> str:
@@ -400,8 +410,7 @@ def metadata(path: StrPath) -> Manifest:
         >>> fs.checkpoint.metadata("run/first").extra
         {'epoch': 2}
     """
-    with wording_failures():
-        return read_manifest(find(path))
+    return found(path)[1]
 
 
 @public
@@ -425,14 +434,12 @@ def latest(directory: StrPath) -> Path | None:
         >>> fs.checkpoint.latest("run").name
         'first'
     """
-    root = real_path(directory)
     with wording_failures():
-        steps = _steps(root)
-    return root / _newest(steps) if steps else None
+        return next(iter(_complete(directory)), None)
 
 
 class Seen(NamedTuple):
-    """Directories that look like checkpoints."""
+    """A directory that looks like a checkpoint."""
 
     path: Path
     number: int  # its step, or the number that is its name where its manifest cannot be read
@@ -442,21 +449,32 @@ class Seen(NamedTuple):
 def survey(directory: StrPath) -> list[Seen]:
     """Return all that looks like a checkpoint in a directory, newest first, and complete ones first of a step."""
     root = real_path(directory)
-    steps = _steps(root)
-    result = list[Seen]()
+    result = dict[str, Seen]()
     for name in os.listdir(root) if root.is_dir() else ():
         numbered = re.fullmatch(r"\.?(\d+)(\.partial)?", name)
-        if name in steps:
-            result.append(Seen(root / name, steps[name], ""))
+        step, problem = _state_of(root / name)
+        if name.startswith(".") and not _ASIDE.fullmatch(name):  # it may be in the middle of a save
+            step, problem = None, problem or _UNFINISHED
+        if step is not None:
+            result[name] = Seen(root / name, step, "")
         elif numbered is not None and (root / name).is_dir():
-            result.append(Seen(root / name, int(numbered[1]), _state_of(root / name)[1]))
-    return sorted(result, key=lambda one: (-one.number, bool(one.problem), -len(one.path.name), one.path.name))
+            result[name] = Seen(root / name, int(numbered[1]), problem)
+    # One that was set aside counts as long as nothing complete is in its place.
+    whole = {f".{name}.replaced" for name, seen in result.items() if not seen.problem}
+    kept = [seen for name, seen in result.items() if name not in whole]
+    # Of several of one step the longest run comes first: names are numbers, and steps can be skipped.
+    return sorted(kept, key=lambda x: (x.number, not x.problem, len(x.path.name), x.path.name), reverse=True)
+
+
+def _complete(directory: StrPath) -> list[Path]:
+    """Return the complete checkpoints of a directory, newest first."""
+    return [seen.path for seen in survey(directory) if not seen.problem]
 
 
 def _state_of(folder: Path) -> tuple[int | None, str]:
     """Return the step of a complete checkpoint; of anything else None, and what is wrong with it in one line."""
     if not os.path.lexists(folder / MANIFEST):
-        return None, "its save was never finished"  # the manifest is written last
+        return None, _UNFINISHED  # the manifest is written last
     try:
         manifest = read_manifest(folder, newer=True)
         wrong = damage(folder, manifest.files, hashed=False)
@@ -470,30 +488,12 @@ def in_one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:2])
 
 
-def _newest(steps: dict[str, int]) -> str:
-    """Of several of one step the longest run: names are numbers, and steps can be skipped."""
-    return max(steps, key=lambda name: (steps[name], len(name), name))
-
-
-def _steps(root: Path) -> dict[str, int]:
-    """The complete checkpoints of a directory: step by name."""
-    steps: dict[str, int] = {}
-    for name in sorted(os.listdir(root)) if root.is_dir() else ():
-        hidden = name.startswith(".") and not _ASIDE.fullmatch(name)
-        if not hidden and (step := _state_of(root / name)[0]) is not None:
-            steps[name] = step
-    for name in list(steps):
-        if (aside := _ASIDE.fullmatch(name)) and aside[1] in steps:
-            del steps[name]
-    return steps
-
-
 def retire(root: Path, keep: int, newest: Path) -> None:
     """Remove all but the newest checkpoints that are named by a number, and keep `newest`. On one rank."""
     # Each is renamed to a hidden name first, so an interruption leaves nothing half under the name of a whole.
     clear_stale(root)
-    numbered = [name for name in _steps(root) if re.fullmatch(r"0|[1-9]\d*", name) and root / name != newest]
-    for name in sorted(numbered, key=int, reverse=True)[keep - 1 :]:
-        hidden = root / f".{name}.retired"
-        (root / name).rename(hidden)
+    numbered = [x for x in _complete(root) if re.fullmatch(r"0|[1-9]\d*", x.name) and x != newest]
+    for path in sorted(numbered, key=lambda x: int(x.name), reverse=True)[keep - 1 :]:
+        hidden = root / f".{path.name}.retired"
+        path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)

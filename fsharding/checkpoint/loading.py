@@ -5,7 +5,6 @@ Guarantee: `load(save(x, A), B) == reshard(x, B)`, bitwise, for every strategy, 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import math
 import os
@@ -19,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fsharding.base import tree
-from fsharding.base.errors import CheckpointError, message
-from fsharding.base.public import check_path, public, refuse
+from fsharding.base.errors import CheckpointError, did_you_mean, message
+from fsharding.base.public import check_path, public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import StrPath
-from fsharding.checkpoint.manifest import METADATA, Manifest, SavedFile, SavedLeaf
+from fsharding.checkpoint.manifest import METADATA, OTHER, Manifest, SavedFile, SavedLeaf
 from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
@@ -97,9 +96,6 @@ def load(
         tensor([1., 1., 1., 1.])
     """
     check_path("a path, then a Layout", path, "fs.checkpoint.load(path, layout)")
-    if not isinstance(layout, Layout):
-        mend = "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh)."
-        raise refuse("a path, then a Layout", layout, mend)
     device_of(layout)
     if data is not None:
         check_stateful(data)
@@ -109,7 +105,11 @@ def load(
     if opt is not None:
         layout = layout.with_frozen(manifest.layout.get("frozen", ()))
     wanted, opt_state = _wanted(layout, manifest, opt)
-    _compare(folder, manifest, wanted, layout, with_opt=opt is not None, cast=cast)
+    # A loss scale that is not wanted is dropped.
+    extra = [path for path in manifest.tree if path not in wanted and not path.startswith("loss_scale")]
+    rows = [f"{path} is extra: {manifest.tree[path]}" for path in extra]
+    rows += _changed_frozen(manifest, wanted, layout) if opt is None else []
+    _compare(folder, manifest, wanted, rows, cast=cast)
     if damaged:
         raise _refusal(folder, manifest, damaged)
     leaves = [(want.sharding, want.shape, want.dtype) for want in wanted.values() if want.sharding is not None]
@@ -152,9 +152,7 @@ def load_leaves(
     """
     chosen = [paths] if isinstance(paths, str) else [*paths]
     if layout is None:
-        with directory.wording_failures():
-            folder = directory.find(path)
-            manifest = directory.read_manifest(folder)
+        folder, manifest = directory.found(path)
         if damaged := damage(folder, manifest.files, hashed=False):
             raise _refusal(folder, manifest, damaged)
         tree_of = {leaf: manifest.tree[leaf] for leaf in _chosen(folder, manifest, chosen)}
@@ -170,7 +168,7 @@ def _load_leaves(path: StrPath, chosen: Sequence[str], layout: Layout, *, cast: 
     folder, manifest, damaged = _look(path)
     result = _chosen(folder, manifest, chosen)
     wanted = {path: want for path, want in _wanted_leaves(layout, manifest, result).items() if path in result}
-    _compare(folder, manifest, wanted, layout, with_opt=True, cast=cast, some=True)
+    _compare(folder, manifest, wanted, [], cast=cast)
     if damaged:
         raise _refusal(folder, manifest, damaged)
     return _read(folder, manifest, wanted)
@@ -189,22 +187,16 @@ def _chosen(folder: Path, manifest: Manifest, paths: Sequence[str]) -> list[str]
         missing += [] if found else [path]
     if missing:
         # Comparing every text with every other would take for ever: the error shows the first ones alone.
-        unknown = [f"{path}{_meant(path, manifest) if n < _SUGGESTED else ''}" for n, path in enumerate(missing)]
+        known = [leaf for leaf in leaves if len(leaf) <= _LONGEST_GUESS]
+        guessed = {path for path in missing[:_SUGGESTED] if len(path) <= _LONGEST_GUESS}
+        rows = [f"{path}: unknown.{did_you_mean(path, known) if path in guessed else ''}" for path in missing]
         rule = f"finds no such leaves in {folder}."
-        raise CheckpointError(message(rule, unknown, "fs.checkpoint.metadata(path).tree has all paths."))
+        raise CheckpointError(message(rule, rows, "fs.checkpoint.metadata(path).tree has all paths."))
     return [*result]
 
 
 _SUGGESTED = 10
 _LONGEST_GUESS = 200
-
-
-def _meant(path: str, manifest: Manifest) -> str:
-    """The leaves that look like a path that none has, as the end of a sentence."""
-    if len(path) > _LONGEST_GUESS:
-        return ""
-    close = difflib.get_close_matches(path, [leaf for leaf in manifest.tree if len(leaf) <= _LONGEST_GUESS], 3)
-    return f": did you mean {', '.join(close)}?" if close else ""
 
 
 def _check_memory(folder: Path, leaves: Mapping[str, SavedLeaf]) -> None:
@@ -316,17 +308,8 @@ def _meta_main(layout: Layout) -> Tree:
 # ------------------------------------------------------------------------------------------------------- what there is
 
 
-def _compare(
-    folder: Path,
-    manifest: Manifest,
-    wanted: dict[str, Want],
-    layout: Layout,
-    *,
-    with_opt: bool,
-    cast: bool,
-    some: bool = False,
-) -> None:
-    """Refuses a checkpoint whose leaves are not those that are wanted; all of them are listed."""
+def _compare(folder: Path, manifest: Manifest, wanted: dict[str, Want], also: list[str], *, cast: bool) -> None:
+    """Refuse a checkpoint whose leaves are not the wanted ones; list all of them, and `also` what else is wrong."""
     other: list[str] = []
     dtypes: list[str] = []
     for path, want in wanted.items():
@@ -337,12 +320,7 @@ def _compare(
             other.append(f"{path} is {saved}; wanted is {want}")
         elif str(saved) != str(want) and not cast:
             dtypes.append(f"{path} is {saved}; wanted is {want}")
-    # A loss scale that is not wanted is dropped.
-    extra = [path for path in manifest.tree if path not in wanted and not path.startswith("loss_scale")]
-    extra = [] if some else extra
-    other += [f"{path} is extra: {manifest.tree[path]}" for path in extra]
-    if not with_opt:
-        other += _changed_frozen(manifest, wanted, layout)
+    other += also
     rows = [*other, *dtypes]
     if not rows:
         return
@@ -376,8 +354,7 @@ def _changed_frozen(manifest: Manifest, wanted: dict[str, Want], layout: Layout)
 
 def _refusal(folder: Path, manifest: Manifest, rows: list[str]) -> CheckpointError:
     rule = f"refuses {folder}: {len(rows)} of its {len(manifest.files)} files are damaged."
-    mend = "Use another checkpoint, or a copy of this one."
-    return CheckpointError(message(rule, sorted(rows), mend))
+    return CheckpointError(message(rule, sorted(rows), OTHER))
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
@@ -399,7 +376,7 @@ def _read(folder: Path, manifest: Manifest, wanted: Mapping[str, Want]) -> dict[
         raise _refusal(folder, manifest, rows) if rows else CheckpointError(met[0])
     if "step" in read and (step := int(read["step"])) != manifest.step:
         rule = f"refuses {folder}: its manifest says step {manifest.step}, its files step {step}."
-        raise CheckpointError(message(rule, mend="Use another checkpoint, or a copy of this one."))
+        raise CheckpointError(message(rule, mend=OTHER))
     return read
 
 

@@ -18,8 +18,8 @@ from fsharding.base.errors import CheckpointError, listed, message, report
 from fsharding.base.untrusted import parse_json, values_of
 
 __all__ = [
-    "BLOCK", "FORMAT", "MANIFEST", "METADATA", "VERSION", "Manifest", "SavedFile", "SavedLeaf", "check_readable",
-    "dtype_name", "is_plain_name", "is_shape", "limits", "parse", "text_of",
+    "BLOCK", "FORMAT", "MANIFEST", "METADATA", "OTHER", "VERSION", "Manifest", "SavedFile", "SavedLeaf",
+    "check_readable", "dtype_name", "is_plain_name", "is_shape", "limits", "parse", "text_of",
 ]  # fmt: skip
 
 FORMAT = "fsharding.checkpoint"
@@ -27,6 +27,7 @@ VERSION = 1
 BLOCK = 4 << 20
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
+OTHER = "Use another checkpoint, or a copy of this one."
 
 _MOST_BYTES = 1 << 29
 _MOST_VALUES = 10_000_000
@@ -208,7 +209,7 @@ def parse(text: bytes, where: str, *, newer: bool = False, values: int = _MOST_V
 
 def _damaged(where: str, how: str) -> CheckpointError:
     rule = f"cannot read {where}: its {MANIFEST} is damaged."
-    return CheckpointError(message(rule, [how], "Use another checkpoint, or a copy of this one."))
+    return CheckpointError(message(rule, [how], OTHER))
 
 
 def _from_data(data: dict[str, Any]) -> Manifest:

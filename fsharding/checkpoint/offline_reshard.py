@@ -67,13 +67,12 @@ def reshard_checkpoint(
             message("got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
         )
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())))
-    folder = directory.find(source)
+    folder, manifest = directory.found(source)
     where = directory.real_path(target)
     if folder == where:
         rule = f"cannot write {where} over itself."
         raise CheckpointError(message(rule, mend="Give another directory."))
     with wording_failures():
-        manifest = directory.read_manifest(folder)
         leaves = open_source(folder, manifest)
     layout = layout_in(manifest, mesh, strategy)
     homes = saved_shardings(manifest, layout)

@@ -14,6 +14,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +22,18 @@ from torch import Tensor
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain
-from fsharding.checkpoint.byte_ranges import Range, Window, copy_box, pread, within
-from fsharding.checkpoint.chunks import LARGEST, Entry, Stored, from_manifest, from_metadata, plain_files
-from fsharding.checkpoint.manifest import METADATA, Manifest, SavedFile, dtype_name
+from fsharding.checkpoint.byte_ranges import Range, Window, copy_range, pread, shared
+from fsharding.checkpoint.chunks import (
+    LARGEST,
+    TRUSTED,
+    Chunk,
+    Place,
+    Stored,
+    from_manifest,
+    from_metadata,
+    plain_files,
+)
+from fsharding.checkpoint.manifest import METADATA, OTHER, Manifest, SavedFile
 from fsharding.checkpoint.torch_pickles import OddTensorError, parse_record
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -33,7 +43,6 @@ __all__ = ["DamagedError", "Source", "damage", "open_source"]
 
 _PIECE = 1 << 20
 _KEPT_BLOCKS = 3
-_OTHER = "Use another checkpoint, or a copy of this one."
 
 
 class DamagedError(CheckpointError):
@@ -142,7 +151,7 @@ class _Blocks:
             raise self._damaged(row)
 
     def _damaged(self, row: str) -> DamagedError:
-        return DamagedError(message(f"refuses {self._folder}: it is damaged.", [row], _OTHER))
+        return DamagedError(message(f"refuses {self._folder}: it is damaged.", [row], OTHER))
 
 
 # -------------------------------------------------------------------------------------------------------------- leaves
@@ -151,90 +160,90 @@ class _Blocks:
 class Source:
     """A checkpoint that is read box by box."""
 
-    def __init__(self, folder: Path, inventory: Mapping[str, Stored], files: Mapping[str, SavedFile]) -> None:
-        self.unread = {path: leaf.why for path, leaf in inventory.items() if leaf.why}
-        self.leaves = {
-            path: LeafType(leaf.shape, getattr(torch, leaf.dtype)) for path, leaf in inventory.items() if not leaf.why
-        }
+    def __init__(
+        self,
+        folder: Path,
+        inventory: Mapping[str, Stored],
+        files: Mapping[str, SavedFile],
+        records: Mapping[str, Place] = MappingProxyType({}),
+    ) -> None:
+        self.unread = {path: stored.why for path, stored in inventory.items() if stored.why}
+        self.leaves = {path: stored.leaf for path, stored in inventory.items() if not stored.why}
+        self.records = records  # where the first record of each path is, of leaves and of other values
         self._folder = folder
         self._inventory = inventory
         self._blocks = _Blocks(folder, files)
-        self._records: dict[Entry, Range] = {}
+        self._parsed: dict[Chunk, Range] = {}  # values of records, which are looked at once
         self._staging: Tensor | None = None
 
     def position(self, path: str, box: Box) -> tuple[str, int]:
         """Where the first part of a box is: file and byte. Reading in this order reads every block once."""
-        result = (c for c in self._inventory[path].chunks if boxes.intersect(c.box, box) is not None)
-        return min(((c.file, c.offset) for c in result), default=("", 0))
+        result = (c.place for c in self._inventory[path].chunks if boxes.intersect(c.box, box) is not None)
+        return min(((place.file, place.first) for place in result), default=("", 0))
 
     def read(self, path: str, box: Box, out: Tensor) -> None:
         """Copy a box of a leaf into a tensor of any strides, dtype or device; an exception leaves it undefined."""
         assert tuple(out.shape) == boxes.shape_of(box), f"{path}: {tuple(out.shape)} is not {box}"
         result = 0
-        for chunk in self._inventory[path].chunks:
-            part = boxes.intersect(chunk.box, box)
-            if part is not None:
-                result += boxes.volume(part)
-                self._copy(chunk, within(part, chunk.box), out[boxes.relative(part, box)])
+        for chunk, there, here in shared(box, ((chunk.box, chunk) for chunk in self._inventory[path].chunks)):
+            part = out[here]
+            result += part.numel()
+            self._copy(chunk.place.file, self._values(chunk).part(there), part)
         if result != boxes.volume(box):
             row = f"{path}: {result} of {boxes.volume(box)} elements are in the files"
-            raise CheckpointError(message(f"refuses {self._folder}.", [row], _OTHER))
+            raise CheckpointError(message(f"refuses {self._folder}.", [row], OTHER))
 
-    def located(self) -> list[Entry]:
+    def located(self) -> list[Chunk]:
         """Look at every record without reading its values, and return all chunks with the places of these."""
-        result: list[Entry] = []
-        for chunk in sorted(chunk for leaf in self._inventory.values() for chunk in leaf.chunks):
+        result: list[Chunk] = []
+        for chunk in (chunk for stored in self._inventory.values() for chunk in stored.chunks):
             values = self._values(chunk)
             result.append(chunk._replace(values=values.offset if _is_dense(values.shape, values.strides) else None))
         return result
 
-    def _copy(self, chunk: Entry, part: Box, out: Tensor) -> None:
-        """Copies a part of a chunk, straight where both have the same bytes, else piece by piece through staging."""
-        source = self._values(chunk)
-        fill = functools.partial(self._blocks.fill, chunk.file)
+    def _copy(self, file: str, source: Range, out: Tensor) -> None:
+        """Copy a tensor of a file, straight if both have the same bytes, else piece by piece through staging."""
+        fill = functools.partial(self._blocks.fill, file)
         same = source.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
-        if same and _is_dense(tuple(out.shape), source.strides):
-            first = sum(start * step for (start, _), step in zip(part, source.strides, strict=True))
-            fill(source.offset + first * source.dtype.itemsize, _memory(out))
+        if same and _is_dense(source.shape, source.strides):
+            fill(source.offset, _memory(out))
         else:
-            copy_box(source, part, out, fill, self._stage)
+            copy_range(source, out, fill, self._stage)
 
     def _stage(self, size: int) -> Tensor:
         if self._staging is None or len(self._staging) < size:
             self._staging = torch.empty(max(size, _PIECE), dtype=torch.uint8)
         return self._staging[:size]
 
-    def _values(self, chunk: Entry) -> Range:
+    def _values(self, chunk: Chunk) -> Range:
         """Find the values of a chunk in its file: a tensor of the chunk's shape and dtype."""
         if chunk.values is not None:
             shape = boxes.shape_of(chunk.box)
-            return Range(chunk.values, shape, boxes.contiguous_strides(shape), self.leaves[chunk.path].dtype)
-        if chunk not in self._records:
-            self._records[chunk] = self._record(chunk).moved(chunk.offset)
-        return self._records[chunk]
+            return Range(chunk.values, shape, boxes.contiguous_strides(shape), chunk.leaf.dtype)
+        if chunk not in self._parsed:
+            self._parsed[chunk] = self._record(chunk).moved(chunk.place.first)
+        return self._parsed[chunk]
 
-    def _record(self, chunk: Entry) -> Range:
+    def _record(self, chunk: Chunk) -> Range:
         """Find the values of a chunk in its record."""
+        name, first, length = chunk.place
 
         def fetch(start: int, stop: int) -> bytes:
             data = bytearray(stop - start)
-            self._blocks.fill(chunk.file, chunk.offset + start, memoryview(data))
+            self._blocks.fill(name, first + start, memoryview(data))
             return bytes(data)
 
         try:
-            record = parse_record(Window(fetch, chunk.length))
-            result = (dtype_name(record.dtype), record.shape)
-            want = (chunk.dtype, boxes.shape_of(chunk.box))
+            record = parse_record(Window(fetch, length))
+            result, want = LeafType(record.shape, record.dtype), LeafType(boxes.shape_of(chunk.box), chunk.leaf.dtype)
             if result != want:
-                raise ValueError(f"it is {result[0]}{list(result[1])}, should be {want[0]}{list(want[1])}")
+                raise ValueError(f"it is {result}, should be {want}")
+        except CheckpointError:
+            raise
         except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
+            rule, mend = f"refuses a record of {self._folder / name}.", TRUSTED
             if isinstance(error, OddTensorError):
-                text = message(f"cannot read a record of {self._folder / chunk.file}.", [f"{chunk.path}: {error}"])
-                raise CheckpointError(text) from error
-            rule = f"refuses a record of {self._folder / chunk.file}."
-            mend = "The file may be an attempt to run code here. Use a checkpoint that you trust."
+                rule, mend = f"cannot read a record of {self._folder / name}.", ""
             raise CheckpointError(message(rule, [f"{chunk.path}: {error}"], mend)) from error
         return record
 
@@ -259,18 +268,16 @@ def open_source(folder: Path, manifest: Manifest | None, *, as_torch: bool = Fal
     else:
         files = manifest.files
     if METADATA not in files:
-        raise DamagedError(message(f"refuses {folder}: {METADATA} is not named.", mend=_OTHER))
+        raise DamagedError(message(f"refuses {folder}: {METADATA} is not named.", mend=OTHER))
     if (size := files[METADATA].bytes) > LARGEST:
         row = f"{METADATA} has {size:,} bytes; at most {LARGEST:,} are read"
-        raise CheckpointError(message(f"refuses {folder}.", [row], _OTHER))
+        raise CheckpointError(message(f"refuses {folder}.", [row], OTHER))
     if rows := damage(folder, {METADATA: files[METADATA]}, hashed=False):  # before there is memory for all of it
-        raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, _OTHER))
+        raise DamagedError(message(f"refuses {folder}: it is damaged.", rows, OTHER))
     if manifest is not None and manifest.chunks is not None and not as_torch:
         return Source(folder, from_manifest(folder, manifest), files)
-    pickled = io.BytesIO()  # which gives its bytes without a copy: there may be half a GiB of them
-    blocks = _Blocks(folder, files)
-    for start in range(0, size, files[METADATA].block):
-        part = bytearray(min(files[METADATA].block, size - start))
-        blocks.fill(METADATA, start, memoryview(part))
-        pickled.write(part)
-    return Source(folder, from_metadata(folder, pickled.getvalue(), manifest), files)
+    pickled = io.BytesIO(bytes(size))  # which gives its bytes without a copy: there may be half a GiB of them
+    with pickled.getbuffer() as memory:
+        _Blocks(folder, files).fill(METADATA, 0, memory)
+    stored, records = from_metadata(folder, pickled.getvalue(), manifest)
+    return Source(folder, stored, files, records)

@@ -24,15 +24,16 @@ from fsharding.base.public import check_path, public, refuse
 from fsharding.base.version import own_version
 from fsharding.checkpoint.background import SAVE_TIMEOUT, PendingSave, own_group, settle, start
 from fsharding.checkpoint.chunks import described
-from fsharding.checkpoint.collective_call import together, write_together
+from fsharding.checkpoint.collective_call import on_all, together, write_together
 from fsharding.checkpoint.directory import StrPath, commit, not_shared, partial_checkpoint, partial_of, real_path
 from fsharding.checkpoint.manifest import METADATA, Manifest, check_readable, text_of
 from fsharding.checkpoint.positions import Stateful, check_stateful, joined, own_position
 from fsharding.checkpoint.replicas import MEND, Holders, SharedBox, checksums, differences, shared_boxes
 from fsharding.checkpoint.serialized_layout import describe, describe_layout
-from fsharding.checkpoint.state_leaves import StateLeaf, content, digest, objections, own_boxes
+from fsharding.checkpoint.state_leaves import StateLeaf, content, objections, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.tier import tier_of
+from fsharding.mesh.consistency import checksum
 from fsharding.mesh.device_mesh import abstract, is_member, own_rank, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.meeting import called_by_all
@@ -152,18 +153,27 @@ def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
+class Write(NamedTuple):
+    """A box that this rank writes."""
+
+    path: str
+    shape: tuple[int, ...]  # of the whole leaf
+    box: Box
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class Job:
     """The work that is left when all ranks have agreed that a state can be saved."""
 
     target: Path  # where the checkpoint is to be
-    writes: tuple[tuple[str, tuple[int, ...], Box, Tensor], ...]  # path, global shape, box, and the tensor of that box
+    writes: tuple[Write, ...]
     manifest: Manifest  # without files and chunks
     after: Callable[[], None] | None = None  # what rank 0 does when the checkpoint is in its place
 
     def copied(self) -> Job:
-        """The same with memory of its own, on the CPU, but for tensors that nothing writes."""
-        writes = tuple((path, shape, box, _unchanging(x)) for path, shape, box, x in self.writes)
+        """Return the same with memory of its own, on the CPU, but for tensors that nothing writes."""
+        writes = tuple(write._replace(values=_unchanging(write.values)) for write in self.writes)
         return dataclasses.replace(self, writes=writes)
 
     def run(self, group: dist.ProcessGroup | None = None) -> None:
@@ -181,8 +191,8 @@ class Job:
             # Rank 0 has made the directory, and the ranks have met since.
             raise not_shared(self.target, [f"{folder}: not there on {socket.gethostname()}"]) from error
         with writer:
-            for path, shape, box, tensor in self.writes:
-                writer.add(path, shape, box, tensor)
+            for write in self.writes:
+                writer.add(*write)
             return writer.close()
 
     def _finish(self, written: Sequence[Written | None]) -> None:
@@ -194,10 +204,17 @@ class Job:
 def finish(target: Path, manifest: Manifest, written: Sequence[Written]) -> Manifest:
     """Put a checkpoint in its place when all its data are written."""
     files = {METADATA: write_metadata(partial_of(target), written), **{part.name: part.file for part in written}}
-    chunks = described(entry for part in written for entry in part.entries)
+    chunks = described(chunk for part in written for chunk in part.chunks)
     whole = dataclasses.replace(manifest, files=files, chunks=chunks)
     commit(target, text_of(whole), files)
     return whole
+
+
+class _Checked(NamedTuple):
+    """What a rank keeps of a state that it can save."""
+
+    job: Job
+    shared: dict[Holders, list[SharedBox]]  # parts that other ranks hold as well
 
 
 class _Answer(NamedTuple):
@@ -224,45 +241,29 @@ def plan_save(
     leaves = content(state)
     target = real_path(path)
 
-    def check() -> tuple[tuple[Job, dict[Holders, list[SharedBox]]], _Answer]:
-        if data is not None:
-            check_stateful(data)
-        job, facts = _check(target, leaves, state, extra)
-        facts["data"] = "none" if data is None else "a position"
-        position = None if data is None else own_position(data, state.layout)
-        on_mesh = {path: x for path, x in leaves.items() if x.sharding is not None}
-        shared = shared_boxes(on_mesh, abstract(state.layout.mesh).members)
-        return (job, shared), _Answer(facts, checksums(shared), position)
-
-    (job, shared), answers = together(check, group)
+    checked, answers = together(lambda: _check(target, leaves, state, extra, data), group)
     _same_everywhere([answer.facts for answer in answers])
-    if rows := differences(shared, [answer.sums for answer in answers]):
+    if rows := differences(checked.shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
     step = next(answer.facts["step"] for answer in answers if "step" in answer.facts)
-    positions = joined([answer.position for answer in answers]) if data is not None else None
-    if (size := len(json.dumps(positions))) > _LARGEST_EXTRA:
-        rule = f"cannot write positions of data of {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
-        mend = "Give data whose state_dict says where it is, not what it has read."
-        raise CheckpointError(message(rule, mend=mend))
-    manifest = dataclasses.replace(job.manifest, step=int(step), data=positions)
-    if positions is not None:
-        check_readable(text_of(manifest), _bytes_of(leaves))
-    return dataclasses.replace(job, manifest=manifest, after=after)
+    manifest = dataclasses.replace(checked.job.manifest, step=int(step))
+    if data is not None:
+        manifest = dataclasses.replace(manifest, data=joined([answer.position for answer in answers]))
+        on_all(lambda: _check_positions(manifest, leaves), group)  # each rank has an `extra` of its own beside them
+    return dataclasses.replace(checked.job, manifest=manifest, after=after)
 
 
-def _bytes_of(leaves: Mapping[str, StateLeaf]) -> int:
-    """Return the bytes of all leaves, which the files of the checkpoint have at least."""
-    return sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values())
-
-
-def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any) -> tuple[Job, dict[str, str]]:
-    """Check that this rank can save a state; return what it writes, and what must be the same on all ranks."""
+def _check(
+    target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra: Any, data: Stateful | None
+) -> tuple[_Checked, _Answer]:
+    """Check that this rank can save a state; return what it keeps, and what it tells the others."""
+    if data is not None:
+        check_stateful(data)
     if rows := objections(leaves):
-        rule = f"cannot save {len(rows)} leaves."
-        raise CheckpointError(message(rule, rows))
+        raise CheckpointError(message(f"cannot save {len(rows)} leaves.", rows))
     check_state(state)
-    _check_extra(extra)
+    _check_size("`extra`", extra, "Write what is large to a file of your own, and its name into `extra`.")
     manifest = Manifest(
         step=int(state.step),
         layout=describe_layout(state.layout),
@@ -273,45 +274,55 @@ def _check(target: Path, leaves: dict[str, StateLeaf], state: TrainState, extra:
         torch=str(torch.__version__),
         fsharding=own_version(),
     )
-    check_readable(text_of(manifest), _bytes_of(leaves))
+    _check_readable(manifest, leaves)
     kinds = "\n".join(f"{path} {x.saved}" for path, x in sorted(leaves.items()))
     facts = {"path": str(target), "tree of leaves": hashlib.sha256(kinds.encode()).hexdigest()}
+    facts["data"] = "none" if data is None else "a position"
     if is_member(state.layout.mesh):
         # A rank outside the mesh has the plain leaves of the time when it left.
-        facts |= {f"leaf {path}": digest(x.local) for path, x in leaves.items() if x.sharding is None}
+        facts |= {f"leaf {path}": str(checksum(x.local)) for path, x in leaves.items() if x.sharding is None}
         facts["step"] = str(int(state.step))
-    own = own_boxes(leaves, abstract(state.layout.mesh).members)
-    writes = tuple((path, leaves[path].shape, box, x) for path in sorted(own) for box, x in own[path].items())
-    return Job(target, writes, manifest), facts
+    position = None if data is None else own_position(data, state.layout)
+    members = abstract(state.layout.mesh).members
+    own = own_boxes(leaves, members)
+    writes = tuple(Write(path, leaves[path].shape, box, x) for path in sorted(own) for box, x in own[path].items())
+    shared = shared_boxes({path: x for path, x in leaves.items() if x.sharding is not None}, members)
+    return _Checked(Job(target, writes, manifest), shared), _Answer(facts, checksums(shared), position)
+
+
+def _check_positions(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
+    mend = "Give data whose state_dict says where it is, not what it has read."
+    _check_size("the position of `data`", manifest.data, mend)
+    _check_readable(manifest, leaves)
+
+
+def _check_readable(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:
+    # The files of a checkpoint have at least the bytes of its leaves.
+    check_readable(text_of(manifest), sum(math.prod(x.shape) * x.local.dtype.itemsize for x in leaves.values()))
 
 
 def _unchanging(x: Tensor) -> Tensor:
     return x.detach() if tier_of(x, x.device.type).can_fail else x.detach().to("cpu", copy=True)
 
 
-def _check_extra(extra: Any) -> None:
-    """Refuses values on which every load would spend seconds and memory; values that are no JSON are told later."""
+def _check_size(what: str, value: Any, mend: str) -> None:
+    """Refuse values on which every load would spend seconds and memory; values that are no JSON are told later."""
     try:
-        size = len(json.dumps(extra))
+        size = len(json.dumps(value))
     except (TypeError, ValueError, RecursionError):
         return
     if size > _LARGEST_EXTRA:
-        rule = f"cannot write `extra`: it has {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
-        mend = "Write what is large to a file of your own, and its name into `extra`."
+        rule = f"cannot write {what}: it has {size:,} bytes as JSON; at most {_LARGEST_EXTRA:,} are written."
         raise CheckpointError(message(rule, mend=mend))
 
 
-def _same_everywhere(checked: list[dict[str, str]]) -> None:
+def _same_everywhere(facts_of_ranks: Sequence[dict[str, str]]) -> None:
     first: dict[str, tuple[int, str]] = {}
-    for r, facts in enumerate(checked):
+    rows: list[str] = []
+    for r, facts in enumerate(facts_of_ranks):
         for what, value in facts.items():
-            first.setdefault(what, (r, value))
-    rows = [
-        f"the {what} of rank {r} is not that of rank {first[what][0]}"
-        for r, facts in enumerate(checked)
-        for what, value in facts.items()
-        if value != first[what][1]
-    ]
+            rank, other = first.setdefault(what, (r, value))
+            rows += [] if value == other else [f"the {what} of rank {r} is not that of rank {rank}"]
     if rows:
         mend = "Give all ranks the same; what differs between them belongs into a sharded leaf, or files of your own."
         raise CheckpointError(message("got different values on different ranks.", rows, mend))

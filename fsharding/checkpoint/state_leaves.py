@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, SavedLeaf, dtype_name
 from fsharding.checkpoint.serialized_layout import outline_of
-from fsharding.comm.leaf_memory import fill, in_memory, to_memory
+from fsharding.comm.leaf_memory import fill, to_memory
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.sharding import boxes
@@ -31,8 +30,8 @@ from fsharding.sharding.named_sharding import LeafType, NamedSharding, local_of,
 from fsharding.train.state import TrainState, main_of
 
 __all__ = [
-    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "digest", "holders_of", "leaves_beside", "leaves_in",
-    "main_wants", "objections", "own_boxes", "saved_shardings", "shares",
+    "BUFFERS", "StateLeaf", "Want", "content", "device_of", "holders_of", "leaves_beside", "leaves_in", "main_wants",
+    "objections", "own_boxes", "saved_shardings", "shares",
 ]  # fmt: skip
 
 BUFFERS = "buffers."
@@ -148,7 +147,9 @@ def saved_shardings(manifest: Manifest, layout: Layout) -> dict[str, NamedShardi
 
 
 def device_of(layout: Layout) -> torch.device:
-    """Return the device of a layout's leaves; refuse an abstract mesh."""
+    """Return the device of a layout's leaves; refuse an abstract mesh, and what is no layout."""
+    if not isinstance(layout, Layout):
+        raise refuse("a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
     if isinstance(layout.mesh, AbstractMesh):
         mend = "Plan the layout on a mesh of fs.make_mesh."
         raise LayoutError(message(f"cannot load onto the abstract mesh {layout.mesh}.", mend=mend))
@@ -157,8 +158,6 @@ def device_of(layout: Layout) -> torch.device:
 
 def main_wants(layout: Layout) -> dict[str, Want]:
     """Return the main parameters of a layout, and frozen ones, by their path in the layout."""
-    if not isinstance(layout, Layout):
-        raise refuse("a path, then a Layout", layout, "Plan one: layout = fs.plan_layout(model, mesh).")
     device = device_of(layout)
     dtype = layout.precision.main_dtype
     return {leaf.path: Want(leaf.shape, dtype(leaf.init), leaf.home, device) for leaf in layout.leaves}
@@ -181,12 +180,6 @@ def objections(leaves: Mapping[str, StateLeaf]) -> list[str]:
         elif want != held:
             rows.append(f"{path} claims {sharding} of {list(leaf.shape)}, that is {want} here, but holds {held}")
     return rows
-
-
-def digest(x: Tensor) -> str:
-    """The sha256 of a tensor's bytes."""
-    raw = in_memory(local_of(x)).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------ who writes what

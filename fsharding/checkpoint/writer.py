@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsharding.base import _compat
-from fsharding.checkpoint.chunks import Entry, file_name
-from fsharding.checkpoint.manifest import BLOCK, METADATA, SavedFile, dtype_name
+from fsharding.checkpoint.chunks import Chunk, Place, file_name
+from fsharding.checkpoint.manifest import BLOCK, METADATA, SavedFile
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
+from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Writer", "Written", "write_metadata"]
 
@@ -49,8 +50,8 @@ class Written(NamedTuple):
 
     name: str
     file: SavedFile
-    entries: tuple[Entry, ...]
-    values: tuple[Entry, ...] = ()  # records of plain values, as torch's optimizers have beside their moments
+    chunks: tuple[Chunk, ...]
+    values: dict[str, Place]  # records of plain values by path, as torch's optimizers have beside their moments
 
 
 class _HashedStream:
@@ -174,8 +175,8 @@ class Writer:
     def __init__(self, folder: Path, number: int) -> None:
         self.name = file_name(number)
         self._stream = _HashedStream(folder / self.name)
-        self._entries: list[Entry] = []
-        self._values: list[Entry] = []
+        self._chunks: list[Chunk] = []
+        self._values: dict[str, Place] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -186,26 +187,23 @@ class Writer:
     def add(self, path: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
         """Write one box of a leaf; its tensor must stay as it is until `settle` or `close`."""
         assert tuple(tensor.shape) == boxes.shape_of(box), f"{path}: {tuple(tensor.shape)} is not {box}"
-        offset = self._stream.size
         values = in_memory(tensor)
         alone = _alone(values)
         self._stream.watch(alone)
-        self._record(alone)
+        place = self._record(alone)
         if values is not tensor or alone.data_ptr() != values.data_ptr():  # a copy, which goes when this returns
             self.settle()
-        dtype = dtype_name(tensor.dtype) or ""
-        length = self._stream.size - offset
-        self._entries.append(Entry(path, shape, dtype, box, self.name, offset, length, self._stream.found))
+        self._chunks.append(Chunk(path, LeafType(shape, tensor.dtype), box, place, self._stream.found))
 
     def add_value(self, path: str, value: Any) -> None:
-        """Writes a plain value, for torch alone: `load` knows no such leaves."""
-        offset = self._stream.size
-        self._record(value)
-        self._values.append(Entry(path, (), "", (), self.name, offset, self._stream.size - offset))
+        """Write a plain value, for torch alone: `load` knows no such leaves."""
+        self._values[path] = self._record(value)
 
-    def _record(self, x: object) -> None:
+    def _record(self, x: object) -> Place:
+        first = self._stream.size
         _compat.save_record(x, self._stream)
         self._stream.check()
+        return Place(self.name, first, self._stream.size - first)
 
     def settle(self) -> None:
         """Returns when all that was added is hashed and handed over: the tensors may change, or go."""
@@ -214,7 +212,7 @@ class Writer:
 
     def close(self) -> Written:
         """Syncs the file and says what is in it."""
-        return Written(self.name, self._stream.finish(), tuple(self._entries), tuple(self._values))
+        return Written(self.name, self._stream.finish(), tuple(self._chunks), self._values)
 
 
 def _address(data: bytes | memoryview) -> int:
@@ -235,22 +233,22 @@ def _alone(tensor: Tensor) -> Tensor:
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
     """Write `.metadata` over all files of a checkpoint, with no path of this machine in it."""
-    every = sorted(entry for part in written for entry in part.entries)
-    by_path = {path: list(entries) for path, entries in groupby(every, key=lambda entry: entry.path)}
+    every = sorted((chunk for part in written for chunk in part.chunks), key=lambda chunk: (chunk.path, chunk.box))
+    by_path = {path: list(chunks) for path, chunks in groupby(every, key=lambda chunk: chunk.path)}
     leaves: dict[str, STORAGE_TYPES] = {
         path: TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, entries[0].dtype)),
-            torch.Size(entries[0].shape),
-            [ChunkStorageMetadata(_offset(entry.box), torch.Size(boxes.shape_of(entry.box))) for entry in entries],
+            TensorProperties(dtype=chunks[0].leaf.dtype),
+            torch.Size(chunks[0].leaf.shape),
+            [ChunkStorageMetadata(_offset(chunk.box), torch.Size(boxes.shape_of(chunk.box))) for chunk in chunks],
         )
-        for path, entries in by_path.items()
+        for path, chunks in by_path.items()
     }
     # A pickle shows which strings are one object: interned, all equal names of files are, whichever rank sent them; and
     # a path is the key of `by_path` everywhere.
-    values = {entry.path: entry for part in written for entry in part.values}
-    places = {MetadataIndex(path, _offset(e.box)): e for path, entries in by_path.items() for e in entries}
-    places |= {MetadataIndex(path): entry for path, entry in values.items()}
-    storage = {index: _StorageInfo(sys.intern(e.file), e.offset, e.length) for index, e in places.items()}
+    values = {path: place for part in written for path, place in part.values.items()}
+    places = {MetadataIndex(path, _offset(x.box)): x.place for path, chunks in by_path.items() for x in chunks}
+    places |= {MetadataIndex(path): place for path, place in values.items()}
+    storage = {index: _StorageInfo(sys.intern(file), first, length) for index, (file, first, length) in places.items()}
     leaves |= {path: BytesStorageMetadata() for path in values}
     metadata = Metadata({**leaves}, storage_data=storage, storage_meta=StorageMeta())
     stream = _HashedStream(folder / METADATA)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,7 @@ from fsharding.base.public import check_path, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
-from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path
+from fsharding.checkpoint.directory import StrPath, new_file, new_target, partial_of, partial_output, place
 from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
 from fsharding.comm.leaf_memory import in_memory
@@ -383,7 +382,7 @@ def save(
         place(target)
 
     written = write_together(target, lambda: partial_output(target), write, commit, group)
-    return Saved(target, format, len({entry.path for part in written for entry in part.entries}))
+    return Saved(target, format, len({chunk.path for part in written for chunk in part.chunks}))
 
 
 class _Choice(NamedTuple):
@@ -420,10 +419,8 @@ def _plan(
     path: StrPath, state: TrainState, config: DecoderConfig, choice: _Choice
 ) -> tuple[Path, list[_Kind], dict[str, list[Piece]]]:
     """Check everything; return the kinds of tensors, and the pieces of every leaf."""
-    real_path(path)
-    target = Path(os.path.abspath(path))
-    rows = choice.wrong(state)
-    rows += [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+    target, rows = new_target(path)
+    rows += choice.wrong(state)
     if rows:
         raise CheckpointError(message("cannot write.", rows))
     homes = {leaf.path: leaf for leaf in state.layout.leaves}
@@ -548,11 +545,7 @@ def _write_common(folder: Path, common: Mapping[str, Any]) -> None:
     """Write the files that Megatron Core reads beside the tensors."""
     said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     said |= {"common_backend": "torch", "common_backend_version": 1}
-    with (folder / _CONFIG).open("x", encoding="utf-8") as stream:
-        json.dump(said, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    with (folder / COMMON).open("xb") as stream:
+    with new_file(folder / _CONFIG) as stream:
+        stream.write(json.dumps(said).encode())
+    with new_file(folder / COMMON) as stream:
         torch.save(dict(common), stream)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -15,9 +15,10 @@ import torch
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain, read_plain
 from fsharding.checkpoint.byte_ranges import Window
-from fsharding.checkpoint.chunks import Place, record_places
+from fsharding.checkpoint.chunks import Place
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA
+from fsharding.checkpoint.reader import open_source
 from fsharding.checkpoint.torch_pickles import WHOLE, Global, Made, Pairs, TorchFile
 from fsharding.contrib.megatron_names import EMBEDDING
 from fsharding.foreign.foreign_weights import Weights, weights_at
@@ -83,15 +84,15 @@ def open_directory(path: StrPath) -> Opened:
     if rows:
         mend = "Give the checkpoint of one GPT model."
         raise CheckpointError(message(f"cannot use {folder} as Megatron's {result.format}.", rows, mend))
-    others = record_places(folder)
+    others = open_source(folder, None).records
     result.flat = _flat(result, [*weights.leaves, *others])
     entries = ("iteration", "args", "content_metadata")
     if os.path.lexists(folder / COMMON):
         result.facts = _facts(folder / COMMON, None, entries)
     elif (place := others.get(_COMMON_STATE)) is not None:
-        result.facts = _facts(folder / place[0], place, entries)
+        result.facts = _facts(folder / place.file, place, entries)
     elif (place := others.get("args")) is not None:
-        result.facts = {"args": _facts(folder / place[0], place, None)}
+        result.facts = {"args": _facts(folder / place.file, place, None)}
     return result
 
 
@@ -153,7 +154,7 @@ def _facts(file: Path, place: Place | None, entries: tuple[str, ...] | None) -> 
     try:
         with open_plain(file) as stream:
             handle = stream.fileno()
-            _, first, size = place or ("", 0, os.fstat(handle).st_size)
+            _, first, size = place or Place("", 0, os.fstat(handle).st_size)
             window = Window(lambda start, stop: os.pread(handle, stop - start, first + start), size, WHOLE)
             return _plain(TorchFile(window), entries)
     except (OSError, ValueError) as error:

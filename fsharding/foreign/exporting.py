@@ -115,10 +115,9 @@ def export(
         >>> torch.load(exported.path, weights_only=True)
         {'linear.weight': tensor([1., 1., 1., 1.])}
     """
-    directory.real_path(target)
-    where = Path(os.path.abspath(target))
+    where, there = directory.new_target(target)
     rows = [f"format is {format!r}: formats are {', '.join(FORMATS)}"] if format not in FORMATS else []
-    rows += [f"{where}: something is there, and nothing is ever overwritten"] if os.path.lexists(where) else []
+    rows += there
     if format == "torch" and where.name.endswith(".safetensors"):
         rows.append(f"{where}: torch.load takes a name that ends in .safetensors for a file of that format")
     if what not in _WHAT:
@@ -129,8 +128,7 @@ def export(
     if rows:
         raise CheckpointError(message("cannot write.", rows))
     with directory.wording_failures():
-        folder = directory.find(source)
-        leaves = open_source(folder, directory.read_manifest(folder))
+        leaves = open_source(*directory.found(source))
     items, values = _plan(leaves, names, what, format, settings)
     with directory.writing(where, file=format == "torch") as partial:
         if format == "torch":
@@ -244,22 +242,21 @@ def _write_torch(leaves: Source, items: Sequence[Item], file: Path) -> None:
             if item.bytes:
                 stream.seek(_compat.file_offset(room[item.part.name]))
                 _copy(leaves, item, stream)
-        _sync(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _write_safetensors(leaves: Source, items: Sequence[Item], limit: int, folder: Path) -> None:
     named = {item.part.name: item for item in items}
     files = tensor_files({name: LeafType(item.part.shape, item.dtype) for name, item in named.items()}, limit)
     for file in files:
-        with (folder / file.name).open("xb") as stream:
+        with directory.new_file(folder / file.name) as stream:
             stream.write(file.header)
             for name in file.offsets:
                 _copy(leaves, named[name], stream)
-            _sync(stream)
     if len(files) > 1:
-        with (folder / INDEX).open("xb") as stream:
+        with directory.new_file(folder / INDEX) as stream:
             stream.write(index_text(files))
-            _sync(stream)
 
 
 def _write_dcp(leaves: Source, items: Sequence[Item], values: Mapping[str, Any], limit: int, folder: Path) -> None:
@@ -282,8 +279,3 @@ def _copy(leaves: Source, item: Item, stream: BinaryIO) -> None:
     for _, x in _windows(leaves, item):
         stream.write(_raw(x))
         del x
-
-
-def _sync(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())

@@ -22,8 +22,7 @@ from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
-from fsharding.checkpoint.byte_ranges import Range, Window, copy_box, pread, within
-from fsharding.checkpoint.chunks import record_places
+from fsharding.checkpoint.byte_ranges import Range, Window, copy_range, pread, shared
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA, is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
@@ -315,8 +314,12 @@ def _of_ranges(
 
 
 def _read(file: Path, source: Range, box: Box, out: Tensor) -> None:
+    _copy(file, source.part(boxes.relative(box, boxes.full(source.shape))), out)
+
+
+def _copy(file: Path, source: Range, out: Tensor) -> None:
     with open_plain(file) as stream:
-        copy_box(source, box, out, functools.partial(pread, stream.fileno()))
+        copy_range(source, out, functools.partial(pread, stream.fileno()))
 
 
 def _safetensors(file: Path) -> Weights:
@@ -359,9 +362,8 @@ def _sharded(folder: Path, names: Sequence[str], kind: str) -> Weights | None:
         raise _Refusal(*rows, mend="Get all shards of one save, from every rank.", where=folder)
 
     def read(leaf: str, box: Box, out: Tensor) -> None:
-        for part, (file, where) in found[leaf].items():
-            if (common := boxes.intersect(part, box)) is not None:
-                _read(file, where, within(common, part), out[boxes.relative(common, box)])
+        for (file, where), there, here in shared(box, found[leaf].items()):
+            _copy(file, where.part(there), out[here])
 
     leaves = {leaf: LeafType(shape, next(iter(found[leaf].values()))[1].dtype) for leaf, shape in shapes.items()}
     return Weights(folder, kind, leaves, (), read, unread) if names else None
@@ -383,7 +385,7 @@ def _dcp(folder: Path) -> Weights:
     ranges: dict[str, tuple[Path, Range]] = {}
     unread = dict(source.unread)
     others: list[str] = []
-    for path, (name, start, length) in record_places(folder).items():
+    for path, (name, start, length) in source.records.items():
         found = _in_record(folder / name, start, length, path)
         # `.metadata` describes a tensor of a subclass as a plain one: only its record shows what it is.
         unread |= {inner: str(x) for inner, x in found.items() if isinstance(x, OddTensorError)}

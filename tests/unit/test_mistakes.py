@@ -597,7 +597,7 @@ MISTAKES = {
     ),
     "load into a state": (
         ArgumentError,
-        "Say where it goes: fs.checkpoint.load(path, layout), with layout = fs.plan_layout(model, mesh).",
+        "Plan one: layout = fs.plan_layout(model, mesh).",
         lambda at: fs.checkpoint.load("ckpt", at.state),
     ),
     "save to a URL": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import time
@@ -110,11 +109,11 @@ def _held(out: Path) -> Generator[str]:
     """Lock a directory on rank 0, and yield what is then written in its lock."""
     # The kernel drops the lock with the process, however that ends; on a shared file system it may hold for all hosts.
     fd = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            lock_alone(fd)
+            stack.enter_context(lock_alone(fd))
         except BlockingIOError as error:
-            holder = os.pread(fd, 300, 0).decode(errors="replace").partition("\n")[0]
+            holder = (out / LOCK).read_text(errors="replace")[:300].partition("\n")[0]
             mend = "Wait for its end, or give another --out."
             text = f"cannot run in {out}: another run is there."
             raise ConfigError(message(text, [holder] if holder else [], mend)) from error
@@ -124,11 +123,6 @@ def _held(out: Path) -> Generator[str]:
         os.pwrite(fd, token.encode(), 0)
         os.fsync(fd)
         yield token
-    finally:
-        # Explicitly: a process that was forked meanwhile has it open as well.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
 
 
 def _check_seen(out: Path, token: str) -> None:

@@ -35,7 +35,7 @@ from tests.checkpoints_on_ranks import (
 
 
 def stored(path):
-    return from_metadata(path, (path / ".metadata").read_bytes(), ck.metadata(path))
+    return from_metadata(path, (path / ".metadata").read_bytes(), ck.metadata(path))[0]
 
 
 def test_every_element_is_written_once(tmp_path):

@@ -351,7 +351,7 @@ def test_some_leaves_on_ranks(tmp_path):
     for found, text in run_ranks(load_some, 2, tmp_path / "a"):
         for leaf in found.values():
             assert torch.equal(leaf, saved["params.table"])
-        assert "did you mean params.table" in text
+        assert "Did you mean 'params.table'?" in text
     others = [name for name in os.listdir(tmp_path / "a") if name.endswith(".distcp")]
     assert len(others) == 4
     # What is not needed is not read, but it has to be there.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import fsharding as fs
 from fsharding.base.errors import CheckpointError
+from fsharding.checkpoint import manifest
 from fsharding.testing import run_ranks
 from tests.helpers import refusal
 
@@ -81,3 +82,21 @@ def test_a_run_goes_on_on_another_mesh_with_the_batches_that_it_would_have_seen(
     first, second = run_ranks(trained, 2, tmp_path / "ranks", axes)
     assert first == second == want
     assert trained(tmp_path / "ranks", {"dp": 1}) == want[CUT:]
+
+
+def save_with_notes_of_one_rank(folder):
+    layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=2, device="cpu", timeout=timedelta(seconds=20)))
+    state = fs.state_from_params(fs.shard({"w": torch.ones(4)}, layout), fs.sgd(0.1), fs.random.key(0), layout)
+    extra = [0] * 600 if dist.get_rank() == 1 else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "limits", lambda others: (64 << 20, 1000))
+        return refusal(fs.checkpoint.save, folder, state, extra=extra, data=PerRank([1] * 600), kind=CheckpointError)
+
+
+def test_a_manifest_that_is_too_large_on_one_rank_alone_is_refused_on_all(tmp_path):
+    texts = run_ranks(save_with_notes_of_one_rank, 2, tmp_path / "a")
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        "fs.checkpoint.save failed on 1 of 2 ranks.\n  rank 1: fs.checkpoint.save cannot write a"
+    )
+    assert "at most 1,000 are read" in texts[0] and not (tmp_path / "a").exists()

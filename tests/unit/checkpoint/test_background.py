@@ -362,8 +362,8 @@ def test_checkpointer_numbers(tmp_path, numbers):
 def test_a_save_clears_up_before_the_next_begins(tmp_path, monkeypatch):
     """Its directory is in its place, its lock too: what it set aside is its own until it is done."""
     ck.save(tmp_path / "a", at_step(1))
-    lock, locks = directory._locked, []
-    monkeypatch.setattr(directory, "_locked", lambda *args, **kwargs: locks.append(lock(*args, **kwargs)) or locks[-1])
+    lock, locks = directory.lock_alone, []
+    monkeypatch.setattr(directory, "lock_alone", lambda fd: locks.append(fd) or lock(fd))
     with directory.partial_checkpoint(tmp_path / "a") as path:
         os.rename(tmp_path / "a", tmp_path / "b")
         os.rename(path, tmp_path / "a")

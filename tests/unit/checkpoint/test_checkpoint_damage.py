@@ -234,8 +234,7 @@ def test_formats_of_megatron_are_refused_by_name(tmp_path, backend, mend):
     (tmp_path / "a" / "metadata.json").write_text(json.dumps(said))
     (tmp_path / "a" / "common.pt").write_bytes(b"")
     assert refusal(ck.load, tmp_path / "a", planned()) == (
-        f"fs.checkpoint.load finds a checkpoint in Megatron's {backend} format at {tmp_path / 'a'}, which is not one of fsharding's.\n"
-        f"{mend}"
+        f"fs.checkpoint.load finds no checkpoint at {tmp_path / 'a'}: it is one in Megatron's {backend} format.\n{mend}"
     )
     assert ck.latest(tmp_path) is None
 

@@ -11,6 +11,7 @@ import fsharding as fs
 from fsharding import checkpoint as ck
 from fsharding.checkpoint import chunks, manifest, reader, torch_pickles
 from fsharding.checkpoint.reader import open_source
+from fsharding.sharding.named_sharding import LeafType
 from fsharding.testing import assert_bitwise_equal
 from tests.checkpoints import planned, read_metadata, refusal, reseal, state_of
 
@@ -87,8 +88,12 @@ def test_both_sources_give_one_table(saved, tmp_path):
         told = open_source(folder, found, as_torch=True).located()
         assert found.chunks == chunks.described(told)
         assert chunks.described(chunk for leaf in given.values() for chunk in leaf.chunks) == found.chunks
-        for mine, theirs in zip(sorted(c for leaf in given.values() for c in leaf.chunks), told, strict=True):
-            assert mine[:5] == theirs[:5] and theirs.offset < mine.offset < theirs.offset + theirs.length
+        theirs = {(chunk.path, chunk.box): chunk for chunk in told}
+        mine = {(chunk.path, chunk.box): chunk for leaf in given.values() for chunk in leaf.chunks}
+        assert mine.keys() == theirs.keys() and len(told) == len(theirs)
+        for at, ours in mine.items():
+            name, first, length = theirs[at].place
+            assert (ours.leaf, ours.place.file) == (theirs[at].leaf, name) and first < ours.place.first < first + length
     assert max(text.count(",") for text in ck.metadata(tmp_path / "two").chunks.values()) == 1
 
 
@@ -114,11 +119,12 @@ def test_a_table_that_is_too_large_is_not_written(tmp_path, monkeypatch, read):
 
 
 def test_chunks_whose_values_have_no_known_place_are_not_described():
-    known = chunks.Entry("x", (4,), "float32", ((0, 2),), "__3_0.distcp", 0, 200, 64)
+    leaf, place = LeafType((4,), torch.float32), chunks.Place("__3_0.distcp", 0, 200)
+    known = chunks.Chunk("x", leaf, ((0, 2),), place, 64)
     rest = known._replace(box=((2, 4),), values=128)
     assert chunks.described([rest, known]) == {"x": "3 64 0:2,3 128 2:4"}
     assert chunks.described([known, rest._replace(values=None)]) is None
-    empty = known._replace(path="y", shape=(0,), box=((0, 0),), values=None)
+    empty = known._replace(path="y", leaf=LeafType((0,), torch.float32), box=((0, 0),), values=None)
     assert chunks.described([empty]) == {"y": "3 0 0:0"}
 
 

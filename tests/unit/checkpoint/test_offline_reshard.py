@@ -109,8 +109,9 @@ def test_a_resharded_checkpoint_loads_as_its_source(axes, strategy, precision, w
     assert_bitwise_equal(ck.load(tmp_path / "b", layout), ck.load(tmp_path / "a", layout))
     world = math.prod(axes.values())
     assert 1 <= sum(name.startswith("__") for name in made.files) <= world
-    for path, leaf in from_metadata(tmp_path / "b", (tmp_path / "b/.metadata").read_bytes(), made).items():
-        assert boxes.is_tiling([chunk.box for chunk in leaf.chunks], leaf.shape), path
+    found, _ = from_metadata(tmp_path / "b", (tmp_path / "b/.metadata").read_bytes(), made)
+    for path, stored in found.items():
+        assert boxes.is_tiling([chunk.box for chunk in stored.chunks], stored.leaf.shape), path
     assert not ck.inspect(tmp_path / "b").damaged
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 

@@ -65,9 +65,11 @@ def test_every_dtype_and_stride_there_and_back(tmp_path):
     leaves["grad"] = torch.ones(2, requires_grad=True)
     part = written(tmp_path, leaves)
     assert part.file == described(tmp_path / part.name)
-    assert all(entry.length < 2500 for entry in part.entries), "a record holds its box and not the storage around it"
+    assert all(chunk.place.length < 2500 for chunk in part.chunks), (
+        "a record holds its box and not the storage around it"
+    )
     source = open_source(tmp_path, None)
-    assert chunks.described(part.entries) == chunks.described(source.located()), "values are where records have them"
+    assert chunks.described(part.chunks) == chunks.described(source.located()), "values are where records have them"
     for path, x in leaves.items():
         out = torch.empty(x.shape, dtype=x.dtype)
         source.read(path, boxes.full(x.shape), out)
@@ -159,8 +161,8 @@ def test_some_leaves(saved):
 def test_unknown_leaves(saved):
     text = (
         f"fs.checkpoint.load_leaves finds no such leaves in {saved}.\n"
-        "  params.tabel: did you mean params.table, params.blocks.w, params.pair.1?\n"
-        "  zzz\n"
+        "  params.tabel: unknown. Did you mean 'params.table'?\n"
+        "  zzz: unknown.\n"
         "fs.checkpoint.metadata(path).tree has all paths."
     )
     paths = ["params.tabel", "step", "zzz"]

@@ -130,7 +130,9 @@ def test_refusals(state, tmp_path):
         "fs.checkpoint.save cannot write 1 values of the position of a Counter.\n  at.a[0] is an object\n"
     )
     big = Counter("x" * (17 << 20))
-    assert "cannot write positions of data of 17,8" in refusal(fs.checkpoint.save, tmp_path / "1", state, data=big)
+    assert "cannot write the position of `data`: it has 17,8" in refusal(
+        fs.checkpoint.save, tmp_path / "1", state, data=big
+    )
     assert not (tmp_path / "1").exists()
 
     class Other(Counter):
