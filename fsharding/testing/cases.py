@@ -1,9 +1,6 @@
-"""Examples as data: trees of leaves, homes for them on meshes, pairs of homes to move between, runs to train.
+"""Examples as data, which pickle, and print as the call that makes them: trees, homes on meshes, reshards, runs.
 
-In: plain values, drawn by `fsharding.testing.strategies` or written by hand. Out: whole tensors, meshes, layouts.
-A case pickles, so it can be sent to ranks, and prints as the call that makes it, so that it can be pasted into a test.
-Guarantee: whole tensors depend on the case and a seed alone, so every rank can check what it holds without asking
-another.
+Guarantee: whole tensors depend on the case and a seed alone, so every rank can check what it holds by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from fsharding.base import tree
 from fsharding.base.tree import Tree
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.abstract_mesh import AXES, AbstractMesh
-from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, make_mesh
+from fsharding.mesh.device_mesh import Mesh, abstract, coordinate, data_axes, data_rank_and_size, make_mesh
 from fsharding.ops.collectives import all_gather, psum, pvary
 from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.named_sharding import Local, NamedSharding
@@ -32,16 +29,7 @@ from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName
 from fsharding.sharding.strategy import NO_SHARD, Strategy
 from fsharding.transforms.gather_unit import gather_unit
 
-__all__ = [
-    "Home",
-    "Leaf",
-    "Pair",
-    "ReshardCase",
-    "TrainCase",
-    "device_mesh",
-    "local_part",
-    "whole_tensors",
-]
+__all__ = ["Home", "Leaf", "Pair", "ReshardCase", "TrainCase", "device_mesh", "local_part", "whole_tensors"]
 
 _ONE = AbstractMesh(("dp",), (1,))
 _TIMEOUT = timedelta(seconds=20)
@@ -171,10 +159,6 @@ def device_mesh(mesh: AbstractMesh, device: str = "cpu") -> DeviceMesh:
     return make_mesh(device=device, order=order, timeout=_TIMEOUT, ranks=mesh.members, **sizes)
 
 
-def _stages() -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, repr=False)
 class Home(_Short):
     """All that a layout is planned from, but for the tree.
@@ -197,7 +181,7 @@ class Home(_Short):
     strategy: Strategy = NO_SHARD
     rules: AxisRules = DEFAULT_RULES
     precision: Precision = FP32
-    stages: Mapping[str, Any] = field(default_factory=_stages)
+    stages: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def layout(self, leaves: Tree, mesh: Mesh | None = None) -> Layout:
         """The layout of a tree of `Leaf`s.
@@ -293,18 +277,11 @@ class TrainCase(_Short):
         Returns:
             `{"x": float32[R], "weight": float32[R]}`.
         """
-        index = 0
-        count = 1
-        for axis in data_axes(mesh) if mesh is not None else ():
-            assert mesh is not None
-            size = abstract(mesh).axis_size(axis)
-            index = index * size + coordinate(mesh)[axis]
-            count = count * size
+        index, count = (0, 1) if mesh is None else data_rank_and_size(mesh, cp=True)
         own = Leaf((self.rows,)).numbers(1000 + step)[index::count]
         each = -(-self.rows // (count * self.microbatches)) * self.microbatches
-        short = each - len(own)
-        weight = torch.ones(len(own))
-        return {name: torch.nn.functional.pad(x, (0, short)) for name, x in {"x": own, "weight": weight}.items()}
+        rows = {"x": own, "weight": torch.ones(len(own))}
+        return {name: torch.nn.functional.pad(x, (0, each - len(own))) for name, x in rows.items()}
 
     def loss(self, params: Tree, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss function, for params at rest or whole plain tensors: sum over this rank's rows, and their weight."""

@@ -1,12 +1,10 @@
 """Comparisons of trees of tensors that name every leaf that differs, with both values.
 
-Guarantee: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart by their
-values.
+Guarantee: `assert_bitwise_equal(a, b)` passes exactly if no program can tell the leaves of `a` and `b` apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -79,16 +77,12 @@ def assert_trees_close(a: tree.Tree, b: tree.Tree, rtol: float = 1e-5, atol: flo
 
 def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, float] | None = None) -> None:
     """The comparison that both checks run."""
-
-    def differ(x: torch.Tensor, y: torch.Tensor) -> str:
-        return _bits_differ(x, y) if tolerance is None else _values_differ(x, y, *tolerance)
-
     first = tree.named_leaves(a)
     second = tree.named_leaves(b)
     rows = [f"{path or 'the leaf'} is only in the first" for path in first if path not in second]
     rows += [f"{path or 'the leaf'} is only in the second" for path in second if path not in first]
     for path in first:
-        if path in second and (text := _leaf_differs(first[path], second[path], differ)):
+        if path in second and (text := _leaf_differs(first[path], second[path], tolerance)):
             rows.append(f"{path or 'the leaf'} {text}")
     if rows:
         of = f" of {what}" if what else ""
@@ -96,7 +90,7 @@ def compare(a: tree.Tree, b: tree.Tree, what: str = "", tolerance: tuple[float, 
         raise AssertionError(message(rule, rows))
 
 
-def _leaf_differs(a: Any, b: Any, differ: Callable[[torch.Tensor, torch.Tensor], str]) -> str:
+def _leaf_differs(a: Any, b: Any, tolerance: tuple[float, float] | None) -> str:
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         if a.device_mesh != b.device_mesh or a.placements != b.placements or a.shape != b.shape:
             return f"is {_kind(a)} against {_kind(b)}"
@@ -106,7 +100,9 @@ def _leaf_differs(a: Any, b: Any, differ: Callable[[torch.Tensor, torch.Tensor],
     y = _tensor(b)
     if x is None or y is None or type(a) is not type(b):
         return "" if type(a) is type(b) and a == b else f"is {_kind(a)} against {_kind(b)}"
-    return f"is {_kind(a)} against {_kind(b)}" if x.shape != y.shape else differ(x, y)
+    if x.shape != y.shape:
+        return f"is {_kind(a)} against {_kind(b)}"
+    return _bits_differ(x, y) if tolerance is None else _values_differ(x, y, *tolerance)
 
 
 def _tensor(leaf: Any) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Checks that run on the ranks: two maps are each other's transpose; a sharded function is its reference.
+"""Checks that run on the ranks: two maps are each other's transpose; a function is its reference; a step is a graph.
 
 Guarantee: a map and its transpose agree on every inner product, `<op x, y> == <x, dual y>`, summed over ranks.
 """
@@ -16,14 +16,16 @@ from fsharding.base import tree
 from fsharding.base.errors import message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, coordinate
 from fsharding.ops.collectives import psum
-from fsharding.sharding.named_sharding import Local, NamedSharding, local_of, opened, sharding_of
+from fsharding.sharding.named_sharding import Local, local_of, opened, sharding_of
 from fsharding.testing.cases import local_part
 from fsharding.testing.compare import compare
+from fsharding.train.capture import refuse_host_work
+from fsharding.train.state import TrainState
+from fsharding.train.step import TrainStep
 
-__all__ = ["assert_adjoint", "assert_matches_reference", "rank_values"]
+__all__ = ["assert_adjoint", "assert_capturable", "assert_matches_reference", "rank_values"]
 
 
 def rank_values(
@@ -103,9 +105,9 @@ def assert_adjoint(
     left, size = _inner(out, y, mesh, same_out)
     right, _ = _inner(x, back, mesh, same_in) if fits else (0.0, 0.0)
     own = torch.tensor([left, right, size, float(not fits)], dtype=torch.float64)
-    left, right, size, wrong = psum(own, _axes(mesh), mesh=mesh).tolist()
+    left, right, size, wrong = psum(own, abstract(mesh).names, mesh=mesh).tolist()
     rounding = max(torch.finfo(t.dtype).eps for t in [*opened(out)[0], *opened(back)[0]])
-    name = what or f"{_name(op)} and {_name(dual)}"
+    name = what or " and ".join(getattr(fn, "__qualname__", repr(fn)) for fn in (op, dual))
     if wrong:
         rows = [] if fits else [f"x has {shapes[0]} here, dual(op(x)) has {shapes[1]}"]
         rule = f"found that {name} are no transposes: shapes differ on {wrong:g} ranks."
@@ -156,8 +158,36 @@ def assert_matches_reference(
     compare(here, parts, what, None if rtol == atol == 0 else (rtol, atol))
 
 
-def _axes(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in AXES if axis in abstract(mesh).names)
+@public
+def assert_capturable(step: TrainStep, state: TrainState, batch: Tree) -> None:
+    """Refuses a step that `fs.capture` would refuse, without a GPU. Collective.
+
+    It makes three steps on a copy of the state: the first as any, then two whose operations on which shapes and numbers
+    are compared, and in which the host must not read a tensor.
+
+    Args:
+        step: of `make_train_step` with `check="async"`.
+        state: a state for it, which is left as it is.
+        batch: this rank's part.
+
+    Raises:
+        TransformError: the host reads the device, takes a tensor from the host to it, or the operations differ from
+            call to call; with the lines.
+        ConfigError: the step was made with `check="sync"`.
+        ArgumentError: no step or no state.
+
+    Example:
+        >>> def loss(params, batch):
+        ...     error = (batch["x"] @ fs.gather_unit(params)["w"]).square().sum()
+        ...     return error * 2 if error.item() > 1 else error
+        >>> state, step = fs.setup({"w": torch.ones(4)}, loss, fs.sgd(0.1), fs.random.key(0), check="async")
+        >>> try:
+        ...     fs.testing.assert_capturable(step, state, {"x": torch.ones(3, 4)})
+        ... except TypeError as error:
+        ...     print(str(error).splitlines()[0])
+        fs.testing.assert_capturable cannot capture a step in which the host reads the device.
+    """
+    refuse_host_work(step, state, batch)
 
 
 def _inner(a: Tree, b: Tree, mesh: Mesh, same: Sequence[str]) -> tuple[float, float]:
@@ -181,13 +211,6 @@ def _placed(arg: Tree, where: Tree) -> Tree:
 
 
 def _cut(whole: Tensor, node: Any) -> Tensor:
-    sharding: NamedSharding | None = None
     if isinstance(node, Local):
-        sharding = node.sharding
-    elif isinstance(node, DTensor):
-        sharding = sharding_of(node)
-    return whole if sharding is None else local_part(whole, sharding)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", repr(fn))
+        return local_part(whole, node.sharding)
+    return local_part(whole, sharding_of(node)) if isinstance(node, DTensor) else whole

@@ -44,23 +44,17 @@ Pipe = multiprocessing.connection.Connection
 
 _IN_TESTS = 60.0
 _GROUP_IN_TESTS = datetime.timedelta(seconds=20)
-_GROUP_TIMEOUT = datetime.timedelta(minutes=10)
-"""A hang is a failure of a test; elsewhere a call may train for a day."""
-_UNGUARDED = 97
-"""The exit status of a rank whose script starts ranks as soon as it is imported."""
+_GROUP_TIMEOUT = datetime.timedelta(minutes=10)  # a hang is a failure of a test; elsewhere a call may train for a day
+_UNGUARDED = 97  # the exit status of a rank whose script starts ranks as soon as it is imported
 _GRACE = 1.0
 _EXIT_S = 10.0  # On a busy machine, its parent learns seconds later that a process was killed.
-_CROWD = 40
-"""Threads: a gloo group has two or three, one of which wakes a hundred times a second. A new pool takes 0.1 s."""
+_CROWD = 40  # threads: a gloo group has two or three, one of which wakes a hundred times a second
+# What the fork server imports once for all ranks: of other packages only those that this process has imported; of the
+# library also transports, which a group imports when it is first used.
 _PRELOAD = (
     "torch", "torch.distributed.tensor", "numpy", "hypothesis", "pytest", "torch._dynamo", "fsharding.testing",
     "fsharding.api", "fsharding.contrib.shared_memory.transport",
 )  # fmt: skip
-"""What the fork server imports once for all ranks; `fsharding` alone would import next to nothing.
-
-Of other packages only those that this process has imported; of the library also transports, which a group imports when
-it is first used.
-"""
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
@@ -101,20 +95,21 @@ def _exit_with_parent(folder: str) -> None:
 
 
 def _answer(call: Callable[[], Any]) -> bytes:
-    """Return (True, pickled result) or (False, type, text, traceback, pickled exception), pickled."""
+    """Return the pickled bytes of a pickled result, or a pickled `Failure`."""
     try:
-        return pickle.dumps((True, pickle.dumps(call())))
+        return pickle.dumps(pickle.dumps(call()))
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace))
+        what = ": ".join(filter(None, (f"raised {type(error).__qualname__}", str(error))))
+        failure = Failure(what, "".join(traceback.format_exception(type(error), error, trace)))
         try:
-            kept = pickle.dumps(error)
-            pickle.loads(kept)
+            data = pickle.dumps(dataclasses.replace(failure, exception=error))
+            pickle.loads(data)  # some exceptions are pickled, and can't be made again
         except Exception:
-            kept = None
-        return pickle.dumps((False, type(error).__qualname__, str(error), text, kept))
+            data = pickle.dumps(failure)
+        return data
 
 
 def _perform(call: bytes) -> Any:
@@ -152,22 +147,15 @@ class _Worker:
 
     def receive(self) -> bytes | Failure:
         """Return the pickled result that was sent, or how the rank failed."""
-        try:
-            reply = pickle.loads(self.pipe.recv_bytes()) if self.pipe.poll() else None
-        except (EOFError, OSError):
-            reply = None
-        if reply is None:
-            self.process.join(_EXIT_S)
-            status = self.process.exitcode
-            if status is None:
-                return Failure(f"closed its pipe, and had not ended {_EXIT_S:g} s later", died=True)
-            end = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            return Failure(end, died=True, status=status)
-        if reply[0]:
-            return reply[1]
-        _, name, text, trace, kept = reply
-        exception = None if kept is None else pickle.loads(kept)
-        return Failure(f"raised {name}: {text}" if text else f"raised {name}", trace, exception)
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                return pickle.loads(self.pipe.recv_bytes())
+        self.process.join(_EXIT_S)
+        status = self.process.exitcode
+        if status is None:
+            return Failure(f"closed its pipe, and had not ended {_EXIT_S:g} s later", died=True)
+        end = f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return Failure(end, died=True, status=status)
 
 
 class RankPool:
@@ -263,7 +251,9 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or did not answer, and the pool has ended; or it had ended before.
         """
-        replies = self._replies(_pack(fn, seed, args, kwargs), _limit(self.timeout if timeout is None else timeout))
+        limit = self.timeout if timeout is None else timeout
+        limit = (_IN_TESTS if _in_test() else math.inf) if limit is None else limit
+        replies = self._replies(_pack(fn, seed, args, kwargs), limit)
         if failed := {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}:
             self.kill()
             rule = f"could not finish {name_of(fn)} on {self.size} ranks."
@@ -277,9 +267,8 @@ class RankPool:
         """Send a call to every rank and collect the replies; an interrupt notes where each rank stood."""
         with self._lock:
             if not self.alive:
-                raise RankFailure(
-                    report("fs.testing.RankPool.run got a pool that has ended.", mend="Make a new RankPool.")
-                )
+                rule = "fs.testing.RankPool.run got a pool that has ended."
+                raise RankFailure(report(rule, mend="Make a new RankPool."))
             try:
                 for worker in self._workers:
                     with contextlib.suppress(BrokenPipeError):
@@ -361,11 +350,8 @@ class RankPool:
         self.close()
 
 
-_POOLS: dict[int, RankPool] = {}
-"""By size, in the order of their last use."""
-
-_IDLE_RANKS = 20
-"""At most so many processes wait for calls: a rank has threads of gloo's that wake up a hundred times a second."""
+_POOLS: dict[int, RankPool] = {}  # by size, in the order of their last use
+_IDLE_RANKS = 20  # at most so many processes wait for calls, since their threads wake up
 
 
 @atexit.register
@@ -423,10 +409,6 @@ def run_ranks(
     return results
 
 
-def _limit(timeout: float | None) -> float:
-    return (_IN_TESTS if _in_test() else math.inf) if timeout is None else timeout
-
-
 def _pack(fn: Callable[..., Any], seed: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps((sys.path, [_plain(*item) for item in warnings.filters], seed, _body(fn, args, kwargs)))
@@ -450,12 +432,9 @@ def _body(*call: Any) -> bytes:
     if importlib.util.find_spec("cloudpickle") is not None:
         return importlib.import_module("cloudpickle").dumps(call)  # lazy: an extra
     if getattr(call[0], "__module__", None) == "__main__":
-        name = name_of(call[0])
-        rule = f"fs.run_ranks cannot send {name} to the ranks, which cannot import a notebook or an interpreter."
-        mend = (
-            "It needs cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
-        )
-        raise ConfigError(report(rule, mend=mend))
+        rule = f"cannot send {name_of(call[0])} to the ranks, which cannot import a notebook or an interpreter."
+        mend = "Install cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
+        raise ConfigError(report(f"fs.run_ranks {rule}", mend=mend))
     return pickle.dumps(call)
 
 

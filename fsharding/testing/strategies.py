@@ -32,19 +32,9 @@ from fsharding.sharding.strategy import Strategy, hybrid, zero
 from fsharding.testing.cases import Home, Leaf, Pair, ReshardCase, TrainCase
 
 __all__ = [
-    "homes",
-    "layouts",
-    "leaves",
-    "meshes",
-    "reshard_cases",
-    "rules",
-    "shapes",
-    "shardings",
-    "specs",
-    "strategies",
-    "train_cases",
-    "trees",
-]
+    "homes", "layouts", "leaves", "meshes", "reshard_cases", "rules", "shapes", "shardings", "specs", "strategies",
+    "train_cases", "trees",
+]  # fmt: skip
 
 LazyTensor = Callable[[SearchStrategy[Any]], Any]
 
@@ -75,14 +65,9 @@ def meshes(
         size = _AXIS_SIZES[chosen[axis]]
         if 1 < size <= left:
             result[axis], left = size, left // size
-    if not result:
-        result = {"dp" if "dp" in axes else axes[0]: 1}
-    names = tuple(result)
-    sizes = tuple(result.values())
-    if not orders:
-        names = tuple(sorted(names, key=AXES.index))
-        sizes = tuple(result[axis] for axis in names)
-    mesh = AbstractMesh(tuple(names), sizes)
+    result = result or {"dp" if "dp" in axes else axes[0]: 1}
+    names = tuple(result if orders else sorted(result, key=AXES.index))
+    mesh = AbstractMesh(names, tuple(result[axis] for axis in names))
     ranks = sorted(draw(_shuffled(tuple(range(subset_of))))[: mesh.size]) if subset_of else []
     return mesh if ranks == [*range(len(ranks))] else AbstractMesh(mesh.names, mesh.sizes, tuple(ranks))
 
@@ -243,11 +228,8 @@ def _stages(draw: LazyTensor, tree: Tree, size: int) -> dict[str, Any]:
     for name in tree if size > 1 else ():
         if not draw(_flag):
             continue
-        if name != "blocks":
-            result[name] = draw(_upto(size - 1))
-            continue
-        layers = next(iter(tree[name].values())).shape[0]
-        result[name] = _owned(draw, layers, size)
+        layers = next(iter(tree[name].values())).shape[0] if name == "blocks" else None
+        result[name] = draw(_upto(size - 1)) if layers is None else _owned(draw, layers, size)
     return result
 
 

@@ -463,7 +463,7 @@ def test_without_cloudpickle_a_function_of_an_interpreter_names_the_extra(monkey
         run_ranks(f, 2)
     assert str(caught.value) == (
         "fs.run_ranks cannot send __main__.f to the ranks, which cannot import a notebook or an interpreter.\n"
-        "It needs cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
+        "Install cloudpickle: pip install 'fsharding[notebook]'. Or define the function in a file and import it."
     )
 
 
