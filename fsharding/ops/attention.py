@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, curre
 from fsharding.ops.collectives import all_gather, all_to_all
 from fsharding.ops.context_parallel import zigzag, zigzag_order
 from fsharding.ops.once import differentiable_once
+from fsharding.sharding.leaf_plan import kind_text
 
 __all__ = ["Kind", "RingStep", "attention", "plan_ring"]
 
@@ -113,10 +114,8 @@ def attention(
         # The fast kernels, and messages with keys and values in one, know one head dim; zeros change no score.
         q, k, v = (F.pad(x, (0, max(wide_E, value_E) - x.shape[-1])) for x in (q_BHTE, k_BKTE, v_BKTE))
         scale = wide_E**-0.5 if scale is None else scale
-        result = attention(
-            q, k, v, causal=causal, documents=documents, axis=axis, kind=kind, scale=scale, mesh=mesh
-        )  # fmt: skip
-        return result[..., :value_E]
+        again = functools.partial(attention, causal=causal, documents=documents, axis=axis, kind=kind, mesh=mesh)
+        return again(q, k, v, scale=scale)[..., :value_E]
     if size == 1 and (documents is None or q_BHTE.shape[2] <= _TILE or not _can_go_by_blocks(q_BHTE)):
         return _whole(q_BHTE, k_BKTE, v_BKTE, _same_document(documents, documents), causal, scale)
     if size == 1:
@@ -153,7 +152,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kind: str,
         mend = f"ulysses cannot cut {q.shape[1]} query heads over {axis}: {size}. Use kind='ring' or 'gather'."
     if mend:
         named = {"q": q, "k": k, "v": v} | ({} if documents is None else {"documents": documents})
-        rows = [f"{name} is {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in named.items()]
+        rows = [f"{name} is {kind_text(x)}" for name, x in named.items()]
         raise SpecError(message("got tensors that do not fit.", rows, mend))
 
 
@@ -252,36 +251,44 @@ def plan_ring(size: int, index: int, causal: bool) -> tuple[RingStep, ...]:
     return tuple(steps)
 
 
-class _Tile(NamedTuple):
-    """Some queries and some keys of a step, and what is hidden between them: by a mask to add, or by the diagonal."""
-
-    queries: tuple[slice, ...]
-    keys: tuple[slice, ...]
-    mask: Tensor | None
-    causal: bool
+_Index: TypeAlias = tuple[slice, ...]
+_Tiles: TypeAlias = Iterator[tuple[_Index, _Index, _compat.KeyBlock]]
+"""Where some queries and keys of a step are; and the keys and values, with a mask to add or the diagonal."""
 
 
-def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, theirs: Tensor | None) -> Iterator[_Tile]:
+def _tiles(step: RingStep, q: Tensor, mine: Tensor | None, held: Sequence[Tensor], scale: float | None) -> _Tiles:
     """The tiles of a step of which anything is seen; one tile where there are no documents."""
+    k, v, *theirs = held
     half = q.shape[2] // 2
     every = slice(None)
     # One member has the whole sequence, of any length.
     queries, keys = (range(a * half, q.shape[2] if b == 2 else b * half) for a, b in (step.queries, step.keys))
-    if mine is None or theirs is None:
-        at, of = (slice(r.start, r.stop) for r in (queries, keys))
-        yield _Tile((every, every, at), (every, every, of), None, step.diagonal)
+    if mine is None:
+        at, of = ((every, every, slice(r.start, r.stop)) for r in (queries, keys))
+        yield at, of, _compat.KeyBlock(k[of], v[of], None, step.diagonal, scale)
         return
     for i in range(queries.start, queries.stop, _TILE):
         for j in range(keys.start, keys.stop, _TILE):
-            at = slice(i, min(i + _TILE, queries.stop))
-            of = slice(j, min(j + _TILE, keys.stop))
-            seen = mine[:, None, at, None] == theirs[:, None, None, of]
+            at = (every, every, slice(i, min(i + _TILE, queries.stop)))
+            of = (every, every, slice(j, min(j + _TILE, keys.stop)))
+            seen = mine[:, None, at[2], None] == theirs[0][:, None, None, of[2]]
             if step.diagonal:
                 seen &= torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril(i - j)
             if seen.any():
                 mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
                 mask.masked_fill_(~seen, torch.finfo(q.dtype).min / 2)
-                yield _Tile((every, every, at), (every, every, of), mask, False)
+                yield at, of, _compat.KeyBlock(k[of], v[of], mask, False, scale)
+
+
+def _ring_steps(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings) -> Iterator[_Tiles]:
+    """The tiles of each step, whose keys and values go on to the next member meanwhile."""
+    held = [x.contiguous() for x in (k, v, documents) if x is not None]
+    steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
+    for step in steps:
+        come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
+        yield _tiles(step, q, documents, held, settings.scale)
+        pending.wait()  # before `held` is let go: it is still being sent
+        held = come
 
 
 def _pass_on(xs: Sequence[Tensor], group: Group, tag: int = 0) -> tuple[list[Tensor], Handle[None]]:
@@ -308,17 +315,11 @@ class _Ring(Function):
         q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         q = q.contiguous()
-        held = [x.contiguous() for x in (k, v, documents) if x is not None]
         out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide(q.dtype), device=q.device)
-        steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
-        for step in steps:
-            come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
-            for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
-                block = _compat.KeyBlock(held[0][of], held[1][of], mask, causal, settings.scale)
+        for tiles in _ring_steps(q, k, v, documents, settings):
+            for at, _, block in tiles:
                 _merge(out[at], lse[at], *_compat.attend_block(q[at], block))
-            pending.wait()
-            held = come
         return out.to(q.dtype), lse
 
     @staticmethod
@@ -338,6 +339,7 @@ class _Ring(Function):
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds attention to more keys, in place: each part weighs as its sum of exponentials, whose logarithm is `lse`."""
+    # Queries that have seen nothing yet have lse -inf, and a part of theirs weighs 1.
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_()[..., None]).add_(part * (part_lse - total).exp_()[..., None])
     lse.copy_(total)
@@ -356,21 +358,16 @@ def _ring_backward(
     """Gradients of q, k and v. Gradients of a block of keys and values follow it one step behind, and return last."""
     grad = grad.contiguous()
     q = q.contiguous()
-    held = [x.contiguous() for x in (k, v, documents) if x is not None]
     dq, *sums = (torch.zeros(x.shape, dtype=wide(x.dtype), device=x.device) for x in (q, k, v))
     sums_pending = done(lambda: None)
-    steps = plan_ring(settings.group.size, settings.group.index, settings.causal)
-    for step in steps:
-        come, pending = (held, done(lambda: None)) if step is steps[-1] else _pass_on(held, settings.group)
+    for tiles in _ring_steps(q, k, v, documents, settings):
         terms = [torch.zeros_like(x) for x in sums]
-        for at, of, mask, causal in _tiles(step, q, documents, held[2] if documents is not None else None):
-            block = _compat.KeyBlock(held[0][of], held[1][of], mask, causal, settings.scale)
+        for at, of, block in tiles:
             parts = _compat.attend_block_backward(grad[at], q[at], block, out[at], lse[at])
             _compat.foreach_add_([dq[at], *(x[of] for x in terms)], parts)
         sums_pending.wait()
         _compat.foreach_add_(sums, terms)
-        sums, sums_pending = _pass_on(sums, settings.group, tag=len(held))
-        pending.wait()
-        held = come
+        # The tags of keys, values and documents, which are under way at the same time, are 0 to 2.
+        sums, sums_pending = _pass_on(sums, settings.group, tag=3)
     sums_pending.wait()
     return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -14,26 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, _functorch
 from fsharding.base.dtypes import wide
-from fsharding.base.errors import MeshError, SpecError, TransformError, message, report
+from fsharding.base.errors import SpecError, TransformError, message, report
 from fsharding.base.public import public, refuse
 from fsharding.comm.bucket import plan_bucket
 from fsharding.comm.native import Message
 from fsharding.comm.reduce import plain_terms
 from fsharding.comm.transport import send_recv, start_sum, transport_for
-from fsharding.mesh.abstract_mesh import AXES, unknown_axis
-from fsharding.mesh.device_mesh import Group, Mesh, axis_group, current_mesh
+from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 
 __all__ = [
-    "Linear",
-    "all_to_all",
-    "all_to_all_rows",
-    "apply_linear",
-    "all_gather",
-    "ppermute",
-    "psum",
-    "reduce_scatter",
+    "Linear", "all_to_all", "all_to_all_rows", "apply_linear", "all_gather", "ppermute", "psum", "reduce_scatter",
     "pvary",
-]
+]  # fmt: skip
 
 
 class Linear(Protocol):
@@ -90,10 +82,21 @@ def apply_linear(x: Tensor, op: Linear) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Gather:
+class _Map:
+    """What the maps of a group have in common."""
+
+    # Fields whose names end with `dim` count dims of the tensor: under a vmap, which adds a first one, they go up.
+    group: Group
+
+    def batched(self) -> Self:
+        dims = {x.name: getattr(self, x.name) + 1 for x in fields(self) if x.name.endswith("dim")}
+        return replace(self, **dims)
+
+
+@dataclass(frozen=True)
+class _Gather(_Map):
     """Joins shards along a dim; `size` is the global size, cut in ceil-chunks."""
 
-    group: Group
     dim: int
     size: int
 
@@ -107,15 +110,11 @@ class _Gather:
     def dual(self) -> Linear:
         return _Scatter(self.group, self.dim, self.size)
 
-    def batched(self) -> Linear:
-        return replace(self, dim=self.dim + 1)
-
 
 @dataclass(frozen=True)
-class _Scatter:
+class _Scatter(_Map):
     """Sums over the group and keeps this member's ceil-chunk along a dim."""
 
-    group: Group
     dim: int
     size: int
 
@@ -128,15 +127,10 @@ class _Scatter:
     def dual(self) -> Linear:
         return _Gather(self.group, self.dim, self.size)
 
-    def batched(self) -> Linear:
-        return replace(self, dim=self.dim + 1)
-
 
 @dataclass(frozen=True)
-class _Psum:
+class _Psum(_Map):
     """The sum over the group, on every member."""
-
-    group: Group
 
     def run(self, x: Tensor) -> Tensor:
         return start_sum(x, self.group, wide(x.dtype)).wait().to(x.dtype)
@@ -144,15 +138,10 @@ class _Psum:
     def dual(self) -> Linear:
         return _Vary(self.group)
 
-    def batched(self) -> Linear:
-        return self
-
 
 @dataclass(frozen=True)
-class _Vary:
+class _Vary(_Map):
     """The identity on a value that all members share; where it goes each member takes its own way."""
-
-    group: Group
 
     def run(self, x: Tensor) -> Tensor:
         return x.view_as(x)
@@ -160,15 +149,11 @@ class _Vary:
     def dual(self) -> Linear:
         return _Psum(self.group)
 
-    def batched(self) -> Linear:
-        return self
-
 
 @dataclass(frozen=True)
-class _AllToAll:
+class _AllToAll(_Map):
     """Cuts along one dim, sends piece i to member i, joins what comes along another dim."""
 
-    group: Group
     split_dim: int
     concat_dim: int
 
@@ -194,15 +179,11 @@ class _AllToAll:
     def dual(self) -> Linear:
         return _AllToAll(self.group, self.concat_dim, self.split_dim)
 
-    def batched(self) -> Linear:
-        return _AllToAll(self.group, self.split_dim + 1, self.concat_dim + 1)
-
 
 @dataclass(frozen=True)
-class _AllToAllRows:
+class _AllToAllRows(_Map):
     """Sends the next `send[i]` indices along a dim to member i, joins the `receive[i]` that come from member i."""
 
-    group: Group
     send: tuple[int, ...]
     receive: tuple[int, ...]
     dim: int = 0
@@ -215,15 +196,11 @@ class _AllToAllRows:
     def dual(self) -> Linear:
         return replace(self, send=self.receive, receive=self.send)
 
-    def batched(self) -> Linear:
-        return replace(self, dim=self.dim + 1)
-
 
 @dataclass(frozen=True)
-class _Ppermute:
+class _Ppermute(_Map):
     """Sends to the partner of each (source, target) pair; who has no source gets zeros."""
 
-    group: Group
     pairs: tuple[tuple[int, int], ...]
 
     def run(self, x: Tensor) -> Tensor:
@@ -242,17 +219,13 @@ class _Ppermute:
     def dual(self) -> Linear:
         return _Ppermute(self.group, tuple((to, sender) for sender, to in self.pairs))
 
-    def batched(self) -> Linear:
-        return self
-
 
 def _group(axis: str | Sequence[str], mesh: Mesh | None) -> Group:
     if not isinstance(axis, str | tuple | list) or not all(isinstance(name, str) for name in axis):
         raise refuse("an axis or several", axis, 'Name them: "dp", or ("dp", "cp").')
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     for name in axes:
-        if name not in AXES:
-            raise MeshError(message(unknown_axis(name)))
+        axis_size(name, mesh)  # refuses a name that no mesh can have; a group would leave it out
     return axis_group(mesh if mesh is not None else current_mesh(), axes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -107,16 +107,17 @@ class _Grouped(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (a, b), (grad,), counts = ctx.saved_tensors, grads, ctx.groups.counts
+        (a, b), (grad,) = ctx.saved_tensors, grads
+        rows, sums = (replace(ctx.groups, outer=outer) for outer in (False, True))
         wants_a, wants_b, _ = ctx.needs_input_grad
         if ctx.groups.outer:
-            return _rows(b, grad.mT, counts) if wants_a else None, _rows(a, grad, counts) if wants_b else None, None
+            return _grouped(b, grad.mT, rows) if wants_a else None, _grouped(a, grad, rows) if wants_b else None, None
         grad_b = None
         if wants_b:
             # In the memory order of b, whose transpose is what the caller has where it stands column by column.
             by_column = b.stride(-2) == 1 and b.stride(-1) != 1
-            grad_b = _sums(grad, a, counts).mT if by_column else _sums(a, grad, counts)
-        return _rows(grad, b.mT, counts) if wants_a else None, grad_b, None
+            grad_b = _grouped(grad, a, sums).mT if by_column else _grouped(a, grad, sums)
+        return _grouped(grad, b.mT, rows) if wants_a else None, grad_b, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -129,21 +130,12 @@ class _Grouped(Function):
         def at(x: Tensor, dim: int | None, i: int) -> Tensor:
             return x if dim is None else x.select(dim, i)
 
-        return torch.stack(
-            [_grouped(at(a, in_dims[0], i), at(b, in_dims[1], i), groups) for i in range(info.batch_size)]
-        ), 0
+        rows = [_grouped(at(a, in_dims[0], i), at(b, in_dims[1], i), groups) for i in range(info.batch_size)]
+        return torch.stack(rows), 0
 
 
 def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
     return cast(Tensor, _functorch.apply(_Grouped, a, b, groups))
-
-
-def _rows(x_MK: Tensor, w_XKN: Tensor, counts_X: Tensor) -> Tensor:
-    return _grouped(x_MK, w_XKN, _Groups(counts_X))
-
-
-def _sums(x_MK: Tensor, y_MN: Tensor, counts_X: Tensor) -> Tensor:
-    return _grouped(x_MK, y_MN, _Groups(counts_X, outer=True))
 
 
 @public
@@ -184,4 +176,4 @@ def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantized, counts_X: Tensor) ->
         ]
         text = "needs x [M, D], w [X, D, F] of one dtype, and X counts from 0 that sum to M."
         raise SpecError(message(text, rows))
-    return _rows(x_MD, w_XDF, counts)
+    return _grouped(x_MD, w_XDF, _Groups(counts))

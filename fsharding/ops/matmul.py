@@ -131,25 +131,23 @@ class _QuantizedProduct(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *held = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
         with torch.no_grad():
-            found = _gradients(ctx, grads[0].flatten(0, -2), x, *held)
+            towards_x = _towards_x(ctx, grad, *held).view(x.shape) if ctx.needs_input_grad[0] else None
+            found = towards_x, _towards_weight(ctx, grad, x)
         rule = "ops.scaled_matmul multiplies quantized values here, which autograd can differentiate once only."
         return *differentiable_once(rule, found, (grads[0], x, held[-1])), *(None,) * 3
 
 
-def _gradients(ctx: Any, grad: Tensor, x: Tensor, *held: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of x and of the weight; None where none is wanted, or where it has been added already."""
-    towards_x = _towards_x(ctx, grad, *held).view(x.shape) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        return towards_x, None
-    node = ctx.next_functions[1][0]
+def _towards_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient of a weight; None if none is wanted, or if it has been written where it is needed."""
+    # In a pipeline's B action the weight gradient is not wanted although the weight requires one.
+    if not ctx.needs_input_grad[1] or not _compat.is_wanted(node := ctx.next_functions[1][0]):
+        return None
     flat = x.flatten(0, -2)
     left, right = (grad.t(), flat) if ctx.dim else (flat.t(), grad)
-    if not _compat.is_wanted(node):
-        return towards_x, None
-    if hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
-        return towards_x, None
-    return towards_x, left.mm(right)
+    written = hasattr(node, "put_term") and put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home))
+    return None if written else left.mm(right)
 
 
 def _towards_x(
@@ -196,14 +194,5 @@ class _Product(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad = grads[0].flatten(0, -2)
-        towards_x = None
-        if weight is not None:
-            towards_x = grad.mm(weight if ctx.dim else weight.t()).view(x.shape)
-        node = ctx.next_functions[1][0]
-        if not _compat.is_wanted(node):
-            return towards_x, None, None
-        flat = x.flatten(0, -2)
-        left, right = (grad.t(), flat) if ctx.dim else (flat.t(), grad)
-        if put_term(node, left.dtype, lambda home: torch.mm(left, right, out=home)):
-            return towards_x, None, None
-        return towards_x, left.mm(right), None
+        towards_x = None if weight is None else grad.mm(weight if ctx.dim else weight.t()).view(x.shape)
+        return towards_x, _towards_weight(ctx, grad, x), None

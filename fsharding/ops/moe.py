@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsharding.base import _compat, _functorch
-from fsharding.base.errors import MeshError, SpecError, TransformError, message
+from fsharding.base.errors import SpecError, TransformError, message
 from fsharding.base.public import public
 from fsharding.comm.transport import transport_for
 from fsharding.formats.quantized import Quantized, dequantize
-from fsharding.mesh.abstract_mesh import AXES, unknown_axis
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.capacity import note_capacity
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, pvary
@@ -80,17 +79,24 @@ class _Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """What `combine` needs of a `dispatch`."""
+class _Route:
+    """Where rows go and come from, as the choices of tokens decide it."""
 
     send: tuple[int, ...]  # rows to each rank of the axis
     receive: tuple[int, ...]  # rows from each
-    weights: Tensor = field(repr=False)  # [N, k]
-    axis: tuple[str, ...]
-    mesh: Mesh | None = field(repr=False)  # None if rows stay here
     by_expert: _Reorder = field(repr=False)  # from copies of tokens to the order of experts
     arrived: _Reorder | None = field(repr=False)  # from ranks to this rank's experts; None if they are one
     capacity: int | None = None  # C; None without a capacity
+    overflow: Tensor | None = field(default=None, repr=False)  # whether an expert has too many (bool, 0-d)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan(_Route):
+    """What `combine` needs of a `dispatch`."""
+
+    weights: Tensor = field(repr=False)  # [N, k]; all NaN if an expert has too many
+    axis: tuple[str, ...]
+    mesh: Mesh | None = field(repr=False)  # None if rows stay here
 
 
 class Dispatched(NamedTuple):
@@ -128,9 +134,9 @@ def dispatch(
         experts: X, how many there are on all ranks.
         axis: along which experts are owned; where the mesh lacks it, or there is no mesh, nothing is sent.
         mesh: by default the mesh of `fs.set_mesh`.
-        capacity: how many of this rank's tokens an expert takes, as a multiple of an equal share; see `capacity_of`.
-            The host then reads nothing. If more tokens choose one, the weights of the plan are NaN, and so is what
-            `combine` returns.
+        capacity: how many of this rank's tokens an expert takes, as a multiple of an equal share; C is
+            `ceil(capacity * N * k / X)`, at most N. The host then reads nothing. If more tokens choose one, the weights
+            of the plan are NaN, and so is what `combine` returns.
         drop: with a capacity, let an expert leave out the tokens for which its score is lowest, of equal scores the
             later ones; they add nothing to what `combine` returns. What is dropped depends on which tokens a rank has.
 
@@ -151,11 +157,7 @@ def dispatch(
         >>> fs.ops.dispatch(x, routing, experts=2, capacity=0.5, drop=True).rows.flatten()  # one token for each expert
         tensor([2., 1.])
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    for name in axes:
-        if name not in AXES:
-            raise MeshError(message(unknown_axis(name)))
-    axes = tuple(name for name in axes if axis_size(name, mesh) > 1)
+    axes = tuple(name for name in ((axis,) if isinstance(axis, str) else axis) if axis_size(name, mesh) > 1)
     where = mesh if mesh is not None or not axes else current_mesh()
     group = Group((0,), 0, None) if where is None else axis_group(where, axes)
     chosen_NK = _functorch.unwrapped(routing.experts)
@@ -178,11 +180,10 @@ def dispatch(
         assert scores_NX is not None
         route = functools.partial(_in_slots, capacity=capacity, scores_NX=scores_NX, drop=drop)
     with _functorch.outside_transforms():
-        counts_E, travel = route(chosen_NK, experts, owned, group)
-    weights = routing.weights
-    if travel.overflow is not None:
-        weights = weights.masked_fill(travel.overflow, torch.nan)
-    plan = Plan(travel.send, travel.receive, weights, axes, where, travel.by_expert, travel.arrived, travel.capacity)
+        counts_E, found = route(chosen_NK, experts, owned, group)
+    weights, full = routing.weights, found.overflow
+    weights = weights if full is None else weights.masked_fill(full, torch.nan)
+    plan = Plan(**vars(found), weights=weights, axis=axes, mesh=where)
     rows = apply_linear(x_ND, _Spread(plan.by_expert, chosen_NK.shape[1]))
     if plan.arrived is not None:
         rows = all_to_all_rows(rows, axes, send=plan.send, receive=plan.receive, mesh=where)
@@ -191,34 +192,16 @@ def dispatch(
 
 
 def capacity_of(factor: float, tokens: int, choices: int, experts: int) -> int:
-    """C, the rows of an expert for the tokens of a rank: `ceil(factor * tokens * choices / experts)`, at most `tokens`.
-
-    That is the capacity of GShard (Lepikhin et al. 2020, sec. 2.2). A token chooses an expert once, so that with
-    `factor = experts / choices` none has too many.
-
-    Example:
-        >>> from fsharding.ops.moe import capacity_of
-        >>> capacity_of(1.25, tokens=1024, choices=2, experts=8), capacity_of(4.0, tokens=1024, choices=2, experts=8)
-        (320, 1024)
-    """
+    """C, the rows of an expert for the tokens of a rank (Lepikhin et al. 2020, "GShard", sec. 2.2)."""
+    # A token chooses an expert once, so that with `factor = experts / choices` none has too many.
     return min(math.ceil(factor * tokens * choices / experts), tokens)
-
-
-class _Travel(NamedTuple):
-    """Where rows go and come from: fields of a `Plan`, and whether an expert has too many (bool, 0-d)."""
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    by_expert: _Reorder
-    arrived: _Reorder | None
-    capacity: int | None = None
-    overflow: Tensor | None = None
 
 
 def _as_they_come(
     chosen_NK: Tensor, experts: int, owned: Sequence[tuple[int, int]], group: Group
-) -> tuple[Tensor, _Travel]:
+) -> tuple[Tensor, _Route]:
     """As many rows as there are: the counts are exchanged, and the host reads them."""
+    # Each rank has a range of experts: rows that are in the order of experts are in the order of ranks, too.
     by_expert = _order(chosen_NK.reshape(-1))
     counts_X = count_choices(chosen_NK, experts)
     coming_RE = _coming(counts_X, owned, group)
@@ -227,7 +210,7 @@ def _as_they_come(
     if group.size > 1:
         numbers = torch.arange(coming_RE.shape[1], device=chosen_NK.device).expand_as(coming_RE).reshape(-1)
         arrived = _order(numbers.repeat_interleave(coming_RE.reshape(-1), output_size=sum(receive)))
-    return coming_RE.sum(0), _Travel(send, receive, by_expert, arrived)
+    return coming_RE.sum(0), _Route(send, receive, by_expert, arrived)
 
 
 def _in_slots(
@@ -239,7 +222,7 @@ def _in_slots(
     capacity: float,
     scores_NX: Tensor,
     drop: bool,
-) -> tuple[Tensor, _Travel]:
+) -> tuple[Tensor, _Route]:
     """C rows for each expert, of every rank: nothing that the host does depends on values."""
     tokens, choices = chosen_NK.shape
     size = capacity_of(capacity, tokens, choices, experts)
@@ -269,13 +252,13 @@ def _in_slots(
     receive = ((stop - start) * size,) * group.size
     arrived = None
     if group.size > 1:
-        rows = torch.arange(sum(receive), device=keys.device).view(group.size, stop - start, size)
-        arrived = _Reorder(
-            rows.transpose(0, 1).reshape(-1), rows.view(stop - start, group.size, size).transpose(0, 1).reshape(-1)
-        )
+        rows = torch.arange(sum(receive), device=keys.device)
+        shapes = (group.size, stop - start, size), (stop - start, group.size, size)
+        order, inverse = (rows.view(shape).transpose(0, 1).reshape(-1) for shape in shapes)
+        arrived = _Reorder(order, inverse)
     counts_E = torch.full((stop - start,), group.size * size, device=keys.device)
     by_expert = _Reorder(taken[:-1], slots, filled[:-1], kept if drop else None)
-    return counts_E, _Travel(send, receive, by_expert, arrived, size, overflow)
+    return counts_E, _Route(send, receive, by_expert, arrived, size, overflow)
 
 
 def _order(keys: Tensor) -> _Reorder:
@@ -395,9 +378,8 @@ def experts_swiglu(
         torch.Size([5, 3])
     """
     experts = routing.scores.shape[-1]
-    cut = tp is not None and axis_size(tp, mesh) > 1
-    if cut:
-        assert tp is not None
+    tp = tp if tp is not None and axis_size(tp, mesh) > 1 else None
+    if tp is not None:
         x_ND = pvary(x_ND, tp, mesh=mesh)
         routing = routing._replace(weights=pvary(routing.weights, tp, mesh=mesh))
     x_MD, counts_E, plan = dispatch(x_ND, routing, experts, axis=axis, mesh=mesh, capacity=capacity, drop=drop)
@@ -407,15 +389,13 @@ def experts_swiglu(
         text = f"needs weights of the {counts_E.numel()} experts of this rank, of {experts} in all."
         mend = 'Name their dim "expert" in plan_layout(names=...), with the rule expert="ep".'
         raise SpecError(message(text, rows, mend))
-    gate_EFD = dequantize(gate_EFD)
-    up_EFD = dequantize(up_EFD)
-    down_EFD = dequantize(down_EFD)
-    product: Callable[[Tensor, Tensor], Tensor] = _equal_matmul
-    if plan.capacity is None:
-        product = functools.partial(grouped_matmul, counts_X=counts_E)
+    gate_EFD, up_EFD, down_EFD = map(dequantize, (gate_EFD, up_EFD, down_EFD))
+    product: Callable[[Tensor, Tensor], Tensor] = functools.partial(grouped_matmul, counts_X=counts_E)
+    if plan.capacity is not None:  # as many rows for each expert: no count has to be read
+        product = _equal_matmul
     hidden_MF = F.silu(product(x_MD, gate_EFD.mT)) * product(x_MD, up_EFD.mT)
     y_ND = combine(product(hidden_MF, down_EFD), plan)
-    return psum(y_ND, tp, mesh=mesh) if cut and tp is not None else y_ND
+    return psum(y_ND, tp, mesh=mesh) if tp is not None else y_ND
 
 
 def _equal_matmul(x_MD: Tensor, w_XDF: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.base.errors import ConfigError, SpecError, message, report
+from fsharding.base.errors import ConfigError, SpecError, message
 from fsharding.base.public import public
+from fsharding.sharding.leaf_plan import kind_text
 
 __all__ = ["LlamaScaling", "Scaling", "YarnScaling", "rotary", "rotary_frequencies"]
 
@@ -107,9 +108,8 @@ class YarnScaling:
             base: of them.
         """
         pairs = plain.numel()
-        first, last = (
-            pairs * math.log(self.length / (2 * math.pi * n)) / math.log(base) for n in (self.fast, self.slow)
-        )
+        turns = (self.length / (2 * math.pi * n) for n in (self.fast, self.slow))
+        first, last = (pairs * math.log(t) / math.log(base) for t in turns)
         start = max(math.floor(first), 0)
         end = min(math.ceil(last), 2 * pairs - 1)
         numbers = torch.arange(pairs, dtype=torch.float32, device=plain.device)
@@ -126,7 +126,7 @@ def _check(factor: float, length: int, slow: float, fast: float) -> None:
     wrong += [f"length {length}: at least 1"] if length < 1 else []
     wrong += [] if 0 < slow < fast < math.inf else [f"slow {slow}, fast {fast}: 0 < slow < fast"]
     if wrong:
-        raise ConfigError(report(" got numbers out of range.", wrong))
+        raise ConfigError(message("got numbers out of range.", wrong))
 
 
 def rotary_frequencies(
@@ -179,7 +179,7 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
     """
     B, _, T, E = x_BHTE.shape if x_BHTE.ndim == 4 else (0, 0, 0, 1)
     if E % 2 or tuple(positions_T.shape) not in ((T,), (B, T)):
-        rows = [f"{name} {_kind(x)}" for name, x in (("x is", x_BHTE), ("positions are", positions_T))]
+        rows = [f"x is {kind_text(x_BHTE)}", f"positions are {kind_text(positions_T)}"]
         mend = "Give x as [B, H, T, E] with an even E, and positions as [T] or [B, T]."
         raise SpecError(message("got shapes that do not fit.", rows, mend))
     frequencies = rotary_frequencies(E, base=base, scaling=scaling, device=x_BHTE.device)
@@ -189,7 +189,3 @@ def rotary(x_BHTE: Tensor, positions_T: Tensor, *, base: float = 10_000.0, scali
     sin = angles.sin()
     first, second = x_BHTE.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BHTE.dtype)
-
-
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

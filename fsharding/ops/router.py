@@ -18,16 +18,9 @@ from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.ops.collectives import psum
 
 __all__ = [
-    "Routing",
-    "balance_loss",
-    "count_choices",
-    "expert_counts",
-    "misfits",
-    "next_bias",
-    "route",
-    "record_load",
+    "Routing", "balance_loss", "count_choices", "expert_counts", "misfits", "next_bias", "route", "record_load",
     "z_loss",
-]
+]  # fmt: skip
 
 
 class Routing(NamedTuple):
@@ -91,8 +84,7 @@ def route(
         tensor([[0.7311, 0.2689],
                 [0.9526, 0.0474]])
     """
-    wrong = logits_NX.ndim != 2 or (bias is not None and bias.shape != logits_NX.shape[1:])
-    if wrong:
+    if logits_NX.ndim != 2 or (bias is not None and bias.shape != logits_NX.shape[1:]):
         rows = [f"logits are {list(logits_NX.shape)}"] + ([] if bias is None else [f"bias is {list(bias.shape)}"])
         mend = "Flatten batch and positions to tokens first."
         raise SpecError(message("needs logits [N, X] and a bias [X].", rows, mend))
