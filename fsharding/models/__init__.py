@@ -12,16 +12,6 @@ from fsharding.models.moe import Experts
 from fsharding.models.stacks import scan_stacks
 
 __all__ = [
-    "DecoderConfig",
-    "Dense",
-    "Experts",
-    "GQA",
-    "MLA",
-    "Model",
-    "Stack",
-    "Stream",
-    "decoder",
-    "generate",
-    "presets",
+    "DecoderConfig", "Dense", "Experts", "GQA", "MLA", "Model", "Stack", "Stream", "decoder", "generate", "presets",
     "scan_stacks",
-]
+]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,20 +19,7 @@ from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.sharding.random import LazyTensor
 
-__all__ = [
-    "AttentionPart",
-    "Cuts",
-    "Draws",
-    "FeedPart",
-    "BlockSettings",
-    "Part",
-    "Stream",
-    "columns",
-    "norm",
-    "positions_of",
-    "rows",
-    "scale_of",
-]
+__all__ = ["BlockSettings", "Cuts", "Draws", "Stream", "columns", "norm", "positions_of", "rows", "scale_of"]
 
 
 class Stream(NamedTuple):
@@ -118,61 +105,6 @@ class Draws:
         return random.zeros((*self.rows, *shape))
 
 
-class Part(Protocol):
-    """A part of a block: sizes, and what follows from them."""
-
-    def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
-        """First values of the leaves of a stack of blocks of width `dim`."""
-        ...
-
-    def names(self) -> dict[str, Tree]:
-        """Dim names of the leaves, "layers" first."""
-        ...
-
-    def objections(self, cuts: Cuts) -> list[str]:
-        """Why the mesh cannot cut the part in the way that the rules ask."""
-        ...
-
-
-class AttentionPart(Part, Protocol):
-    """The part of a block in which tokens see each other, in `heads`: sizes of queries and keys, and of values."""
-
-    @property
-    def heads(self) -> int:
-        """How many heads queries have."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head of queries and keys."""
-        ...
-
-    @property
-    def value_dim(self) -> int:
-        """Size of a head of values."""
-        ...
-
-    def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
-        """Its term of the residual stream, from the normalized stream [B, T, D]."""
-        ...
-
-    def prepared(self, params: Tree) -> Tree:
-        """The leaves of a block after what `apply` would gather of them over `tp` each time."""
-        ...
-
-    def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
-        """Return room for `length` tokens of each row: leaves [B, length, ...]; see `models.cache`."""
-        ...
-
-
-class FeedPart(Part, Protocol):
-    """The part of a block that is a function of each token, but for what balances its experts."""
-
-    def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
-        """Its terms of the residual stream, from the normalized stream [B, T, D], and of the loss (0-d)."""
-        ...
-
-
 def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: BlockSettings) -> Sequence[Tensor]:
     """Multiply with weights whose rows `tp` shards, each [F of this rank, D]; `whole` weights are on all ranks."""
     if whole:
@@ -182,11 +114,9 @@ def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: 
 
 def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, settings: BlockSettings) -> Tensor:
     """Multiply with a weight whose rows `tp` shards and sum over `tp`; with a `whole` one all ranks do the same."""
-    return (
-        ops.scaled_matmul(x_BTF, weight_FD, 0)
-        if whole
-        else ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
-    )
+    if whole:
+        return ops.scaled_matmul(x_BTF, weight_FD, 0)
+    return ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
 
 
 def norm(scale_D: Tensor, x_BTD: Tensor, settings: BlockSettings) -> Tensor:

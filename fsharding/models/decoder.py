@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.models.block_parts import AttentionPart, BlockSettings, Cuts, Draws, FeedPart, Stream, columns, norm
+from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, columns, norm
 from fsharding.models.cache import at_each
 from fsharding.models.grouped_query import GQA
 from fsharding.models.latent_attention import MLA
@@ -28,6 +28,12 @@ from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules
 
 __all__ = ["DecoderConfig", "Stack", "decoder"]
+
+# The parts of a block. All have `init`, `names` and `objections`, and `apply` gives a term of the residual stream from
+# the normalized stream; a feed-forward part gives a term of the loss, too. Attention has a `cache` for generation, and
+# `prepared` leaves, for which `apply` gathers nothing over `tp`.
+AttentionPart: TypeAlias = GQA | MLA
+FeedPart: TypeAlias = Dense | Mixture
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,9 @@ class DecoderConfig:
 
     @public
     def __post_init__(self) -> None:
-        sizes = {"vocab_size": self.vocab_size, "dim": self.dim, "layers": self.layers, "heads": self.heads}
-        sizes |= {"kv_heads": self.kv_heads, "intermediate_size": self.intermediate_size, "head_size": self.head_size}
-        wrong = [f"{name}={size}: at least 1" for name, size in sizes.items() if size is not None and size < 1]
+        sizes = ("vocab_size", "dim", "layers", "heads", "kv_heads", "intermediate_size", "head_size")
+        given = {name: getattr(self, name) for name in sizes}
+        wrong = [f"{name}={size}: at least 1" for name, size in given.items() if size is not None and size < 1]
         wrong += [] if 0 <= self.eps < 1 else [f"eps={self.eps}: from 0 to 1"]
         wrong += [] if 1 <= self.rope_base < math.inf else [f"rope_base={self.rope_base}: at least 1, and finite"]
         if self.attention is None and self.heads >= 1:
@@ -130,11 +136,8 @@ class DecoderConfig:
             wrong += [f"stack {stack.name!r}: {k}={v}: at least 1" for k, v in own.items() if v is not None and v < 1]
         names = [stack.name for stack in self.stacks]
         wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
-        wrong += [
-            f"stack {s.name!r} has both intermediate_size and experts"
-            for s in self.stacks
-            if s.intermediate_size is not None and s.experts
-        ]
+        both = [stack.name for stack in self.stacks if stack.intermediate_size is not None and stack.experts]
+        wrong += [f"stack {name!r} has both intermediate_size and experts" for name in both]
         wrong += [f"{name!r} is no name of a stack: it is part of a path" for name in names if not name.isidentifier()]
         if self.stacks and (total := sum(stack.layers for stack in self.stacks)) != self.layers:
             wrong.append(f"the stacks have {total} layers, not {self.layers}")
@@ -191,10 +194,6 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         (1, 8.0)
     """
     settings = BlockSettings(config.eps, 1 if sequence else None, attention)
-    kinds = config.kinds()
-    blocks = (
-        {s.name: _block(*kind, settings) for s, kind in zip(config.stacks, kinds, strict=True)} if config.stacks else {}
-    )
 
     def embed(params: Tree, batch: Tree) -> Stream:
         documents = batch.get("documents")
@@ -213,17 +212,22 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
     return Model(
         init=functools.partial(_init, config),
         embed=embed,
-        block=blocks or _block(*kinds[0], settings),
+        block=_by_stack(config, lambda stack: _block(*config.parts(stack), settings)),
         head=head,
         names=_names(config),
         tied=(("unembed", "embed.table"),) if config.tied else (),
         axes=("cp", "tp"),
         check=functools.partial(_check, config, sequence, attention),
         balanced=_balanced(config),
-        drops=any(isinstance(feed, Mixture) and feed.experts.drop for _, feed in kinds),
+        drops=any(isinstance(feed, Mixture) and feed.experts.drop for _, feed in config.kinds()),
         decode=_decode(config, attention),
         config=config,
     )
+
+
+def _by_stack(c: DecoderConfig, make: Callable[[Stack | None], Any]) -> Any:
+    """What is made of each stack, by name and in order; of the only one, that alone."""
+    return {stack.name: make(stack) for stack in c.stacks} if c.stacks else make(None)
 
 
 def _logits(c: DecoderConfig, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
@@ -243,26 +247,19 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
 
     def logits(params: Tree, x: Stream, last_B: Tensor) -> Tensor:
         logits_BV = _logits(c, params, at_each(x.x, last_B), settings)[:, 0]
-        return (
-            logits_BV
-            if logits_BV.shape[1] == c.vocab_size
-            else ops.all_gather(logits_BV, "tp", dim=1, size=c.vocab_size)
-        )
+        whole = logits_BV.shape[1] == c.vocab_size
+        return logits_BV if whole else ops.all_gather(logits_BV, "tp", dim=1, size=c.vocab_size)
 
-    def block(parts: tuple[AttentionPart, FeedPart]) -> Callable[[Tree, Stream, Tree], Stream]:
-        attention, feed = parts
+    def block(stack: Stack | None) -> Callable[[Tree, Stream, Tree], Stream]:
+        attention, feed = c.parts(stack)
         if isinstance(feed, Mixture):
             feed = Mixture(replace(feed.experts, balance=0.0, z=0.0, capacity=None, drop=False))
         run = _block(attention, feed, settings)
         return lambda params, x, cache: run(params, x._replace(cache=cache))
 
-    kinds = c.kinds()
-    columns = [(block(parts), parts[0].prepared, parts[0].cache) for parts in kinds]
-    if not c.stacks:
-        return Decode(embed, *columns[0], logits, c.vocab_size)
-    names = [stack.name for stack in c.stacks]
-    run, prepare, cache = (dict(zip(names, column, strict=True)) for column in zip(*columns, strict=True))
-    return Decode(embed, run, prepare, cache, logits, c.vocab_size)
+    prepare = _by_stack(c, lambda stack: c.parts(stack)[0].prepared)
+    cache = _by_stack(c, lambda stack: c.parts(stack)[0].cache)
+    return Decode(embed, _by_stack(c, block), prepare, cache, logits, c.vocab_size)
 
 
 def _block(
@@ -284,11 +281,9 @@ def _block(
 def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
     """The biases of routers that a step moves, with their rates."""
     paths = [f"blocks.{stack.name}" for stack in c.stacks] or ["blocks"]
-    feeds = [feed for _, feed in c.kinds()]
-    pairs = [
-        (path, feed.experts.bias_rate) for path, feed in zip(paths, feeds, strict=True) if isinstance(feed, Mixture)
-    ]
-    return tuple((f"{path}.experts.bias", rate) for path, rate in pairs if rate is not None)
+    feeds = {path: feed for path, (_, feed) in zip(paths, c.kinds(), strict=True)}
+    rates = {path: feed.experts.bias_rate for path, feed in feeds.items() if isinstance(feed, Mixture)}
+    return tuple((f"{path}.experts.bias", rate) for path, rate in rates.items() if rate is not None)
 
 
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
@@ -309,29 +304,27 @@ def _init(c: DecoderConfig, key: Tensor) -> Tree:
     ends, *keys = random.split(key, 1 + max(1, len(c.stacks))).unbind(0)
     narrow = 0.02 / (2 * c.layers) ** 0.5
     draws = Draws(ends)
+    left = iter(keys)
 
-    def blocks(layers: int, parts: tuple[AttentionPart, FeedPart], key: Tensor) -> Tree:
-        draws = Draws(key, (layers,), narrow)
+    def blocks(stack: Stack | None) -> Tree:
+        draws = Draws(next(left), (c.layers if stack is None else stack.layers,), narrow)
         norms = {name: draws.ones(c.dim) for name in ("norm1", "norm2")}
-        return {**norms, **parts[0].init(c.dim, draws), **parts[1].init(c.dim, draws)}
+        attention, feed = c.parts(stack)
+        return {**norms, **attention.init(c.dim, draws), **feed.init(c.dim, draws)}
 
     embed = {"table": draws.normal(c.vocab_size, c.dim)}
     head = {"norm": draws.ones(c.dim)}
     if not c.tied:
         head["unembed"] = draws.normal(c.vocab_size, c.dim)
-    if not c.stacks:
-        return {"embed": embed, "blocks": blocks(c.layers, c.parts(), keys[0]), "head": head}
-    stacks = {s.name: blocks(s.layers, c.parts(s), key) for s, key in zip(c.stacks, keys, strict=True)}
-    return {"embed": embed, "blocks": stacks, "head": head}
+    return {"embed": embed, "blocks": _by_stack(c, blocks), "head": head}
 
 
 def _names(c: DecoderConfig) -> Tree:
-    def blocks(parts: tuple[AttentionPart, FeedPart]) -> Tree:
-        norms = dict.fromkeys(("norm1", "norm2"), ("layers", "embed"))
-        return {**norms, **parts[0].names(), **parts[1].names()}
+    def blocks(stack: Stack | None) -> Tree:
+        attention, feed = c.parts(stack)
+        return dict.fromkeys(("norm1", "norm2"), ("layers", "embed")) | attention.names() | feed.names()
 
     head: dict[str, Any] = {"norm": ("embed",)}
     if not c.tied:
         head["unembed"] = ("vocab", "embed")
-    stacks = {s.name: blocks(c.parts(s)) for s in c.stacks} if c.stacks else blocks(c.parts())
-    return {"embed": {"table": ("vocab", "embed")}, "blocks": stacks, "head": head}
+    return {"embed": {"table": ("vocab", "embed")}, "blocks": _by_stack(c, blocks), "head": head}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,38 +123,27 @@ def generate(
         _check_parameters(model, values)
     rows = _rows(prompts, decode.vocab if decode is not None else None)
     device = next(map(_device_of, tree.leaves(values)), None)
-    tokens_BT, lengths_B = (x.to(device) for x in _padded(rows))
     with evaluating(), torch.no_grad(), naming_lost(_NAME, mesh):
         if mesh is not None:
             _agree(mesh, rows, max_new_tokens, sampling, ends)
         with nullcontext() if mesh is None else set_mesh(_without_cp(mesh)):
-            predictor = _predictor(model, decode, values, dtypes, context)
-            return _loop(predictor, tokens_BT, lengths_B, max_new_tokens, sampling, ends, stream)
+            predictor = _predictor(model, decode, values, dtypes.activation_dtype, context)
+            return _loop(predictor, rows, device, max_new_tokens, sampling, ends, stream)
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
-class _Predictor(Protocol):
-    """Logits of the token after some others, of which it keeps what it needs in a cache."""
-
-    def begin(self, rows: int, length: int) -> Tree:
-        """An empty cache, for so many tokens of each row."""
-        ...
-
-    def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
-        """Store new tokens in the cache, in place, and predict the next one of each row: [B, V]."""
-        ...
-
-
 def _loop(
-    predictor: _Predictor,
-    tokens_BT: Tensor,
-    lengths_B: Tensor,
+    predictor: _Cached | _Uncached,
+    prompts: Sequence[Tensor],
+    device: torch.device | None,
     count: int,
     sampling: _Sampling,
     ends: Sequence[int],
     stream: Callable[[Tensor], object] | None,
 ) -> Tensor:
-    """All new tokens: the prompts at once, then one token a step."""
+    """All new tokens: the prompts at once, padded at their ends, then one token a step."""
+    tokens_BT = torch.nn.utils.rnn.pad_sequence([*prompts], batch_first=True).to(device)
+    lengths_B = torch.tensor([x.numel() for x in prompts]).to(device)
     rows, longest = tokens_BT.shape
     cache = predictor.begin(rows, longest + count)
     draws_BN = sampling.draws(rows, count, tokens_BT.device)
@@ -171,6 +161,7 @@ def _loop(
         if stream is not None:
             stream(next_B.clone())
         done_B |= torch.isin(next_B, ends_K)
+        # Ranks of ep exchange tokens in each step, so that none may stop before the others.
         if n + 1 == count or (ends and _all_done(done_B)):
             break
         positions_B1 = (lengths_B + n)[:, None]
@@ -232,29 +223,25 @@ class _Unit(NamedTuple):
     params: Tree
 
 
-class _Units(NamedTuple):
-    """The parameters of a model, whole over the data axes."""
+@dataclass(frozen=True)
+class _Cached:
+    """A model that decodes, and its parameters, whole over the data axes; the cache is a list of the blocks' caches."""
 
+    decode: Decode
     embed: Tree
     blocks: list[_Unit]
     head: Tree
 
-
-@dataclass(frozen=True)
-class _Cached:
-    """A model that decodes; its cache is a list of the blocks' caches."""
-
-    decode: Decode
-    units: _Units
-
     def begin(self, rows: int, length: int) -> Tree:
-        return [unit.cache(unit.params, rows, length) for unit in self.units.blocks]
+        """An empty cache, for so many tokens of each row."""
+        return [unit.cache(unit.params, rows, length) for unit in self.blocks]
 
     def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
-        x = self.decode.embed(self.units.embed, {"tokens": tokens_BT, "positions": positions_BT})
-        for unit, kept in zip(self.units.blocks, cache, strict=True):
+        """Store new tokens in the cache, in place, and predict the next one of each row: [B, V]."""
+        x = self.decode.embed(self.embed, {"tokens": tokens_BT, "positions": positions_BT})
+        for unit, kept in zip(self.blocks, cache, strict=True):
             x = unit.run(unit.params, x, tree.map(lambda slots: slots[:, :used], kept))
-        return self.decode.logits(self.units.head, x, last_B)
+        return self.decode.logits(self.head, x, last_B)
 
 
 @dataclass(frozen=True)
@@ -288,20 +275,12 @@ class _Uncached:
 
 # ---------------------------------------------------------------------------------------------------------- parameters
 def _predictor(
-    model: Any, decode: Decode | None, params: Tree, precision: Precision, context: int | None
-) -> _Predictor:
-    """Gather the parameters of a model that decodes, or of a function."""
+    model: Any, decode: Decode | None, params: Tree, dtype: torch.dtype | None, context: int | None
+) -> _Cached | _Uncached:
+    """Gather the parameters of a function, or the units of a model, one after the other and each once."""
     if decode is None:
-        return _Uncached(model, _gathered(params, precision), context)
-    return _Cached(decode, _gathered_units(model, decode, params, precision))
-
-
-def _gathered_units(model: Model, decode: Decode, params: Tree, precision: Precision) -> _Units:
-    """The units of a model, gathered one after the other, each once; what the head is tied to is there already."""
-
-    def whole(unit: Tree) -> Tree:
-        return gather_unit(unit, dtype=precision.activation_dtype)
-
+        return _Uncached(model, _gathered(params, dtype), context)
+    whole = functools.partial(gather_unit, dtype=dtype)
     wholes = {"embed": whole(params["embed"])}
     of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
     stacks = [of_each] if callable(decode.block) else [[x[name] for x in of_each] for name in decode.block]
@@ -310,16 +289,17 @@ def _gathered_units(model: Model, decode: Decode, params: Tree, precision: Preci
         for run, prepare, cache, stack in stacks
         for unit in unstack_units(stack)
     ]
+    # The head gets the very tensor of the embedding: a table is gathered once, and takes memory once.
     tied = {name: tree.at(wholes, path) for name, path in model.tied}
-    return _Units(wholes["embed"], blocks, {**whole(params["head"]), **tied})
+    return _Cached(decode, wholes["embed"], blocks, {**whole(params["head"]), **tied})
 
 
-def _gathered(params: Tree, precision: Precision) -> Tree:
+def _gathered(params: Tree, dtype: torch.dtype | None) -> Tree:
     """Any parameters, one part of the tree after the other, so that buffers are no larger than a part."""
     if isinstance(params, Mapping):
         named = cast("Mapping[str, Tree]", params)
-        return {name: gather_unit(part, dtype=precision.activation_dtype) for name, part in named.items()}
-    return gather_unit(params, dtype=precision.activation_dtype)
+        return {name: gather_unit(part, dtype=dtype) for name, part in named.items()}
+    return gather_unit(params, dtype=dtype)
 
 
 def _device_of(x: Tensor) -> torch.device:
@@ -359,14 +339,10 @@ def _decode_of(model: Any, context: int | None) -> Decode | None:
 
 
 def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: Sequence[int]) -> None:
-    least = {"max_new_tokens": count, "context": context, "top_k": sampling.top_k}
-    wrong = [
-        f"{name}={value!r}: a whole number, at least 1"
-        for name, value in least.items()
-        if (value is not None or name == "max_new_tokens") and (type(value) is not int or value < 1)
-    ]
-    temperature = sampling.temperature
-    top_p = sampling.top_p
+    optional = {"context": context, "top_k": sampling.top_k}
+    least = {"max_new_tokens": count} | {name: x for name, x in optional.items() if x is not None}
+    wrong = [f"{name}={x!r}: a whole number, at least 1" for name, x in least.items() if type(x) is not int or x < 1]
+    temperature, top_p = sampling.temperature, sampling.top_p
     wrong += [] if 0 <= temperature < math.inf else [f"temperature={temperature}: at least 0, and finite"]
     wrong += [] if top_p is None or 0 < top_p <= 1 else [f"top_p={top_p}: above 0, at most 1"]
     wrong += [f"eos={end!r}: a token" for end in ends if not isinstance(end, int) or end < 0]
@@ -384,13 +360,10 @@ def _check_parameters(model: Model, params: Tree) -> None:
     tree.match(draws, params, ("the model", "params"))
     have = tree.named_leaves(params)
     # Of a fused leaf over tp a rank's DTensor is its slice, which says nothing of the whole shape.
-    told = [path for path, x in have.items() if not (isinstance(x, DTensor) and hides_owners(x))]
-    wanted = {path: draw.shape for path, draw in tree.named_leaves(draws).items()}
-    rows = [
-        f"{path} is {typeof(have[path])}, and {list(wanted[path])} in the model"
-        for path in told
-        if typeof(have[path]).shape != tuple(wanted[path])
-    ]
+    told = {path: typeof(x) for path, x in have.items() if not (isinstance(x, DTensor) and hides_owners(x))}
+    wanted = {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
+    unlike = {path: kind for path, kind in told.items() if kind.shape != wanted[path]}
+    rows = [f"{path} is {kind}, and {list(wanted[path])} in the model" for path, kind in unlike.items()]
     if rows:
         mend = "Give the config that they were trained with."
         raise TreeError(message("got parameters of other shapes than the model's.", rows, mend))
@@ -416,19 +389,11 @@ def _rows(prompts: Any, vocab: int | None) -> list[Tensor]:
     return [checked_ids("prompts", x, most) for x in rows]
 
 
-def _padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(prompts, padded at their ends, int64[B, T]; how long each is, int64[B])."""
-    lengths_B = torch.tensor([x.numel() for x in rows])
-    return torch.nn.utils.rnn.pad_sequence([*rows], batch_first=True), lengths_B
-
-
 def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Sampling, ends: Sequence[int]) -> None:
     """Refuses calls on ranks that compute together which are not the same call. Collective over `tp` and `ep`."""
     settings = {"max_new_tokens": str(count), "eos": "none" if not ends else str(list(ends))}
-    own = {
-        "prompts": str([x.tolist() for x in rows]),
-        "key": str(None if sampling.key is None else sampling.key.tolist()),
-    }
+    key = None if sampling.key is None else sampling.key.tolist()
+    own = {"prompts": str([x.tolist() for x in rows]), "key": str(key)}
     own |= {name: str(getattr(sampling, name)) for name in ("temperature", "top_k", "top_p")}
     for axis, facts in (("tp", settings | own), ("ep", settings)):
         group = axis_group(mesh, (axis,) if abstract(mesh).axis_size(axis) > 1 else ())

@@ -73,7 +73,7 @@ class GQA:
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
     def init(self, dim: int, draws: Draws) -> dict[str, LazyTensor]:
-        """First values of the leaves; see `Part`."""
+        """First values of the leaves of a stack of blocks of width `dim`."""
         sizes = {"qkv": sum(self.sizes)} if self.fused else dict(zip("qkv", self.sizes, strict=True))
         biases = {f"{x}_bias": size for x, size in sizes.items()} if self.bias else {}
         return {
@@ -84,7 +84,7 @@ class GQA:
         }
 
     def names(self) -> dict[str, tuple[DimName, ...]]:
-        """Dim names of the leaves; see `Part`."""
+        """Dim names of the leaves, "layers" first."""
         apart: dict[str, DimName] = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
         of = {"qkv": Fused("heads", self.sizes)} if self.fused else apart
         matrices = {f"w{x}": ("layers", name, "embed") for x, name in of.items()}
@@ -93,7 +93,7 @@ class GQA:
         return {**matrices, "wo": ("layers", "heads", "embed"), **biases, **norms}
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
-        """Attention of a block; see `Part`."""
+        """Its term of the residual stream, from the normalized stream [B, T, D]."""
         heads = params["wo"].shape[0] // self.head_dim
         whole = heads == self.heads
         result = columns(x_BTD, self._rows(params, "w{}", heads), whole=whole, settings=settings)
@@ -121,7 +121,7 @@ class GQA:
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
 
     def prepared(self, params: Tree) -> Tree:
-        """The leaves with the rows of the key heads that this rank needs; see `AttentionPart`."""
+        """The leaves with the rows of the key heads that this rank needs."""
         if self.fused:
             return params
         names = [name for x in "kv" for name in (f"w{x}", f"{x}_bias") if name in params]
@@ -129,13 +129,14 @@ class GQA:
         return {**params, **{name: self._kv_rows(params[name], heads) for name in names}}
 
     def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
-        """Keys and values, of the key heads that this rank needs; see `AttentionPart`."""
+        """Keys and values, of the key heads that this rank needs."""
         first, last = self._key_heads(params["wo"].shape[0] // self.head_dim)
         return {name: params["wo"].new_zeros(rows, length, last - first, self.head_dim) for name in "kv"}
 
     def _key_heads(self, heads: int) -> tuple[int, int]:
         """The key heads of this rank's query heads, from the first to the one after the last."""
         group = self.heads // self.kv_heads
+        # Heads are equal on all ranks of tp; fewer than all of them mean that tp has cut them.
         first = axis_index("tp") * heads if heads < self.heads else 0
         return first // group, (first + heads - 1) // group + 1
 
@@ -155,13 +156,12 @@ class GQA:
         if weight.shape[0] == (last - first) * self.head_dim < count:
             return weight  # prepared: where ranks share a key head, each has less than one
         weight = dequantize(weight)
-        weight = (
-            ops.pvary(weight, "tp") if weight.shape[0] == count else ops.all_gather(weight, "tp", dim=0, size=count)
-        )
+        whole = weight.shape[0] == count
+        weight = ops.pvary(weight, "tp") if whole else ops.all_gather(weight, "tp", dim=0, size=count)
         return weight[first * self.head_dim : last * self.head_dim]
 
     def objections(self, cuts: Cuts) -> list[str]:
-        """Why the mesh cannot cut the heads; see `Part`."""
+        """Why the mesh cannot cut the heads in the way that the rules ask."""
         wrong: list[str] = []
         each = self.heads // cuts.tp if cuts.has("heads") else self.heads
         group = self.heads // self.kv_heads
@@ -170,9 +170,8 @@ class GQA:
         if cuts.has("heads") and self.heads % cuts.tp:
             wrong.append(f"{self.heads} heads: no multiple of {cuts.tp}")
         elif cuts.has("heads") and each % group and group % each:
-            wrong.append(
-                f"{each} heads a rank: neither whole groups of {group}, which share a key head, nor a part of one"
-            )
+            neither = f"neither whole groups of {group}, which share a key head, nor a part of one"
+            wrong.append(f"{each} heads a rank: {neither}")
         if self.fused and cuts.has("heads") and self.kv_heads % cuts.tp:
             wrong.append(f"{self.kv_heads} kv_heads, in one leaf with the queries: no multiple of {cuts.tp}")
         if not self.fused and cuts.has("kv_heads") and not cuts.has("heads"):

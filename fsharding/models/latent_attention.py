@@ -66,7 +66,7 @@ class MLA:
         return self.plain_dim + self.rotary_dim
 
     def init(self, dim: int, draws: Draws) -> dict[str, LazyTensor]:
-        """First values of the leaves; see `Part`."""
+        """First values of the leaves of a stack of blocks of width `dim`."""
         return {
             "q_down": draws.normal(self.q_rank, dim),
             "q_norm": draws.ones(self.q_rank),
@@ -78,7 +78,7 @@ class MLA:
         }
 
     def names(self) -> dict[str, tuple[DimName, ...]]:
-        """Dim names of the leaves; see `Part`."""
+        """Dim names of the leaves, "layers" first."""
         return {
             "q_down": ("layers", None, "embed"),
             "q_norm": ("layers", None),
@@ -90,7 +90,7 @@ class MLA:
         }
 
     def apply(self, params: Tree, x_BTD: Tensor, stream: Stream, settings: BlockSettings) -> Tensor:
-        """Attention of a block; see `Part`."""
+        """Its term of the residual stream, from the normalized stream [B, T, D]."""
         heads = params["q_up"].shape[0] // self.head_dim
         whole = heads == self.heads
         q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, settings)
@@ -119,26 +119,21 @@ class MLA:
         return rows(rearrange(out_BHTE, "b h t e -> b t (h e)"), params["wo"], whole=whole, settings=settings)
 
     def prepared(self, params: Tree) -> Tree:
-        """The same leaves: each rank has the heads that it computes; see `AttentionPart`."""
+        """The same leaves: each rank has the heads that it computes."""
         return params
 
     def cache(self, params: Tree, rows: int, length: int) -> dict[str, Tensor]:
-        """The narrow vectors and turned key parts, which all heads share; see `AttentionPart`."""
+        """The narrow vectors and turned key parts, which all heads share."""
         return {"latents": params["wo"].new_zeros(rows, length, self.kv_rank + self.rotary_dim)}
 
     def _cached(
         self, kv_up: Tensor, q_plain: Tensor, q_turned: Tensor, latents_BSR: Tensor, at: Tensor, scale: float
     ) -> Tensor:
-        """Attention in the space of the narrow vectors, so that no key and no value of an earlier token is made anew.
-
-        The product of a plain query and a key, `q (W c)`, is `(q W) c`, and a sum of values `W c` is W times that of c
-        (DeepSeek-V2, sec. 2.1.2): the queries go through the weights instead of all keys and values.
-        """
-        up_k, up_v = (
-            dequantize(kv_up)
-            .unflatten(0, (-1, self.plain_dim + self.value_dim))
-            .split((self.plain_dim, self.value_dim), 1)
-        )
+        """Attention in the space of the narrow vectors, without the keys and values of earlier tokens."""
+        # The product of a plain query and a key, `q (W c)`, is `(q W) c`, and a sum of values `W c` is W times the sum
+        # of c (DeepSeek-V2, sec. 2.1.2): the queries go through the weights instead of all keys and values.
+        sizes = self.plain_dim, self.value_dim
+        up_k, up_v = dequantize(kv_up).unflatten(0, (-1, sum(sizes))).split(sizes, 1)
         q_BHTR = torch.cat((torch.einsum("bhte,her->bhtr", q_plain, up_k), q_turned), -1)
         keys_B1SR = latents_BSR[:, None]
         out_BHTR = attend(q_BHTR, keys_B1SR, keys_B1SR[..., : self.kv_rank], at, scale)
@@ -157,7 +152,7 @@ class MLA:
         return (narrow if whole else ops.copy_to_tp(narrow, sequence_dim=settings.sequence)).split(sizes, -1)
 
     def objections(self, cuts: Cuts) -> list[str]:
-        """Why the mesh cannot cut the heads; see `Part`."""
+        """Why the mesh cannot cut the heads in the way that the rules ask."""
         if cuts.has("heads") and self.heads % cuts.tp:
             return [f"{self.heads} heads: no multiple of {cuts.tp}"]
         each = self.heads // cuts.tp if cuts.has("heads") else self.heads

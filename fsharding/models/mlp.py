@@ -35,35 +35,29 @@ class Dense:
     fused: bool = False
 
     def init(self, dim: int, draws: Draws) -> dict[str, LazyTensor]:
-        """First values of the leaves; see `Part`."""
-        names = (
-            {"gate_up": 2 * self.intermediate_size}
-            if self.fused
-            else {"gate": self.intermediate_size, "up": self.intermediate_size}
-        )
-        wide = {name: draws.normal(size, dim) for name, size in names.items()}
-        return {**wide, "down": draws.into_stream(self.intermediate_size, dim)}
+        """First values of the leaves of a stack of blocks of width `dim`."""
+        size = self.intermediate_size
+        sizes = {"gate_up": 2 * size} if self.fused else {"gate": size, "up": size}
+        wide = {name: draws.normal(rows, dim) for name, rows in sizes.items()}
+        return {**wide, "down": draws.into_stream(size, dim)}
 
     def names(self) -> dict[str, tuple[DimName, ...]]:
-        """Dim names of the leaves; see `Part`."""
+        """Dim names of the leaves, "layers" first."""
         if self.fused:
             gate_up = ("layers", Fused("mlp", (self.intermediate_size, self.intermediate_size)), "embed")
             return {"gate_up": gate_up, "down": ("layers", "mlp", "embed")}
         return dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
 
     def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
-        """`down(silu(gate(x)) * up(x))`; see `Part`."""
-        whole = params["down"].shape[0] == self.intermediate_size
-        result = columns(
-            x_BTD, [params[n] for n in ("gate_up", "gate", "up") if n in params], whole=whole, settings=settings
-        )
-        gate_BTF, up_BTF = (
-            ops.split_fused(result[0], (self.intermediate_size, self.intermediate_size)) if self.fused else result
-        )
+        """`down(silu(gate(x)) * up(x))`."""
+        size = self.intermediate_size
+        whole = params["down"].shape[0] == size
+        weights = [params[name] for name in ("gate_up", "gate", "up") if name in params]
+        result = columns(x_BTD, weights, whole=whole, settings=settings)
+        gate_BTF, up_BTF = ops.split_fused(result[0], (size, size)) if self.fused else result
         return rows(F.silu(gate_BTF) * up_BTF, params["down"], whole=whole, settings=settings), None
 
     def objections(self, cuts: Cuts) -> list[str]:
-        """Why the mesh cannot cut the hidden dim; see `Part`."""
-        return (
-            [f"mlp of size {self.intermediate_size}: less than 2"] if cuts.tp > 1 and self.intermediate_size < 2 else []
-        )
+        """Why the mesh cannot cut the hidden dim."""
+        uncuttable = cuts.tp > 1 and self.intermediate_size < 2
+        return [f"mlp of size {self.intermediate_size}: less than 2"] if uncuttable else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -15,14 +14,11 @@ from fsharding.base.errors import ConfigError, message
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.formats.quantized import dequantize
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_size
+from fsharding.mesh.device_mesh import axis_size
 from fsharding.models.block_parts import BlockSettings, Cuts, Draws
 from fsharding.ops.router import misfits
-from fsharding.sharding import random
-from fsharding.sharding.partition_spec import AxisRules, DimName
-from fsharding.sharding.random import LazyTensor
 
-__all__ = ["Experts", "Mixture", "expert_draws", "expert_names", "mixture", "uncut"]
+__all__ = ["Experts", "Mixture"]
 
 
 @dataclass(frozen=True)
@@ -86,81 +82,80 @@ class Experts:
             raise ConfigError(message("has numbers that do not fit.", wrong))
 
 
-def expert_draws(c: Experts, layers: int, dim: int, weight: Callable[..., random.LazyTensor], narrow: float) -> Tree:
-    """Draw the leaves of the mixtures of a stack of layers."""
-    expert = (layers, c.count, c.intermediate_size, dim)
-    leaves: dict[str, Tree] = {
-        "router": weight(layers, c.count, dim),
-        "gate": weight(*expert),
-        "up": weight(*expert),
-        "down": weight(*expert, std=narrow),
-    }
-    if c.bias_rate is not None:
-        leaves["bias"] = random.zeros((layers, c.count))
-    if c.shared:
-        shared = (layers, c.shared * c.intermediate_size, dim)
-        leaves["shared"] = {"gate": weight(*shared), "up": weight(*shared), "down": weight(*shared, std=narrow)}
-    return leaves
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts as a part of a block."""
 
+    experts: Experts
 
-def expert_names(c: Experts) -> Tree:
-    """The dim names of `expert_draws`."""
-    names: dict[str, Tree] = {"router": ("layers", None, "embed")}
-    expert: tuple[DimName, ...] = ("layers", "expert", "mlp", "embed")
-    names.update(dict.fromkeys(("gate", "up", "down"), expert))
-    if c.bias_rate is not None:
-        names["bias"] = ("layers", None)
-    if c.shared:
-        names["shared"] = dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed"))
-    return names
+    def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
+        """First values of the leaves of a stack of blocks of width `dim`."""
+        c = self.experts
 
+        def mlp(*sizes: int) -> dict[str, Tree]:
+            return {"gate": draws.normal(*sizes), "up": draws.normal(*sizes), "down": draws.into_stream(*sizes)}
 
-def uncut(c: Experts, mesh: Mesh, rules: AxisRules) -> list[str]:
-    """Leaves that the axes of a mesh cannot cut in the way that the rules ask, for an error."""
-    sizes = abstract(mesh)
-    wrong = list[str]()
-    along = [axis for axis in rules.get("expert", ()) if sizes.axis_size(axis) > 1]
-    ep = sizes.axis_size("ep")
-    tp = sizes.axis_size("tp")
-    if set(along) - {"ep"}:
-        wrong.append(f"rule expert={', '.join(along)}: tokens go to their experts along ep alone")
-    elif along and c.count % ep:
-        wrong.append(f"{c.count} experts: no multiple of ep={ep}")
-    if "tp" in rules.get("mlp", ()) and c.intermediate_size % tp:
-        wrong.append(f"{c.intermediate_size} intermediate_size of an expert: no multiple of tp={tp}")
-    return wrong
+        leaves: dict[str, Tree] = {"router": draws.normal(c.count, dim), **mlp(c.count, c.intermediate_size, dim)}
+        if c.bias_rate is not None:
+            leaves["bias"] = draws.zeros(c.count)
+        if c.shared:
+            leaves["shared"] = mlp(c.shared * c.intermediate_size, dim)
+        return {"experts": leaves}
 
+    def names(self) -> dict[str, Tree]:
+        """Dim names of the leaves, "layers" first."""
+        mlp = ("gate", "up", "down")
+        names: dict[str, Tree] = {"router": ("layers", None, "embed")}
+        names |= dict.fromkeys(mlp, ("layers", "expert", "mlp", "embed"))
+        if self.experts.bias_rate is not None:
+            names["bias"] = ("layers", None)
+        if self.experts.shared:
+            names["shared"] = dict.fromkeys(mlp, ("layers", "mlp", "embed"))
+        return {"experts": names}
 
-def mixture(c: Experts, params: Tree, x_BTD: Tensor, *, sequence_dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the mixture of one block and its loss term. Collective along `ep` and `tp` if they shard experts or F."""
-    # Logits are computed in float32 at least, outside of the region over `tp`; all of the rest is inside.
-    cut = params["gate"].shape[1] != c.intermediate_size and axis_size("tp") > 1
-    router_XD = dequantize(params["router"])
-    router_XD = router_XD if sequence_dim is None else ops.copy_to_tp(router_XD)
-    high = wide(x_BTD.dtype)
-    logits_BTX = F.linear(x_BTD.to(high), router_XD.to(high))
-    if cut:
-        x_BTD, logits_BTX = (ops.copy_to_tp(y, sequence_dim=sequence_dim) for y in (x_BTD, logits_BTX))
-    x_ND, logits_NX = (rearrange(y, "b t d -> (b t) d") for y in (x_BTD, logits_BTX))
-    bias_X = params.get("bias")
-    routing = ops.route(
-        logits_NX, top_k=c.active, score=c.score, bias=bias_X, normalize=c.normalize, scale=c.scale,
-        groups=c.groups, kept_groups=c.kept_groups,
-    )  # fmt: skip
-    extra = _extra_loss(c, routing, logits_NX, cut=cut)
-    if bias_X is not None:
-        routing = ops.record_load(routing, bias_X)
-    y_ND = ops.experts_swiglu(
-        x_ND, params["gate"], params["up"], params["down"], routing,
-        axis="ep" if params["gate"].shape[0] != c.count else (), tp=None, capacity=c.capacity,
-        drop=c.drop,
-    )  # fmt: skip
-    if c.shared:
-        shared = params["shared"]
-        hidden_NF = F.silu(ops.scaled_matmul(x_ND, shared["gate"], 1)) * ops.scaled_matmul(x_ND, shared["up"], 1)
-        y_ND = y_ND + ops.scaled_matmul(hidden_NF, shared["down"], 0)
-    y_BTD = y_ND.view_as(x_BTD)
-    return ops.reduce_from_tp(y_BTD, sequence_dim=sequence_dim) if cut else y_BTD, extra
+    def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
+        """The mixture of one block. Collective along `ep` and `tp` if they shard experts or F."""
+        # Logits are computed in float32 at least, outside of the region over `tp`; all of the rest is inside.
+        c, params, sequence_dim = self.experts, params["experts"], settings.sequence
+        cut = params["gate"].shape[1] != c.intermediate_size and axis_size("tp") > 1
+        router_XD = dequantize(params["router"])
+        router_XD = router_XD if sequence_dim is None else ops.copy_to_tp(router_XD)
+        high = wide(x_BTD.dtype)
+        logits_BTX = F.linear(x_BTD.to(high), router_XD.to(high))
+        if cut:
+            x_BTD, logits_BTX = (ops.copy_to_tp(y, sequence_dim=sequence_dim) for y in (x_BTD, logits_BTX))
+        x_ND, logits_NX = (rearrange(y, "b t d -> (b t) d") for y in (x_BTD, logits_BTX))
+        # The bias chooses experts and gets no gradient by it; `record_load` gives it the load of this call instead.
+        bias_X = params.get("bias")
+        routing = ops.route(
+            logits_NX, top_k=c.active, score=c.score, bias=bias_X, normalize=c.normalize, scale=c.scale,
+            groups=c.groups, kept_groups=c.kept_groups,
+        )  # fmt: skip
+        extra = _extra_loss(c, routing, logits_NX, cut=cut)
+        if bias_X is not None:
+            routing = ops.record_load(routing, bias_X)
+        axis = "ep" if params["gate"].shape[0] != c.count else ()
+        gate, up, down = (params[name] for name in ("gate", "up", "down"))
+        y_ND = ops.experts_swiglu(x_ND, gate, up, down, routing, axis=axis, tp=None, capacity=c.capacity, drop=c.drop)
+        if c.shared:
+            shared = params["shared"]
+            hidden_NF = F.silu(ops.scaled_matmul(x_ND, shared["gate"], 1)) * ops.scaled_matmul(x_ND, shared["up"], 1)
+            y_ND = y_ND + ops.scaled_matmul(hidden_NF, shared["down"], 0)
+        y_BTD = y_ND.view_as(x_BTD)
+        return ops.reduce_from_tp(y_BTD, sequence_dim=sequence_dim) if cut else y_BTD, extra
+
+    def objections(self, cuts: Cuts) -> list[str]:
+        """Why the mesh cannot cut the experts."""
+        c, sizes = self.experts, cuts.mesh
+        along = [axis for axis in cuts.rules.get("expert", ()) if sizes.axis_size(axis) > 1]
+        wrong: list[str] = []
+        if {*along} - {"ep"}:
+            wrong.append(f"rule expert={', '.join(along)}: tokens go to their experts along ep alone")
+        elif along and c.count % sizes.axis_size("ep"):
+            wrong.append(f"{c.count} experts: no multiple of ep={sizes.axis_size('ep')}")
+        if "tp" in cuts.rules.get("mlp", ()) and c.intermediate_size % cuts.tp:
+            wrong.append(f"{c.intermediate_size} intermediate_size of an expert: no multiple of tp={cuts.tp}")
+        return wrong
 
 
 def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: bool) -> Tensor:
@@ -172,31 +167,3 @@ def _extra_loss(c: Experts, routing: ops.Routing, logits_NX: Tensor, *, cut: boo
     if c.z:
         extra = extra + logits_NX.new_full((), c.z) * ops.z_loss(logits_NX)[0]
     return ops.reduce_from_tp(extra / axis_size("tp")) if cut and extra.requires_grad else extra
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts as a part of a block."""
-
-    experts: Experts
-
-    def init(self, dim: int, draws: Draws) -> dict[str, Tree]:
-        """First values of the leaves; see `Part`."""
-
-        def weight(layers: int, *shape: int, std: float = 0.02) -> LazyTensor:
-            return draws.normal(*shape, std=std)
-
-        (layers,) = draws.rows
-        return {"experts": expert_draws(self.experts, layers, dim, weight, draws.narrow)}
-
-    def names(self) -> dict[str, Tree]:
-        """Dim names of the leaves; see `Part`."""
-        return {"experts": expert_names(self.experts)}
-
-    def apply(self, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> tuple[Tensor, Tensor | None]:
-        """The mixture of one block; see `Part`."""
-        return mixture(self.experts, params["experts"], x_BTD, sequence_dim=settings.sequence)
-
-    def objections(self, cuts: Cuts) -> list[str]:
-        """Why the mesh cannot cut the experts; see `Part`."""
-        return uncut(self.experts, cuts.mesh, cuts.rules)

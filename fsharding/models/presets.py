@@ -14,20 +14,9 @@ from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, YarnScaling
 
 __all__ = [
-    "RECIPES",
-    "Recipe",
-    "deepseek_v3",
-    "llama3_8b",
-    "llama3_70b",
-    "llama3_405b",
-    "mixtral_8x7b",
-    "qwen2_5_72b",
-    "recipe",
-    "tiny_deepseek_v3",
-    "tiny_llama3",
-    "tiny_mixtral",
-    "tiny_qwen2_5",
-]
+    "RECIPES", "Recipe", "deepseek_v3", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "qwen2_5_72b",
+    "recipe", "tiny_deepseek_v3", "tiny_llama3", "tiny_mixtral", "tiny_qwen2_5",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,18 +96,7 @@ def qwen2_5_72b() -> Recipe:
         >>> config.dim, config.layers, config.heads
         (8192, 80, 64)
     """
-    return Recipe(
-        DecoderConfig(
-            vocab_size=152_064,
-            dim=8192,
-            layers=80,
-            heads=64,
-            kv_heads=8,
-            intermediate_size=29_568,
-            bias=True,
-            rope_base=1_000_000.0,
-        )
-    )
+    return Recipe(DecoderConfig(152_064, 8192, 80, 64, 8, 29_568, bias=True, rope_base=1_000_000.0))
 
 
 def mixtral_8x7b() -> Recipe:
@@ -147,13 +125,9 @@ def deepseek_v3() -> Recipe:
         (7168, 2, 4)
     """
     latent = MLA(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
-    experts = Experts(
-        256, 8, 2048, shared=1, score="sigmoid", scale=2.5, groups=8, kept_groups=4, bias_rate=1e-3
-    )  # fmt: skip
-    config = DecoderConfig(
-        vocab_size=129_280, dim=7168, layers=61, intermediate_size=18_432, eps=1e-6, attention=latent,
-        stacks=(Stack("dense", 3), Stack("routed", 58, experts=experts)),
-    )  # fmt: skip
+    experts = Experts(256, 8, 2048, shared=1, score="sigmoid", scale=2.5, groups=8, kept_groups=4, bias_rate=1e-3)
+    stacks = (Stack("dense", 3), Stack("routed", 58, experts=experts))
+    config = DecoderConfig(129_280, 7168, 61, intermediate_size=18_432, eps=1e-6, attention=latent, stacks=stacks)
     return Recipe(config, 2.2e-4, warmup=2000)
 
 
@@ -189,9 +163,8 @@ def tiny_mixtral() -> Recipe:
         >>> config.dim, config.layers, config.heads
         (128, 4, 8)
     """
-    return _tiny(
-        DecoderConfig(heads=8, intermediate_size=192, rope_base=1_000_000.0, experts=Experts(8, 2, 192, balance=1e-2))
-    )
+    experts = Experts(8, 2, 192, balance=1e-2)
+    return _tiny(DecoderConfig(heads=8, intermediate_size=192, rope_base=1_000_000.0, experts=experts))
 
 
 def tiny_deepseek_v3() -> Recipe:
@@ -204,9 +177,7 @@ def tiny_deepseek_v3() -> Recipe:
     """
     scaling = YarnScaling(length=64, fast=8.0)
     latent = MLA(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
-    experts = Experts(
-        16, 4, 64, shared=1, score="sigmoid", scale=2.5, groups=4, kept_groups=2, bias_rate=1e-3
-    )  # fmt: skip
+    experts = Experts(16, 4, 64, shared=1, score="sigmoid", scale=2.5, groups=4, kept_groups=2, bias_rate=1e-3)
     stacks = (Stack("dense", 1), Stack("routed", 3, experts=experts))
     return _tiny(DecoderConfig(eps=1e-6, attention=latent, stacks=stacks))
 
@@ -220,16 +191,13 @@ _MAKERS = (
     tiny_llama3, tiny_qwen2_5, tiny_mixtral, tiny_deepseek_v3,
 )  # fmt: skip
 
-_BENCH = DecoderConfig(vocab_size=8192, dim=512, layers=8, heads=8, kv_heads=8, intermediate_size=1408)
+_BENCH = DecoderConfig(8192, 512, 8, 8, 8, 1408)
+_TINY_EXPERTS = Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3)
 
 RECIPES = {
     "tiny": _tiny(DecoderConfig()),
-    "tiny-moe": _tiny(
-        DecoderConfig(experts=Experts(8, 2, 192, shared=1, score="sigmoid", balance=1e-3, z=1e-3, bias_rate=1e-3))
-    ),
-    "bench-1b": Recipe(
-        DecoderConfig(vocab_size=32768, dim=2048, layers=16, heads=16, kv_heads=16, intermediate_size=5632)
-    ),
+    "tiny-moe": _tiny(DecoderConfig(experts=_TINY_EXPERTS)),
+    "bench-1b": Recipe(DecoderConfig(32_768, 2048, 16, 16, 16, 5632)),
     "bench-34m": Recipe(_BENCH),
     "bench-deep": Recipe(replace(_BENCH, dim=256, layers=16, heads=4, kv_heads=4, intermediate_size=704)),
     "bench-wide": Recipe(replace(_BENCH, dim=1024, layers=4, heads=16, kv_heads=16, intermediate_size=2816)),

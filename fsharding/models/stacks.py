@@ -37,7 +37,7 @@ def map_stacks(model: Any, fn: Callable[[int, Tree], Tree], blocks: Tree) -> Tre
 
 @_compat.outside_of_graphs
 def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
-    """The first unit of all stacks, and `then` where there is none."""
+    """The first unit of all stacks, and `after` where there is none."""
     return next(_in_order(_parts(model, blocks)), after)
 
 

@@ -10,7 +10,8 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import ConfigError
 from fsharding.models import DecoderConfig, Experts, decoder
-from fsharding.models.moe import expert_draws, expert_names, mixture
+from fsharding.models.block_parts import BlockSettings, Draws
+from fsharding.models.moe import Mixture
 from fsharding.optim.router_bias import split_loads, update_against_load
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests import helpers
@@ -23,10 +24,17 @@ DEEP = Experts(
 
 def layer_of(c, seed=0):
     """The leaves of one layer, large enough that everything matters."""
-    keys = iter(fs.random.split(fs.random.key(seed), 16).unbind(0))
-    draws = expert_draws(c, 1, DIM, lambda *shape, std=0.5: fs.random.normal(next(keys), shape, std=std), 0.5)
+    draws = Mixture(c).init(DIM, Draws(fs.random.key(seed), (1,)))["experts"]
     assert fs.tree.paths(draws) == fs.tree.paths(expert_names(c), is_leaf=lambda x: isinstance(x, tuple))
-    return fs.tree.map(lambda d: d.tensor()[0], draws)
+    return fs.tree.map(lambda d: d.tensor()[0] * 25, draws)
+
+
+def expert_names(c):
+    return Mixture(c).names()["experts"]
+
+
+def mixture(c, params, x):
+    return Mixture(c).apply({"experts": params}, x, BlockSettings(1e-5, None, "ring"))
 
 
 def activations(seed=1):
