@@ -91,12 +91,9 @@ class Coding:
 
     def not_finite(self) -> list[str]:
         """One row for each tensor with blocks that no scale fits."""
-        counts = {name: int(x.isfinite().logical_not().sum()) for name, x in self._amaxes.items()}
-        return [
-            f"{name} has inf or NaN in {count} of its {self._amaxes[name].numel()} blocks of {self._block}"
-            for name, count in counts.items()
-            if count
-        ]
+        counts = {name: (int(x.isfinite().logical_not().sum()), x.numel()) for name, x in self._amaxes.items()}
+        bad = {name: f"{few} of its {total} blocks of {self._block}" for name, (few, total) in counts.items() if few}
+        return [f"{name} has inf or NaN in {where}" for name, where in bad.items()]
 
     def warn_of_edges(self) -> None:
         """Warn about tensors that have incomplete blocks at their edges."""

@@ -13,18 +13,13 @@ from typing import Any
 from torch import nn
 
 from fsharding.base.errors import ConfigError
-from fsharding.interop.hf.config_fields import IGNORED, ONLY
-from fsharding.interop.hf.config_tables import FAMILIES, config_of
+from fsharding.interop.hf.config_tables import FAMILIES, IGNORED, ONLY, SIZES, config_of
 from fsharding.models.decoder import DecoderConfig
 
 __all__ = ["ModuleConfig", "config_of_module", "differences", "generation_of"]
 
 _ABSENT: Any = "nothing"
-_CALLED = {
-    "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "tied": "tie_word_embeddings", "rope_base": "rope_theta", "eps": "rms_norm_eps",
-}  # fmt: skip
-"""The fields of a `DecoderConfig` that have another name in a `config.json`, and the name there."""
+_CALLED = {**SIZES, "tied": "tie_word_embeddings", "rope_base": "rope_theta", "eps": "rms_norm_eps"}
 
 _TRAINING_OF_EXPERTS = ("balance", "z", "bias_rate")
 _HARMLESS = re.compile(
@@ -42,11 +37,6 @@ class ModuleConfig:
     entries: Mapping[str, Any]  # those that its `config.json` would have
     kind: Any  # the class of the config, whose `from_dict` reads such entries
     generation: Mapping[str, Any] | None  # entries of its `generation_config.json`; None if it has none
-
-    @property
-    def family(self) -> str | None:
-        """The `model_type`."""
-        return self.entries.get("model_type")
 
 
 def config_of_module(module: nn.Module) -> ModuleConfig | None:

@@ -9,21 +9,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsharding.base.errors import ConfigError, listed, message, report
 from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import beside, read_json
 from fsharding.foreign.coded_weights import CONFIG_LIMIT, blocks_of
-from fsharding.interop.hf.config_fields import FIELDS, IGNORED, ONLY, READ, Only
 from fsharding.models.decoder import DecoderConfig
 from fsharding.models.moe import Experts
 from fsharding.ops.rotary import LlamaScaling, Scaling, YarnScaling
 
-__all__ = ["FAMILIES", "GENERATION", "Family", "config_json", "config_of"]
+__all__ = [
+    "FAMILIES", "FIELDS", "GENERATION", "IGNORED", "ONLY", "READ", "SIZES", "Family", "Fields", "Only", "config_json",
+    "config_of", "decoder_config", "read_config",
+]  # fmt: skip
 
 GENERATION = "generation_config.json"
+SIZES = {
+    "vocab_size": "vocab_size", "dim": "hidden_size", "intermediate_size": "intermediate_size",
+    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+}  # fmt: skip
+"""Fields of a `DecoderConfig`, and what they are called in every `config.json`."""
+
 _KEPT = (
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
     "max_window_layers", "sliding_window", "use_sliding_window", "attention_dropout", "pretraining_tp",
@@ -55,9 +63,127 @@ FAMILIES: dict[str, Family] = {
 """Families by `model_type`; `FIELDS` has the fields of their configs."""
 
 _LACKS = "models.decoder has no such thing"
-_LACKED = {
-    "gpt2": "learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU",
+_LACKED = {"gpt2": "learned positions, LayerNorm with biases, and a GELU in the place of SwiGLU"}
+
+
+# -------------------------------------------------------------------------------------------------------------- fields
+# Each field of a `config.json` changes the computation and is read, has one value that is computed, or is neutral.
+class Only(NamedTuple):
+    """A field that changes what the model computes, of which `models.decoder` computes some values."""
+
+    default: Any  # of the config class, where `config.json` has no entry
+    accepted: tuple[Any, ...]  # the values that the decoder computes; the entries of a list are compared one by one
+
+
+class Fields(NamedTuple):
+    """The fields of the config class of a family."""
+
+    # fields that a `DecoderConfig` says too, with the default of the class; None where a file must have one
+    read: dict[str, Any]
+    only: dict[str, Only]  # fields of which the decoder computes some values
+    neutral: frozenset[str]  # fields that change no logits
+
+
+READ: frozenset[str] = frozenset(
+    ("model_type", "head_dim", "rope_theta", "rope_scaling", "original_max_position_embeddings", "quantization_config")
+)
+"""Entries that are read although some config classes have no such field: names of older releases, and common ones."""
+
+ONLY: dict[str, Only] = {
+    "attention_bias": Only(False, (False, None)),
+    "attention_chunk_size": Only(None, (None,)),
+    "decoder_sparse_step": Only(1, (1,)),
+    "is_causal": Only(True, (True,)),
+    "layer_types": Only(None, ("full_attention", None)),
+    "mlp_bias": Only(False, (False, None)),
+    "mlp_only_layers": Only(None, (None,)),
+    "partial_rotary_factor": Only(None, (None, 1)),
+    "per_layer_config": Only(None, (None,)),
+    "pruned_heads": Only(None, (None, {})),
+    "rope_interleaved": Only(False, (False, None)),
+    "router_jitter_noise": Only(0.0, (0, None)),
+    "use_mrope": Only(False, (False, None)),
 }
+"""Entries that change what a model of some family computes, and that files of other families have as well."""
+
+_NEUTRAL = frozenset(
+    (
+        "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+        "initializer_range", "is_encoder_decoder", "label2id", "max_position_embeddings", "output_hidden_states",
+        "pad_token_id", "problem_type", "return_dict", "transformers_version", "use_cache",
+    )
+)  # fmt: skip
+"""Fields of every config class."""
+
+IGNORED = frozenset(
+    (
+        # How the model is loaded, called, or trained.
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation",
+        "_flash_attn_2_enabled", "_name_or_path", "attn_implementation", "auto_map", "experts_implementation",
+        "gradient_checkpointing", "name_or_path", "output_attentions", "pretraining_tp", "torch_dtype", "torchscript",
+        "use_return_dict",
+        # Of models that are no decoders alone, or have another task, in files of transformers 4.
+        "add_cross_attention", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
+        "finetuning_task", "is_decoder", "num_labels", "prefix", "sep_token_id", "task_specific_params",
+        "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "use_bfloat16",
+        # Defaults of generation, which transformers takes out of the config.
+        "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+        "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+        "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
+        "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+        "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p",
+        "typical_p",
+        # Fields of one family in files of another, whose class has none.
+        "max_window_layers", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef", "sliding_window",
+        "use_sliding_window",
+        # Notes of tools that write directories.
+        "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    )
+)  # fmt: skip
+"""Entries that change no logits, and are no fields of the config class: `Fields` come first."""
+
+
+def _fields(
+    read: dict[str, Any], *shared: str, only: dict[str, Only] | None = None, neutral: tuple[str, ...] = ()
+) -> Fields:
+    """The fields of a family, whose sizes every class has; `shared` are those of `ONLY` that its class has."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    every = {"tie_word_embeddings": False, "rope_parameters": None, "rms_norm_eps": 1e-6}
+    activations = {"hidden_act": Only("silu", ("silu", "swish")), "attention_dropout": Only(0.0, (0, None))}
+    some = activations | (only or {}) | {name: ONLY[name] for name in shared}
+    return Fields(dict.fromkeys(sizes) | every | read, some, _NEUTRAL.union(neutral))
+
+
+_WINDOW = {"sliding_window": Only(4096, (None,))}
+_ROUTER = {
+    "num_experts_per_tok": None, "num_local_experts": None, "num_experts": None, "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_SWITCHED = {"use_sliding_window": False}  # the window counts only where this is true
+
+FIELDS: dict[str, Fields] = {
+    "llama": _fields(
+        {"num_key_value_heads": None, "head_dim": None}, "attention_bias", "mlp_bias", neutral=("pretraining_tp",)
+    ),
+    "mistral": _fields({"num_key_value_heads": 8, "head_dim": None}, only=_WINDOW),
+    "qwen2": _fields(
+        {"num_key_value_heads": 32, **_SWITCHED}, "layer_types", only=_WINDOW,
+        neutral=("attention_bias", "max_window_layers"),  # its biases are always there
+    ),
+    "qwen3": _fields(
+        {"num_key_value_heads": 32, "head_dim": 128, **_SWITCHED}, "layer_types", "attention_bias", only=_WINDOW,
+        neutral=("max_window_layers",),
+    ),
+    "mixtral": _fields(
+        {"num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5, **_ROUTER}, "router_jitter_noise",
+        only={"sliding_window": Only(None, (None,))},
+    ),
+    "qwen3_moe": _fields(
+        {"num_key_value_heads": 4, "moe_intermediate_size": None, "norm_topk_prob": False, **_SWITCHED, **_ROUTER},
+        "attention_bias", "mlp_only_layers", "decoder_sparse_step", only=_WINDOW, neutral=("max_window_layers",),
+    ),
+}  # fmt: skip
+"""By `model_type`."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ in
@@ -85,15 +211,15 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
     check_local(source)
     entries = source if isinstance(source, Mapping) else read_config(source)
     published = {"config.json": dict(entries)}
-    if not isinstance(source, Mapping) and (generation := _read_generation(source)) is not None:
-        published["generation_config.json"] = generation
+    if not isinstance(source, Mapping) and os.path.lexists(Path(os.path.realpath(source)) / GENERATION):
+        mend = "Get the file again, or remove it: the model computes the same without it."
+        published[GENERATION] = _read(source, GENERATION, mend)
     kind = entries.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
+    if family is None or not isinstance(kind, str):
         rows = [f"model_type is {kind!r}" + (f": it has {_LACKED[kind]}" if kind in [*_LACKED] else "")]
         mend = f"Families are {', '.join(FAMILIES)}. {_MEND}"
         raise ConfigError(message("knows no such family.", rows, mend))
-    assert isinstance(kind, str)
     unknown = _unknown(entries, kind)
     # Fields that a file leaves out have the defaults of the config class.
     entries = {**FIELDS[kind].read, **entries}
@@ -106,13 +232,6 @@ def config_of(source: str | os.PathLike[str] | Mapping[str, Any]) -> DecoderConf
         mend = f"{_MEND} {_TAKE_OUT}" if unknown else _MEND
         raise ConfigError(message(f"cannot make a decoder of this {kind}.", rows, mend))
     return replace(_decoder(entries, family, scaling), published=published)
-
-
-def _read_generation(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The entries of the `generation_config.json` of a directory; None if there is none."""
-    if not os.path.lexists(Path(os.path.realpath(path)) / GENERATION):
-        return None
-    return _read(path, GENERATION, "Get the file again, or remove it: the model computes the same without it.")
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -146,7 +265,7 @@ _MOST_ELSE = 1 << 24
 
 def _sizes(entries: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The sizes that have to be there, as they are, and those that may be there, where they are."""
-    keys = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    keys = [theirs for ours, theirs in SIZES.items() if ours != "kv_heads"]
     keys += ["num_experts_per_tok"] if family.experts is not None else []
     result = {key: entries.get(key) for key in keys}
     if family.experts is not None:
@@ -202,7 +321,11 @@ def _foreign(entries: Mapping[str, Any], kind: str) -> list[str]:
     fields = FIELDS[kind]
     only = fields.only | {name: field for name, field in ONLY.items() if name not in {*fields.neutral, *fields.only}}
     said = {name: entries.get(name, field.default) for name, field in only.items()}
-    rows = [f"{name} is {x!r}: {_LACKS}" for name, x in said.items() if not _is_accepted(x, only[name])]
+    rows = [
+        f"{name} is {x!r}: {_LACKS}"
+        for name, x in said.items()
+        if any(one not in only[name].accepted for one in (x if isinstance(x, list) else [x]))
+    ]
     try:
         blocks_of(entries)
     except ValueError as error:
@@ -210,21 +333,13 @@ def _foreign(entries: Mapping[str, Any], kind: str) -> list[str]:
     return rows
 
 
-def _is_accepted(value: Any, field: Only) -> bool:
-    """Whether the decoder computes a value of a field, or each entry of a list."""
-    return all(x in field.accepted for x in (value if isinstance(value, list) else [value]))
-
-
 def _unknown(entries: Mapping[str, Any], kind: str) -> list[str]:
     """Entries that the tables do not have, one row each: they may change what the model computes."""
     read, only, neutral = FIELDS[kind]
     known = {*read, *only, *neutral, *READ, *ONLY, *IGNORED}
     named = f"{FAMILIES[kind].architecture.removesuffix('ForCausalLM')}Config"
-    return [
-        f"{name} is {value!r}: no field of {named} that this library knows"
-        for name, value in entries.items()
-        if name not in known and value is not None
-    ]
+    unknown = {name: value for name, value in entries.items() if name not in known and value is not None}
+    return [f"{name} is {value!r}: no field of {named} that this library knows" for name, value in unknown.items()]
 
 
 _TAKE_OUT = "An entry that changes no logits can be taken out of config.json."
@@ -251,7 +366,6 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
         rows.append(f"the rotary positions differ between {listed(nested)}: {_LACKS}")
         return None
     kind = rope["rope_type"]
-    theta = rope.get("rope_theta", 1.0)
     known = {
         "default": (),
         "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -260,7 +374,7 @@ def _scaling(entries: Mapping[str, Any], rows: list[str]) -> Scaling | None:
     if kind not in [*known]:
         rows.append(f"rope_type is {kind!r}: types are {', '.join(known)}")
         return None
-    numbers = {key: rope.get(key) for key in known[kind]} | {"rope_theta": theta}
+    numbers = {key: rope.get(key) for key in known[kind]} | {"rope_theta": rope.get("rope_theta", 1.0)}
     numbers |= {key: rope[key] for key in ("beta_slow", "beta_fast") if kind == "yarn" and rope.get(key) is not None}
     wrong = [f"{key} of the rotary positions is {x!r}: a number" for key, x in numbers.items() if not _is_number(x)]
     if not wrong and not _is_number(numbers.get("factor", 1), most=_MOST_FACTOR):
@@ -290,8 +404,9 @@ def _is_number(value: Any, least: float = -_LARGEST, most: float = _LARGEST) -> 
 
 
 def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None) -> DecoderConfig:
-    dim = entries["hidden_size"]
-    heads = entries["num_attention_heads"]
+    sizes = {ours: entries[theirs] for ours, theirs in SIZES.items()}
+    dim, heads = sizes["dim"], sizes["heads"]
+    sizes["kv_heads"] = sizes["kv_heads"] or heads
     size = entries.get("head_dim") or dim // heads
     experts = None
     if family.experts is not None:
@@ -302,12 +417,7 @@ def _decoder(entries: Mapping[str, Any], family: Family, scaling: Scaling | None
         active = entries["num_experts_per_tok"]
         experts = Experts(count, active, hidden, normalize=normalize, balance=balance)
     return DecoderConfig(
-        vocab_size=entries["vocab_size"],
-        dim=dim,
-        layers=entries["num_hidden_layers"],
-        heads=heads,
-        kv_heads=entries["num_key_value_heads"] or heads,
-        intermediate_size=entries["intermediate_size"],
+        **sizes,
         tied=bool(entries["tie_word_embeddings"]),
         rope_base=float(_rope(entries).get("rope_theta", family.rope_base)),
         eps=float(entries["rms_norm_eps"]),
@@ -354,12 +464,7 @@ def config_json(config: Any, **entries: Any) -> dict[str, Any]:
     result: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.eps,

@@ -25,7 +25,7 @@ from fsharding.checkpoint.byte_ranges import pieces as windows
 from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath, real_path
 from fsharding.checkpoint.manifest import is_plain_name
-from fsharding.checkpoint.state_leaves import StateLeaf, Want, main_wants
+from fsharding.checkpoint.state_leaves import Want, main_wants
 from fsharding.foreign import coded_weights
 from fsharding.foreign.coded_weights import CONFIG_KEY, Reader
 from fsharding.foreign.foreign_weights import Weights, open_file, table_of
@@ -105,8 +105,10 @@ def load(
     leaves = {name: want.empty() for name, want in wants.items()}
 
     def fill() -> None:
-        for name, leaf in leaves.items():
-            _fill(folder, pieces[name], leaf)
+        for path, leaf in leaves.items():
+            for box, x in leaf.kept().items():
+                for name, there, out in in_tensors(box, x, pieces[path]):
+                    folder.read(name, there, out)
 
     on_all(fill)
     return tree.unflatten(layout.structure, [leaf.at_rest() for leaf in leaves.values()])
@@ -116,7 +118,8 @@ def _opened(path: StrPath, *, with_config: bool) -> tuple[Weights, DecoderConfig
     """The headers, and the config where it is asked for; what is wrong with both is told at once."""
     result: list[Any] = []
     wrong: list[str] = []
-    for read in (open_folder, _config_at) if with_config and os.path.isdir(path) else (open_folder,):
+    reads = [open_folder, lambda path: config_of(_entries(path))]
+    for read in reads if with_config and os.path.isdir(path) else reads[:1]:
         try:
             result.append(read(path))
         except FshardingError as error:
@@ -126,17 +129,16 @@ def _opened(path: StrPath, *, with_config: bool) -> tuple[Weights, DecoderConfig
     return result[0], result[1] if with_config else None
 
 
-def _config_at(path: StrPath) -> DecoderConfig:
-    """The decoder of a directory; about the format of its weights `open_folder` says all."""
-    return config_of({key: value for key, value in read_config(path).items() if key != CONFIG_KEY})
+def _entries(path: StrPath) -> dict[str, Any]:
+    """The entries of a `config.json` but for the format of the weights, about which `open_folder` says all."""
+    return {key: value for key, value in read_config(path).items() if key != CONFIG_KEY}
 
 
 def _check_config(folder: Weights, layout: Layout) -> None:
     """Refuses a `config.json` that says another model than the layout was planned for."""
     if not os.path.lexists(folder.path / "config.json"):
         return
-    entries = {key: value for key, value in read_config(folder.path).items() if key != CONFIG_KEY}
-    if rows := differences(entries, layout.config):
+    if rows := differences(_entries(folder.path), layout.config):
         mend = "Plan the layout with the model of the directory, such as models.decoder(fs.hf.config_of(path))."
         rule = f"cannot use {folder.path}: its config.json and the model of the layout compute different things."
         raise CheckpointError(message(rule, rows, mend))
@@ -200,19 +202,11 @@ def _compare(
 
 
 def _objection(piece: Piece, want: Want, stored: LeafType | None) -> str | None:
+    wanted = f"wanted is {LeafType(piece.shape, want.dtype)}"
     if stored is None:
-        return f"is missing; wanted is {LeafType(piece.shape, want.dtype)}"
+        return f"is missing; {wanted}"
     plain = stored.dtype == want.dtype or (stored.dtype in FLOATS and want.dtype in FLOATS)
-    if stored.shape != piece.shape or not plain:
-        return f"is {stored}, wanted is {LeafType(piece.shape, want.dtype)}"
-    return None
-
-
-def _fill(folder: Weights, pieces: list[Piece], leaf: StateLeaf) -> None:
-    """Reads what this rank holds of a leaf."""
-    for box, x in leaf.kept().items():
-        for name, there, out in in_tensors(box, x, pieces):
-            folder.read(name, there, out)
+    return None if stored.shape == piece.shape and plain else f"is {stored}, {wanted}"
 
 
 # -------------------------------------------------------------------------------------------------------- the directory
@@ -237,6 +231,7 @@ def open_folder(path: StrPath) -> Weights:
     leaves = dict[str, LeafType]()
     files = dict[str, Weights]()
     unread = dict[str, str]()
+    # With an index, a tensor is read from the file that the index names, wherever else it may lie as well.
     for name, weights in opened.items():
         own = [tensor for tensor in (*weights.leaves, *weights.unread) if table is None or table.get(tensor) == name]
         unread |= {tensor: weights.unread[tensor] for tensor in own if tensor in weights.unread}

@@ -174,12 +174,7 @@ def _joined(name: Joined, shape: tuple[int, ...], fused: Declared) -> Iterator[P
     dim, sizes = fused
     for number, (part, size) in enumerate(zip(name.names, sizes, strict=True)):
         start = sum(sizes[:number])
-        for piece in _plain(part, (*shape[:dim], size, *shape[dim + 1 :])):
-            if piece.lead > dim:
-                raise ValueError(f"{part!r}: an index stands for the dim that is made of parts")
-            a, b = piece.box[dim]
-            box = (*piece.box[:dim], (a + start, b + start), *piece.box[dim + 1 :])
-            yield piece._replace(box=box, dim=dim, shift=-start)
+        yield from _shifted(part, shape, dim, size, (start, start + size), -start)
 
 
 def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
@@ -189,11 +184,17 @@ def _section(name: Section, shape: tuple[int, ...]) -> Iterator[Piece]:
         has = shape[dim] if -len(shape) <= name.dim < 0 else "no such dim"
         wants = name.sizes[name.index]
         raise ValueError(f"{name.name!r}: part {name.index} has {wants} along dim {name.dim}, ours {has}")
-    for piece in _plain(name.name, (*shape[:dim], sum(name.sizes), *shape[dim + 1 :])):
+    yield from _shifted(name.name, shape, dim, sum(name.sizes), (0, shape[dim]), start)
+
+
+def _shifted(
+    name: SimpleName, shape: tuple[int, ...], dim: int, size: int, ours: tuple[int, int], shift: int
+) -> Iterator[Piece]:
+    """The pieces in tensors that have another size than the leaf along a dim, and begin elsewhere there."""
+    for piece in _plain(name, (*shape[:dim], size, *shape[dim + 1 :])):
         if piece.lead > dim:
-            raise ValueError(f"{name.name!r}: an index stands for the dim that is made of parts")
-        box = (*piece.box[:dim], (0, shape[dim]), *piece.box[dim + 1 :])
-        yield piece._replace(box=box, dim=dim, shift=start)
+            raise ValueError(f"{name!r}: an index stands for the dim that is made of parts")
+        yield piece._replace(box=(*piece.box[:dim], ours, *piece.box[dim + 1 :]), dim=dim, shift=shift)
 
 
 def untiled(pieces: Mapping[str, Sequence[Piece]]) -> list[str]:
@@ -285,6 +286,7 @@ def names_of(config: Any, *, stacked_experts: bool = False) -> dict[str, Name]:
         blocks |= {"experts.router": router, "experts.gate": gate, "experts.up": up, "experts.down": Transposed(down)}
     blocks = _fused(blocks) if config.fused else blocks
     ends: dict[str, Name] = {"embed.table": "model.embed_tokens.weight", "head.norm": "model.norm.weight"}
+    # A tied model has one table on both sides, under the name of the embedding.
     if not config.tied:
         ends["head.unembed"] = "lm_head.weight"
     return {**ends, **{f"blocks.{leaf}": name for leaf, name in blocks.items()}}

@@ -145,10 +145,11 @@ def save(
             job.coding.warn_of_edges()
         return job, job.digest()
 
+    # Nothing is written before all ranks have the same job: then each knows the place of every box without a message.
     job = agreed(plan, UNLIKE, UNLIKE_ROW, group)
     if (coding := job.coding) is not None:
         on_all(lambda: coding.measure(job.own_boxes()), group)
-        coding.exchange(job.device)
+        coding.exchange(next((leaf.local.device for leaf in job.leaves.values()), torch.device("cpu")))
         if rows := coding.not_finite():
             mend = "Save a state of before it happened, or without format=."
             raise CheckpointError(message(f"cannot write {job.target} in {format}.", rows, mend))
@@ -194,15 +195,10 @@ def _source(
     sizes: dict[str, tuple[int, ...]] = {}
     if names is None:
         meant = config if isinstance(config, DecoderConfig) else config_of(entries)
-        names, sizes = names_of(meant), _sizes(meant)
+        draws = tree.named_leaves(decoder(meant).init(torch.zeros(2, dtype=torch.int64)))
+        names, sizes = names_of(meant), {path: tuple(draw.shape) for path, draw in draws.items()}
     generation = generation_of(config) or generation_of(made_of)
     return _Source(target, params, layout, buffers, names, sizes, entries, generation)
-
-
-def _sizes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the leaves of a decoder."""
-    draws = decoder(config).init(torch.zeros(2, dtype=torch.int64))
-    return {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -219,16 +215,6 @@ class _Job:
     pieces: dict[str, list[Piece]]  # of each leaf
     coding: Coding | None  # of the tensors that are written as codes, or None
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's leaves are."""
-        return next((leaf.local.device for leaf in self.leaves.values()), torch.device("cpu"))
-
-    @property
-    def partial(self) -> Path:
-        """The directory that is written to, beside the target."""
-        return partial_of(self.target)
-
     def digest(self) -> str:
         """A hash of what has to be the same on all ranks."""
         facts = str(self.target), self.entries, self.tensors, [(file.name, file.offsets) for file in self.files]
@@ -237,15 +223,15 @@ class _Job:
     @contextlib.contextmanager
     def begin(self) -> Generator[None]:
         """Fill a directory with files of their full size, which have their headers. On one rank."""
-        with partial_output(self.target):
+        with partial_output(self.target) as partial:
             for file in self.files:
-                with (self.partial / file.name).open("xb") as stream:
+                with (partial / file.name).open("xb") as stream:
                     stream.write(file.header)
                     stream.truncate(file.size)
             if len(self.files) > 1:
-                (self.partial / INDEX).write_bytes(index_text(self.files))
+                (partial / INDEX).write_bytes(index_text(self.files))
             for name, entries in self.entries.items():
-                (self.partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+                (partial / name).write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             yield
 
     def write(self) -> None:
@@ -256,7 +242,7 @@ class _Job:
             for tensor, box, x in chain(self.own_boxes(), self._own_scales()):
                 name, offset = place[tensor]
                 if name not in opened:
-                    opened[name] = os.open(self.partial / name, os.O_WRONLY | os.O_CLOEXEC)
+                    opened[name] = os.open(partial_of(self.target) / name, os.O_WRONLY | os.O_CLOEXEC)
                     stack.callback(os.close, opened[name])
                 coding = self.coding if self.coding is not None and tensor in self.coding.tensors else None
                 values = None if coding is None else functools.partial(coding.codes, tensor)
@@ -279,8 +265,9 @@ class _Job:
 
     def commit(self) -> None:
         """Puts the directory in its place. On one rank."""
-        for name in os.listdir(self.partial):
-            sync(self.partial / name)
+        partial = partial_of(self.target)
+        for name in os.listdir(partial):
+            sync(partial / name)
         place(self.target)
 
 
@@ -333,10 +320,9 @@ class _Tensors:
 def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max_file_bytes: int) -> _Job:
     """Check everything, and find what this rank writes."""
     if format is not None and (why := why_not(format)):
-        mend = (
-            "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128, or none and dtype=."
-        )
-        raise CheckpointError(message(f"got a format that {why}, which files do not have.", mend=mend))
+        mend = "Give e4m3 in rectangles with float32 scales, such as format=fs.formats.E4M3_128x128"
+        rule = f"got a format that {why}, which files do not have."
+        raise CheckpointError(message(rule, mend=f"{mend}, or none and dtype=."))
     target, layout = source.target, source.layout
     rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
@@ -355,6 +341,7 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
         tensors.add(name, LeafType(tuple(buffer.shape), buffer.dtype), "a leaf and a buffer of the module")
         leaves[name] = StateLeaf(tuple(buffer.shape), None, buffer)
         pieces[name] = list(pieces_of(name, buffer.shape))
+    # After all leaves: a tensor of codes may have pieces in several of them, and has one tensor of scales.
     coding = None if rule is None else Coding(rule.format, tensors.coded)
     for name, info in ({} if coding is None else coding.infos()).items():
         tensors.add(name, info, "a leaf, and the scales of another")

@@ -20,7 +20,7 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import CheckpointError, ConfigError
 from fsharding.interop import hf
-from fsharding.interop.hf.config_fields import FIELDS, ONLY, READ
+from fsharding.interop.hf.config_tables import FIELDS, ONLY, READ
 from tests.helpers import examples, slow
 from tests.hf_configs import LONG, SIZES, YARN
 
