@@ -19,11 +19,10 @@ from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset
-from fsharding.interop.module.layers import LayerRoles, Roles
-from fsharding.interop.module.planning import ModulePlan, plan_of
-from fsharding.interop.module.problems import Problems, check_module, check_units
+from fsharding.interop.module.planning import ModulePlan, check_module, check_units, plan_of
 from fsharding.interop.module.runtime import Engine, Run
-from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested
+from fsharding.interop.module.structure import Anatomy, NameTable, Problems, UnitPatterns, nested
+from fsharding.interop.module.tensor_parallel import LayerRoles, Roles
 from fsharding.interop.module.written_buffers import check_buffers, written_buffers
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.partition_spec import AxisRules
@@ -83,12 +82,12 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
         """Made by `functionalize`."""
         anatomy = plan.anatomy
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
-        self._options = options
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
-        self._engine = Engine(plan, written=written)
+        self._engine = Engine(plan, written=written, policy=options.policy, cast_inputs=options.cast_inputs)
         self._engine.open()
-        own = self._engine.persistent(), _aliases(plan.module), self._engine.written_as()
+        buffers, of_state = self._engine.persistent()
+        own = buffers, _aliases(plan.module), of_state
         files = {} if plan.family is None else plan.family.files
         # Blocks have the numbers there that they have in the module.
         numbered = {
@@ -131,7 +130,8 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             >>> net.init_buffers()["running_var"]
             tensor([1., 1.])
         """
-        return {name: _compat.copied(x).detach() for name, x in self._engine.first_buffers().items()}
+        own = self._engine.tensors()
+        return {name: _compat.copied(own[name]).detach() for name in self._engine.written}
 
     def constants(self) -> dict[str, Tensor]:
         """The buffers and other tensors of the module that are no parameters and stay as they are, by name.
@@ -153,7 +153,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
                 not compute; all are listed. A module with `dummy_inputs`, as models of Hugging Face have them, is tried
                 with the shapes that `tp` leaves a rank. Experts over `ep`: the module's forward takes all of them.
         """
-        self._engine.refuse_changes()
+        self._engine.original.check()
         self._engine.plan.check(mesh, rules)
 
     @public
@@ -186,9 +186,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
                 without a key, or uses weights of a unit outside of it; all are listed.
             TreeError: the parameters are another module's.
         """
-        leaves = self._leaves(params)
-        cast = self._options.cast_inputs
-        run = Run(self._engine, self._options.policy, leaves, random_key, buffers, cast_inputs=cast)
+        run = Run(self._engine, self._leaves(params), random_key, buffers)
         result = run.forward(args, kwargs)
         return result if buffers is None else (result, run.buffers)
 

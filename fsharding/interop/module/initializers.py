@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from fsharding.base import _compat, _functorch, devices
 from fsharding.base.errors import ConfigError, report
-from fsharding.interop.module.problems import FUNCTION
-from fsharding.interop.module.structure import ModuleLeaf
+from fsharding.interop.module.structure import FUNCTION, ModuleLeaf
 from fsharding.mesh.consistency import checksum
 from fsharding.sharding import random
 from fsharding.sharding.leaf_names import joined
@@ -134,7 +133,7 @@ def lazy_leaves(
         owner = owners[path]
         if not getattr(owner, last).is_meta:
             return lambda: getattr(owner, last).detach(), None
-        if (method := _reset_of(owner, reset)) is None:
+        if (method := reset or getattr(type(owner), "reset_parameters", None)) is None:
             text = type_text(tuple(getattr(owner, last).shape), getattr(owner, last).dtype)
             wrong.append(f"{name} is {text} of {type(owner).__name__}, which has no reset_parameters")
             return refuse, "without values"
@@ -146,12 +145,6 @@ def lazy_leaves(
         return LazyLeaf(leaf.shape, leaf.dtype, parts, leaf.stacked, drawn)
 
     return {leaf.path: lazy(leaf) for leaf in leaves}
-
-
-def _reset_of(owner: nn.Module, reset: Reset | None) -> Reset | None:
-    if reset is not None:
-        return reset
-    return getattr(type(owner), "reset_parameters", None)
 
 
 def _drawn(owner: nn.Module, path: str, name: str, method: Reset, key: Tensor) -> Tensor:
@@ -187,8 +180,8 @@ def real_buffers(module: nn.Module, reset: Reset | None) -> dict[str, Tensor]:
     wrong: list[str] = []
     for path, owner in module.named_modules():
         named = {name: b for name, b in owner.named_buffers(recurse=False) if b.is_meta}
-        method = _reset_of(owner, reset) if named else None
-        filled = None if method is None else _reset_copy(owner, method)
+        method = reset or getattr(type(owner), "reset_parameters", None)
+        filled = None if method is None or not named else _reset_copy(owner, method)
         for name, buffer in named.items():
             full = joined(path, name)
             value = getattr(filled, name, None)

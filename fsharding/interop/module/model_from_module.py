@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,13 +26,11 @@ from fsharding.base.tree import Tree
 from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset
-from fsharding.interop.module.layers import Roles
 from fsharding.interop.module.mutation_guard import unlike_blocks
-from fsharding.interop.module.planning import ModulePlan, plan_of
-from fsharding.interop.module.problems import Problems, check_module, check_units
+from fsharding.interop.module.planning import ModulePlan, check_module, check_units, plan_of
 from fsharding.interop.module.runtime import Engine, computing
-from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested
-from fsharding.interop.module.tensor_parallel import Bare
+from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, Problems, UnitPatterns, nested
+from fsharding.interop.module.tensor_parallel import Bare, Roles
 from fsharding.interop.module.written_buffers import check_buffers, refuse_written
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
@@ -70,18 +68,11 @@ class _Plan:
 
     def spread(self, values: Mapping[str, Any], rows_of: Callable[[Any, slice], Any]) -> Tree:
         """A tree of `embed`, `blocks` and `head` from a value for each leaf of the anatomy."""
-        stacked = {leaf.path for leaf in self.anatomy.leaves if leaf.stacked}
-        embed = {*self.embed.paths.values()}
-        stacks = [
-            nested({below: rows_of(values[path], rows) for path, (below, rows) in run.rows.items()})
-            for run in self.runs
-        ]
-        named = {run.name: stack for run, stack in zip(self.runs, stacks, strict=True)}
-        return {
-            "embed": nested({path: x for path, x in values.items() if path in embed}),
-            "blocks": named if len(stacks) > 1 else stacks[0],
-            "head": nested({path: x for path, x in values.items() if path not in embed and path not in stacked}),
-        }
+        ends = {"embed": self.embed, "head": self.head}
+        result = {name: nested({path: values[path] for path in end.paths.values()}) for name, end in ends.items()}
+        rows = {run.name: {b: rows_of(values[path], r) for path, (b, r) in run.rows.items()} for run in self.runs}
+        stacks = {name: nested(leaves) for name, leaves in rows.items()}
+        return result | {"blocks": stacks if len(stacks) > 1 else next(iter(stacks.values()))}
 
 
 @public
@@ -172,14 +163,14 @@ def _model(planned: ModulePlan, parts: Parts) -> Model:
 
     # Ranks compare what a model closes over: the plan, not a config, which notes where it was saved.
     def check(mesh: Mesh, rules: AxisRules) -> None:
-        engine.refuse_changes()
+        engine.original.check()
         planned.check(mesh, rules, over)
 
     blocks = {run.name: block(run) for run in plan.runs}
     return Model(
         init=init,
         embed=_part(engine, functools.partial(parts.embed, engine.module), plan.embed),
-        block=blocks if len(blocks) > 1 else blocks[plan.runs[0].name],
+        block=blocks if len(blocks) > 1 else next(iter(blocks.values())),
         head=_part(engine, functools.partial(parts.head, engine.module), plan.head),
         names=plan.spread({leaf.path: leaf.names for leaf in plan.anatomy.leaves}, lambda names, _: names),
         tied=tuple((name, f"embed.{path}") for name, path in plan.head.tied.items()),
@@ -196,10 +187,6 @@ class _Attending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attend = _over_cp if func is F.scaled_dot_product_attention else func
         return attend(*args, **(kwargs or {}))
-
-
-def _attending() -> AbstractContextManager[Any]:
-    return _Attending() if axis_size("cp") > 1 else nullcontext()
 
 
 def _over_cp(
@@ -230,7 +217,8 @@ def _part(engine: Engine, fn: Callable[..., Any], places: _Places) -> Callable[.
     def run(params: Tree, *args: Any) -> Any:
         weights = {f"inner.{name}": tree.at(params, path) for name, path in places.paths.items()}
         weights |= {f"inner.{name}": params[name] for name in places.tied}
-        with engine.guard(weights.values(), keyed=False), computing(None), _attending():
+        attending = _Attending() if axis_size("cp") > 1 else nullcontext()
+        with engine.guard(weights.values(), keyed=False), computing(None), attending:
             return torch.func.functional_call(bare, weights, args, tie_weights=False)
 
     return run
@@ -250,14 +238,10 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     ends = units[:first], units[last + 1 :]
     sides = zip(("before", "after"), ends, strict=True)
     wrong += [f"there is no unit {side} the blocks" for side, end in sides if blocks and not end]
-    frozen = [leaf.path for leaf in anatomy.leaves if leaf.dtype.is_floating_point and not leaf.trainable]
-    wrong += [f"{path} is frozen" for path in frozen]
-    wrong += [
-        f"{weight.name} of a block is tied to {anatomy.leaves[weight.leaf].path}"
-        for unit in units
-        for weight in unit.weights
-        if unit.stack is not None and weight.row is None
-    ]
+    wrong += [f"{x.path} is frozen" for x in anatomy.leaves if x.dtype.is_floating_point and not x.trainable]
+    of_blocks = (weight for unit in units if unit.stack is not None for weight in unit.weights)
+    tied = {w.name: anatomy.leaves[w.leaf].path for w in of_blocks if w.row is None}
+    wrong += [f"{name} of a block is tied to {path}" for name, path in tied.items()]
     known_as: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         known_as.setdefault(id(child), []).append(path)
@@ -266,6 +250,7 @@ def _plan(module: nn.Module, anatomy: Anatomy) -> _Plan:
     if wrong:
         mend = "Name all before the blocks, the blocks, and all after them; freeze leaves with plan_layout(frozen=...)."
         raise ConfigError(message("needs units for an embedding, one stack of blocks, and a head.", wrong, mend))
+    # A leaf that both ends have belongs to the embedding, and the head gets it as a tied one.
     known = {weight.leaf for unit in ends[0] for weight in unit.weights}
     runs = _runs(anatomy, units[first : last + 1], stacks[0] or "")
     return _Plan(anatomy, _places(anatomy, ends[0], set()), runs, _places(anatomy, ends[1], known))

@@ -198,6 +198,7 @@ class Watch:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         """Looks at some submodules, by path, each without its children."""
         self._homes = [(path, home) for path, m in modules.items() for home in (vars(m)["_buffers"], vars(m))]
+        # Dicts are compared entry by entry and by identity, since a forward may replace a tensor without changing one.
         self._before = [dict(home) for _, home in self._homes]
         self._held: dict[tuple[int, str], _Held] = {
             (id(home), key): _Held(joined(path, key), home, key, x)
@@ -229,6 +230,7 @@ class Watch:
             if len(home) != len(before) or not all(map(operator.is_, home.values(), before.values())):
                 rows |= self._put_back(path, home, before)
                 self._before[i] = dict(home)
+        # Versions see every write in place but those through `.data` and NumPy, which values show in the first call.
         for held in self._held.values():
             if _compat.version_of(held.value) != held.version:
                 rows[held.name] = held.value

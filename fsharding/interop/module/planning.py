@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fsharding.base.errors import ConfigError, report
+from fsharding.base import _compat
+from fsharding.base.errors import ConfigError, message, report
+from fsharding.base.public import refuse
 from fsharding.interop.hf import config_tables
 from fsharding.interop.module.hf_tables import Family, family_of
 from fsharding.interop.module.initializers import Reset
-from fsharding.interop.module.layers import LayerRoles, Roles, check_options, check_roles, layer_roles
 from fsharding.interop.module.probe import unfit_roles
-from fsharding.interop.module.problems import Problems, check_memory
-from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, plan_module
-from fsharding.interop.module.tensor_parallel import check_axes
+from fsharding.interop.module.structure import Anatomy, ModuleLeaf, NameTable, Problems, UnitPatterns, plan_module
+from fsharding.interop.module.tensor_parallel import LayerRoles, Roles, check_options, check_roles, layer_roles
+from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.leaf_plan import EXPERT, type_text
-from fsharding.sharding.partition_spec import AxisRules
+from fsharding.sharding.partition_spec import AxisRules, rule_name
 
-__all__ = ["ModulePlan", "plan_of"]
+__all__ = ["ModulePlan", "check_module", "check_units", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,75 @@ class ModulePlan:
         return functools.cache(functools.partial(unfit_roles, self.module, self.roles.roles))
 
     def check(self, mesh: Mesh, rules: AxisRules, over: Sequence[str] = ()) -> None:
-        """Refuse a mesh over which the module cannot be cut; `over` has axes that other code computes over."""
-        _check_experts(self.anatomy, mesh, rules, getattr(getattr(self.module, "config", None), "model_type", ""))
-        heads = {} if self.family is None else self.family.heads_of(self.module)
-        check_axes(self.anatomy, self.roles, mesh, rules, heads, tried=self._tried, over=over)
+        """Refuse a mesh over which the module does not compute; `over` has axes that other code computes over."""
+        shape = abstract(mesh)
+        tp = shape.axis_size("tp")
+        _check_experts(self.anatomy, shape, rules, getattr(getattr(self.module, "config", None), "model_type", ""))
+        hindered = [axis for axis in _WHOLE if axis not in over and shape.axis_size(axis) > 1]
+        wrong = [f"{axis}={shape.axis_size(axis)}: {_WHOLE[axis]}" for axis in hindered]
+        called_by: dict[int, list[str]] = {}
+        for weight in (weight for unit in self.anatomy.units for weight in unit.weights):
+            called_by.setdefault(weight.leaf, []).append(weight.name)
+        cut_heads = False
+        cut_weights = set[str]()
+        for i, leaf in enumerate(self.anatomy.leaves):
+            for dim, name in enumerate(leaf.names):
+                called = rule_name(name)
+                axes = [a for a in rules.get(called, ()) if shape.axis_size(a) > 1] if called is not None else []
+                cuts = [a for a in axes if a not in (*DATA_AXES, "pp") or called == EXPERT]
+                if cuts:
+                    cut_heads |= called in ("heads", "kv_heads")
+                    cut_weights |= {*called_by[i]} if "tp" in cuts else set()
+                    over_axes = f"dim {dim} ({called!r}) over {', '.join(cuts)}"
+                    why = self._uncut(leaf, called_by[i], dim, cuts)
+                    kind = type_text(leaf.shape, leaf.dtype)
+                    wrong += [f"{leaf.path} is {kind}, {over_axes}: {why}"] if why else []
+        heads = {} if self.family is None or not cut_heads else self.family.heads_of(self.module)
+        wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if count % tp]
+        # Only what is right so far is tried: the reasons above say more.
+        wrong = wrong or (self._tried(frozenset(cut_weights), tp) if cut_weights else [])
+        if wrong:
+            raise ConfigError(report(f"fs.plan_layout cannot cut this module on mesh {shape}.", wrong, _MEND))
+
+    def _uncut(self, leaf: ModuleLeaf, sources: Sequence[str], dim: int, axes: Sequence[str]) -> str:
+        """Why the layers that have a leaf do not compute with a part of it along a dim; "" if they do."""
+        inner = dim - 1 if leaf.stacked else dim
+
+        def cannot(source: str) -> bool:
+            path, _, last = source.rpartition(".")
+            role = self.roles.roles.get(path)
+            return role is None or _CUT[role].get(last) != inner
+
+        bad = next(filter(cannot, sources), None)
+        if bad is None and [*axes] == ["tp"]:  # a rank tells by its sizes whether it has a shard
+            return "one rank would have all of it" if leaf.shape[dim] == 1 else ""
+        source = bad or leaf.sources[0]
+        owner = source.rpartition(".")[0]
+        if owner in self.roles.refused:
+            return f"{owner} is {self.roles.refused[owner]}"
+        role = f"role {self.roles.roles[owner]!r}" if owner in self.roles.roles else "no role"
+        return f"{source} is of a layer with {role}"
+
+
+_CUT: dict[str, dict[str, int]] = {
+    "column": {"weight": 0, "bias": 0},
+    "row": {"weight": 1},
+    "inside": {},
+    "vocab": {"weight": 0},
+    "logits": {"weight": 0, "bias": 0},
+}
+"""For each role the dim of each parameter that `tp` may cut."""
+
+_WHOLE = {
+    "pp": "a forward in one piece has no stages; see fs.model_from_module",
+    "cp": "the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them",
+}
+"""The axes over which no layer of torch computes, and what does."""
+
+_MEND = (
+    "Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these"
+    ' dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
+)
 
 
 def plan_of(
@@ -70,23 +139,19 @@ def plan_of(
     return ModulePlan(module, anatomy, layer_roles(module, roles or {}), reset, family)
 
 
-def _check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, family: str) -> None:
+def _check_experts(anatomy: Anatomy, shape: AbstractMesh, rules: AxisRules, family: str) -> None:
     """Refuse a mesh whose `ep` would leave all experts of a module on every rank: its own forward takes all of them."""
     # Rules without an axis for experts say that every rank has all of them, so they are accepted.
-    shape = abstract(mesh)
     axes = [axis for axis in rules.get(EXPERT, ()) if axis == "ep" and shape.axis_size(axis) > 1]
     leaves = [leaf for leaf in anatomy.leaves if _is_expert(leaf.path)] if axes else []
     if not leaves:
         return
-    ep = shape.axis_size("ep")
-    dp = shape.axis_size("dp")
+    ep, dp = shape.axis_size("ep"), shape.axis_size("dp")
     rows = [f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}" for leaf in leaves]
     mend = f"Use ep=1, and dp={ep * dp} for these ranks: the module's own forward takes all experts."
     if family in [*config_tables.FAMILIES]:
-        mend = (
-            f"For experts over ep, read the weights of this {family} into a decoder: "
-            "model = fs.models.decoder(fs.hf.config_of(folder)), then fs.hf.load(folder, layout). Or use ep=1."
-        )
+        mend = f"For experts over ep, read the weights of this {family} into a decoder: model = fs.models.decoder"
+        mend += "(fs.hf.config_of(folder)), then fs.hf.load(folder, layout). Or use ep=1."
     rule = f"cannot shard the experts of this module over ep={ep}: every rank would gather all of them."
     raise ConfigError(report(f"fs.plan_layout {rule}", rows, mend))
 
@@ -94,3 +159,62 @@ def _check_experts(anatomy: Anatomy, mesh: Mesh, rules: AxisRules, family: str) 
 def _is_expert(path: str) -> bool:
     """Whether a leaf is in routed experts; modules call experts that take every token `shared_experts`."""
     return any("expert" in part and not part.startswith("shared_") for part in path.split("."))
+
+
+# ------------------------------------------------------------------------------------- what can be told of any module
+def _is_plain(p: Tensor) -> bool:
+    """Whether operators see a tensor as its values alone: fake tensors and named subclasses of Parameter are so."""
+    kind: Any = type(p)
+    plain: Any = Tensor
+    own = kind.__torch_dispatch__ is not plain.__torch_dispatch__ or kind.__torch_function__ not in _PLAIN
+    return not own or nn.parameter.is_lazy(p) or _compat.is_fake(p)
+
+
+_PLAIN: Any = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+
+
+def check_memory(module: nn.Module, problems: Problems) -> None:
+    """Object to weights that share memory with other tensors of the module: here each leaf has its own."""
+    own = {id(p): (name, p) for name, p in module.named_parameters()}
+    buffers = {id(b): (name, b) for name, b in module.named_buffers()}
+    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, x in (buffers | own).values():
+        if x.is_meta or _compat.is_fake(x) or not x.numel() or x.layout != torch.strided:
+            continue
+        start = int(x.storage_offset()) * x.element_size()
+        end = start + int(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+        spans.setdefault(_compat.storage_id(x), []).append((start, end, name, x.requires_grad))
+    rows: list[str] = []
+    for several in spans.values():
+        several.sort()
+        for (_, end, first, a), (start, _, second, b) in itertools.pairwise(several):
+            rows += [f"{first} and {second} are views of one memory"] if start < end and (a or b) else []
+    mend = "Tie the parameter itself, head.weight = embed.weight, instead of its .data; or give each a .clone()."
+    problems.add(ConfigError, "would train weights apart that share memory.", rows, mend)
+
+
+def check_units(units: Any) -> None:
+    """Refuse units that have no order, or that are no paths."""
+    if units is not None and not isinstance(units, str | list | tuple):
+        mend = "Give the paths of modules: units='layers.*', or units=('embed', 'layers.*', ('norm', 'head'))."
+        raise refuse("units= as a path, or a list of paths", units, mend)
+
+
+def check_module(module: Any) -> None:
+    """Refuses what is no module, and modules with tensor subclasses for parameters, or without shapes yet."""
+    if not isinstance(module, nn.Module):
+        mend = "Make one, or write the functions of a Model yourself: see fs.models.Model."
+        kind = f"class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise ConfigError(message(f"needs an nn.Module; got {kind}.", mend=mend))
+    given = {name: p for name, p in module.named_parameters() if not _is_plain(p)}
+    if given:
+        rows = [f"{name} is {type(p).__name__}{'' if p.requires_grad else ', frozen'}" for name, p in given.items()]
+        mend = (
+            "Give the module plain parameters: layer.weight = nn.Parameter(layer.weight.dequantize()), or"
+            " .full_tensor() for a DTensor. Weights in few bits are formats of a precision, fs.Precision(compute=...)."
+        )
+        rule = "takes plain parameters; a tensor subclass would become a dense tensor, and lose its own operators."
+        raise ConfigError(message(rule, rows, mend))
+    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if nn.parameter.is_lazy(x)]
+    if lazy:
+        raise ConfigError(message("needs shapes.", lazy, "Call the module once, with inputs as they will be."))

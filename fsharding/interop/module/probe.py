@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharding.base import tree
-from fsharding.interop.module.layers import Role
+from fsharding.interop.module.tensor_parallel import Role
 from fsharding.sharding import boxes
 
 __all__ = ["unfit_roles"]
@@ -76,7 +76,7 @@ def unfit_roles(module: nn.Module, roles: Mapping[str, Role], cut: Collection[st
         layers: list[tuple[str, Any]] = [(path, hollow.get_submodule(path)) for path in regions]
         for path, layer in layers:
             if regions[path] == "column":
-                layer.forward = functools.partial(_whole_column, layer, path, tp, following)
+                layer.forward = functools.partial(_whole_column, layer, path, tp, following.cuts)
         with following:  # with outputs that are whole: a dim of heads is then longer than 1, and shows where it goes
             hollow(**inputs)
         for path, layer in layers:
@@ -112,32 +112,28 @@ class _Following(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[str] = []
-        self._cuts: Any = WeakTensorKeyDictionary()
+        self.cuts: Any = WeakTensorKeyDictionary()
         self._inside: list[tuple[str, str]] = []
         self._reported: set[tuple[str, str]] = set()
 
     def watch(self, path: str, part: nn.Module) -> None:
         """Remembers that a submodule runs, from its call to its end."""
         here = path, type(part).__name__
-        part.register_forward_pre_hook(lambda *_: self._inside.append(here))
-        part.register_forward_hook(lambda *_: self._left())
 
-    def _left(self) -> None:
-        self._inside.pop()
+        def leave(*_: Any) -> None:
+            self._inside.pop()
+
+        part.register_forward_pre_hook(lambda *_: self._inside.append(here))
+        part.register_forward_hook(leave)
 
     def where(self) -> str:
         """The submodule that runs."""
         path, kind = self._inside[-1] if self._inside else ("", "")
         return f"{path} ({kind})" if path else "the module"
 
-    def mark(self, x: Tensor, cut: _Cut) -> Tensor:
-        """Begins to follow an output of a column."""
-        self._cuts[x] = cut
-        return x
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        followed = [(x, self._cuts[x]) for x in _tensors(args) if x in self._cuts]
+        followed = [(x, self.cuts[x]) for x in _tensors(args) if x in self.cuts]
         for x, cut in followed:
             if reason := _objection(name, x, cut, args, kwargs or {}):
                 self._tell(cut, reason)
@@ -147,7 +143,7 @@ class _Following(TorchDispatchMode):
             for out in _tensors([result]):
                 dim = _followed(name, func, x, cut.dim, out, args)
                 if dim is not None:
-                    self._cuts[out] = cut._replace(dim=dim)
+                    self.cuts[out] = cut._replace(dim=dim)
         return result
 
     def _tell(self, cut: _Cut, reason: str) -> None:
@@ -225,10 +221,11 @@ def _viewed(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int | 
     return begins[0] if begins else None
 
 
-def _whole_column(layer: nn.Linear, path: str, tp: int, following: _Following, x: Tensor) -> Tensor:
+def _whole_column(layer: nn.Linear, path: str, tp: int, cuts: Any, x: Tensor) -> Tensor:
     start, stop = boxes.chunk(layer.out_features, tp, 0)
     out = x.new_empty((*x.shape[:-1], layer.out_features))
-    return following.mark(out, _Cut(out.ndim - 1, path, stop - start, layer.out_features))
+    cuts[out] = _Cut(out.ndim - 1, path, stop - start, layer.out_features)
+    return out
 
 
 def _column(layer: nn.Linear, tp: int, x: Tensor) -> Tensor:

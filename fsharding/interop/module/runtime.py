@@ -28,7 +28,7 @@ from fsharding.interop.module.copying import copy_module
 from fsharding.interop.module.initializers import LazyLeaf, generator_bytes, lazy_leaves, real_buffers, seed_of
 from fsharding.interop.module.mutation_guard import Original, Watch
 from fsharding.interop.module.planning import ModulePlan
-from fsharding.interop.module.problems import FUNCTION
+from fsharding.interop.module.structure import FUNCTION
 from fsharding.interop.module.tensor_parallel import Bare, Entrances, install
 from fsharding.interop.module.written_buffers import places_of, synchronize
 from fsharding.mesh.abstract_mesh import DATA_AXES
@@ -104,16 +104,23 @@ _guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=Fals
 class Engine:
     """A copy of the module without weights, whose units ask the current run for theirs."""
 
-    def __init__(self, plan: ModulePlan, *, idle: Sequence[str] = (), written: Sequence[str] = ()) -> None:
-        """Copy a module. Parts that are idle never run, and the forward writes the written buffers."""
+    # Parts that are idle never run; the forward writes the written buffers; the policy is for blocks of stacks.
+
+    def __init__(
+        self,
+        plan: ModulePlan,
+        *,
+        idle: Sequence[str] = (),
+        written: Sequence[str] = (),
+        policy: Policy = policies.save_except_gathered,
+        cast_inputs: bool = True,
+    ) -> None:
         module, anatomy = plan.module, plan.anatomy
-        self.plan = plan
+        self.plan, self.policy, self.cast_inputs = plan, policy, cast_inputs
         own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
-        if own:
-            rows = [
-                f"{name or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for name, m in own.items()
-            ]
+        if rows := [f"{n or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for n, m in own.items()]:
             raise TransformError(_recomputing(rows))
+        # The copy gets these instead of its parameters; a unit's weights take their places for one call.
         absent = {id(p): _absent(name, p) for name, p in module.named_parameters()}
         self._absent = list(absent.values())
         buffers = real_buffers(module, plan.reset)
@@ -125,7 +132,7 @@ class Engine:
         synchronize(self.module)
         self.written, self.places = tuple(written), places_of(self.module)
         self.units, self.bodies = anatomy.units, dict[str, Body]()
-        members = [member for unit in anatomy.units for member in unit.members]
+        members = (member for unit in anatomy.units for member in unit.members)
         self._inside = {path: {id(part) for part in self.module.get_submodule(path).modules()} for path in members}
         self.stored = [leaf.dtype for leaf in anatomy.leaves]
         self.leaf_of = {weight.name: weight.leaf for unit in anatomy.units for weight in unit.weights}
@@ -134,40 +141,20 @@ class Engine:
         self._home = None
         self.root = Body(self, Bare(self.module, self.module.__call__), None)
         self._checksums: dict[str, int] | None = None
-        self.drops = [
-            f"{name} is {m}"
-            for name, m in self.module.named_modules()
-            if m.training and isinstance(p := getattr(m, "p", None), float) and p > 0 and "Drop" in type(m).__name__
-        ]
-        self._original = Original(module, self._watch.tensors)
-
-    def refuse_changes(self) -> None:
-        """Refuse a module that was changed since it was copied."""
-        self._original.check()
+        rates = {name: (m, getattr(m, "p", None)) for name, m in self.module.named_modules() if m.training}
+        active = {name: m for name, (m, p) in rates.items() if isinstance(p, float) and p > 0}
+        self.drops = [f"{name} is {m}" for name, m in active.items() if "Drop" in type(m).__name__]
+        self.tensors = self._watch.tensors  # all that are no parameters, by name, as the module has them
+        self.original = Original(module, self.tensors)
 
     def first_values(self, key: Tensor) -> dict[str, LazyLeaf]:
         """The first values of the leaves, by path; refuses a module that was changed since it was copied."""
-        self._original.check()
+        self.original.check()
         return lazy_leaves(self.plan.module, self.plan.anatomy.leaves, key, self.plan.reset)
 
     def constants(self) -> dict[str, Tensor]:
         """The buffers and tensor attributes that no forward writes, by name. All ranks have to have the same."""
-        return {name: x for name, x in self._watch.tensors().items() if name not in self.written}
-
-    def first_buffers(self) -> dict[str, Tensor]:
-        """The buffers that the forward writes, as the module has them."""
-        own = self._watch.tensors()
-        return {name: own[name] for name in self.written}
-
-    def written_as(self) -> dict[str, str]:
-        """The names of written buffers by every name that a state dict has for them."""
-        names = {(id(place.owner), place.key): name for name, place in self.places.items() if name in self.written}
-        return {
-            joined(path, key): names[id(owner), key]
-            for path, owner in self.module.named_modules(remove_duplicate=False)
-            for key in _compat.persistent_buffers(owner)
-            if (id(owner), key) in names
-        }
+        return {name: x for name, x in self.tensors().items() if name not in self.written}
 
     def names_in(self, member: str | None) -> dict[str, str]:
         """Map names under `inner` to names of the buffers with which the forward of a member runs; None is the root."""
@@ -194,13 +181,16 @@ class Engine:
             for part in trained:
                 part.training = True
 
-    def persistent(self) -> dict[str, Tensor]:
-        """The buffers that a state dict has, by every name."""
-        return {
-            joined(path, name): buffer
+    def persistent(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The buffers that a state dict has, by every name; and for those that the forward writes their first names."""
+        names = {(id(place.owner), place.key): name for name, place in self.places.items()}
+        found = [
+            (joined(path, key), names[id(owner), key], buffer)
             for path, owner in self.module.named_modules(remove_duplicate=False)
-            for name, buffer in _compat.persistent_buffers(owner).items()
-        }
+            for key, buffer in _compat.persistent_buffers(owner).items()
+        ]
+        written = {every: name for every, name, _ in found if name in self.written}
+        return {every: buffer for every, _, buffer in found}, written
 
     def open(self) -> None:
         """Makes every unit ask for its weights when it is called."""
@@ -240,10 +230,9 @@ class Engine:
             return
         if self._checksums is None:
             self._checksums = {name: checksum(x) for name, x in self.constants().items() if not x.is_meta}
-        if self._checksums:
-            order.note(
-                SAME_CONSTANTS, (*self._checksums.items(),), functools.partial(_checksums_text, self._checksums), None
-            )
+        if sums := self._checksums:
+            # A function of the dict alone: the note outlives the call, and must not keep the module alive.
+            order.note(SAME_CONSTANTS, (*sums.items(),), functools.partial(_checksums_text, sums), None)
 
     def _move(self, device: torch.device) -> None:
         """Constants to the device of the weights; under `FakeTensorMode` without values."""
@@ -304,22 +293,17 @@ class Run:
     # ones, so that a unit that backward runs again is given the same, and its results are dropped.
 
     def __init__(
-        self,
-        engine: Engine,
-        policy: Policy,
-        leaves: list[Any],
-        key: Tensor | None,
-        buffers: Mapping[str, Tensor] | None,
-        *,
-        cast_inputs: bool,
+        self, engine: Engine, leaves: list[Any], key: Tensor | None, buffers: Mapping[str, Tensor] | None
     ) -> None:
         self._engine = engine
-        self._policy = policy
         self._leaves = leaves
         self.buffers = _given(engine, buffers)
-        self._inputs = _compute_dtype(engine.stored, leaves) if cast_inputs else None
+        self._inputs = _compute_dtype(engine.stored, leaves) if engine.cast_inputs else None
+        # A gather knows leaves by the identity of their tensors: rows and trees of units are made once for a call, so
+        # that what was sent for ahead is found again.
         self._rows: dict[int, Any] = {}
         self._trees: dict[int, dict[str, Any]] = {}
+        # Units of several members keep their weights until the call ends: no member knows whether it is the last.
         self._together: dict[int, dict[str, Tensor]] = {}
         self._entered = 0
         shardings = (typeof(x).sharding for x in leaves if isinstance(x, Local | DTensor))
@@ -363,6 +347,7 @@ class Run:
             result, new = body(weights, buffers, args, kwargs, seed, mesh)
             self._keep(new)
             return result
+        # `tensors` must not hold `self`: remat keeps it until backward, and a run holds all that it has gathered.
         rest: list[Any] = []
 
         def tensors(weights: Any, buffers: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
@@ -372,7 +357,7 @@ class Run:
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
         tensors.__name__ = member
-        found = iter(remat(tensors, policy=self._policy)(weights, buffers, args, kwargs))
+        found = iter(remat(tensors, policy=self._engine.policy)(weights, buffers, args, kwargs))
         spec, others = rest
         result, new = tree.unflatten(spec, [next(found) if x is None else x for x in others])
         self._keep(new)
@@ -391,7 +376,7 @@ class Run:
     def _gather(self, number: int) -> dict[str, Tensor]:
         """The weights of a unit by name, dequantized: a module takes tensors. The gather of the next unit starts."""
         units = self._engine.units
-        policy = self._policy if units[number].stack is not None else policies.save_except_gathered
+        policy = self._engine.policy if units[number].stack is not None else policies.save_except_gathered
         ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
         following = UnitsAhead(self._tree(n) for n in ahead)
         weights = gather_unit(self._tree(number), policy=policy, next_unit=following)
@@ -413,6 +398,7 @@ class Run:
         """A seed for the unit that is entered now."""
         if self._first_seed is None:
             return None
+        # Counted by calls, not by units: a unit that is called twice draws anew.
         self._entered += 1
         return (self._first_seed + self._entered * _ODD) % 2**64
 

@@ -8,22 +8,44 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from fsharding.base.errors import ConfigError, LayoutError, TreeError, listed, message
+from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TreeError, listed, message
 from fsharding.base.tree import Tree
 from fsharding.foreign.name_map import Rows
-from fsharding.interop.module.problems import Problems
 from fsharding.sharding.leaf_names import joined
 from fsharding.sharding.leaf_plan import LAYERS, type_text
 from fsharding.sharding.partition_spec import DimName
 
 __all__ = [
-    "Anatomy", "ModuleLeaf", "ModuleUnit", "NameTable", "UnitPatterns", "Weight", "nested", "plan_module", "shadowed",
+    "FUNCTION", "Anatomy", "ModuleLeaf", "ModuleUnit", "NameTable", "Problems", "UnitPatterns", "Weight", "nested",
+    "plan_module", "shadowed",
 ]  # fmt: skip
+
+FUNCTION = "fs.functionalize"
+
+
+class Problems:
+    """What is wrong with a module, collected so that one error tells all of it."""
+
+    def __init__(self) -> None:
+        self.errors: list[FshardingError] = []
+
+    def add(self, kind: type[FshardingError], rule: str, rows: Sequence[str], mend: str) -> None:
+        """Add an error for some rows, if there are any."""
+        self.errors += [kind(message(rule, rows, mend))] if rows else []
+
+    def refuse(self) -> None:
+        """Raise what is wrong, if something is."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigError("\n".join(map(str, self.errors)))
+
 
 UnitPatterns: TypeAlias = str | Sequence[str | tuple[str, ...]]
 """Paths of modules; `*` stands for one part of a path, and a tuple is gathered together."""
@@ -95,34 +117,24 @@ class Anatomy:
     units: tuple[ModuleUnit, ...]  # the root first, the others in the order in which the module defines them
 
     def __str__(self) -> str:
-        def title(unit: ModuleUnit) -> str:
-            return ", ".join(unit.members) if unit.members else "root"
-
         units = [unit for unit in self.units if unit.weights]
-        rows = [f"  {title(unit)}: {len(unit.weights)} weights" for unit in units]
+        rows = [f"  {', '.join(unit.members) or 'root'}: {len(unit.weights)} weights" for unit in units]
         rows += [f"  {leaf.path}: {type_text(leaf.shape, leaf.dtype)} {leaf.names}" for leaf in self.leaves]
         return "\n".join([f"{len(units)} units, {len(self.leaves)} leaves", *rows])
 
 
 def nested(values: Mapping[str, Any]) -> Tree:
     """A tree of dicts from what stands at dotted paths."""
+    above = {path[:i] for path in values for i, letter in enumerate(path) if letter == "."}
+    if clashes := [f"{path}: there are leaves below it" for path in values if path in above]:
+        raise ConfigError(message("gets two leaves at one path.", clashes, _RENAME))
     tree: dict[str, Any] = {}
-    clashes: list[str] = []
     for path, value in values.items():
         *way, last = path.split(".")
         node = tree
         for part in way:
-            below = node.setdefault(part, {})
-            if not isinstance(below, dict):
-                break
-            node = below
-        else:
-            if last not in node:
-                node[last] = value
-                continue
-        clashes.append(f"{path}: there is a leaf above or below it")
-    if clashes:
-        raise ConfigError(message("gets two leaves at one path.", clashes, _RENAME))
+            node = node.setdefault(part, {})
+        node[last] = value
     return tree
 
 
@@ -144,6 +156,7 @@ def plan_module(
     patterns = _find_units(modules, [units] if isinstance(units, str) else list(units), problems)
     result = [ModuleUnit((), (), None), *patterns]
     is_sure = len(problems.errors) == before
+    # Every name of a parameter is kept until here: a tied one is used by several units, and has to be one leaf.
     uses = _uses(modules, result)
     homes: dict[int, list[tuple[int, str]]] = {}  # of each parameter, by identity: numbers of units, and names there
     for number, named in enumerate(uses):
@@ -241,23 +254,16 @@ def _kind(module: nn.Module) -> str:
 
 def _uses(modules: Mapping[str, nn.Module], groups: Sequence[ModuleUnit]) -> list[dict[str, nn.Parameter]]:
     """For each unit its parameters by name, with every name of one that has several."""
-    uses = [
-        {
-            joined(member, inner, name): parameter
-            for member in unit.members
-            for inner, child in modules[member].named_modules()
-            for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
-        }
-        for unit in groups
-    ]
-    inside = {id(child) for unit in groups for member in unit.members for child in modules[member].modules()}
-    uses[0] = {
-        joined(path, name): parameter
-        for path, child in modules.items()
-        if id(child) not in inside
-        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False)
-    }
-    return uses
+
+    def named(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
+        own = (child.named_parameters(path, recurse=False, remove_duplicate=False) for path, child in parts)
+        return dict(chain.from_iterable(own))
+
+    # The first group is the root, which has what no unit has.
+    inside = [[part for m in unit.members for part in modules[m].named_modules(prefix=m)] for unit in groups[1:]]
+    taken = {id(child) for parts in inside for _, child in parts}
+    left = ((path, child) for path, child in modules.items() if id(child) not in taken)
+    return [named(left), *map(named, inside)]
 
 
 def _check_blocks(
@@ -340,12 +346,9 @@ def shadowed(patterns: Iterable[str], paths: Sequence[str]) -> list[str]:
 
 def _named(leaves: tuple[ModuleLeaf, ...], table: NameTable | None) -> tuple[ModuleLeaf, ...]:
     """The leaves with the dim names of a table."""
-    if table is None:
-        return leaves
-    fits = [next((pattern for pattern in table if fnmatchcase(leaf.path, pattern)), None) for leaf in leaves]
-    result: list[ModuleLeaf] = []
-    for leaf, pattern in zip(leaves, fits, strict=True):
-        given = table[pattern] if pattern is not None else None
-        layers = (LAYERS,) if leaf.stacked else ()
-        result.append(leaf if given is None else replace(leaf, names=(*layers, *given)))
-    return tuple(result)
+
+    def named(leaf: ModuleLeaf) -> ModuleLeaf:
+        given = next((names for pattern, names in (table or {}).items() if fnmatchcase(leaf.path, pattern)), None)
+        return leaf if given is None else replace(leaf, names=(*((LAYERS,) if leaf.stacked else ()), *given))
+
+    return tuple(map(named, leaves))

@@ -1,15 +1,16 @@
-"""Tensor parallelism for modules of plain `nn.Linear` and `nn.Embedding`: which forwards are replaced, and by what.
+"""Torch's own layers over `tp`: which roles each can have, which options are refused, and what replaces a forward.
 
-Guarantee: outputs and gradients match one rank.
+Guarantee: outputs and gradients match one rank; an option of a constructor is honored, or refused by name.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +18,123 @@ from torch import Tensor, nn
 
 from fsharding import ops
 from fsharding.base import _compat
-from fsharding.base.errors import ConfigError, report
+from fsharding.base.errors import ConfigError
 from fsharding.interop.module.initializers import random_state, reseed, seeded, set_random_state
-from fsharding.interop.module.layers import LayerRoles, Role
-from fsharding.interop.module.structure import Anatomy
-from fsharding.mesh.abstract_mesh import DATA_AXES
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_index, axis_size
+from fsharding.interop.module.structure import Problems, shadowed
+from fsharding.mesh.device_mesh import axis_index, axis_size
 from fsharding.ops.embedding import look_up
 from fsharding.sharding import boxes
-from fsharding.sharding.leaf_plan import EXPERT, type_text
-from fsharding.sharding.partition_spec import AxisRules, rule_name
 
-__all__ = ["Bare", "Entrances", "check_axes", "install"]
+__all__ = [
+    "REPLACED", "Bare", "Entrances", "LayerRoles", "Role", "Roles", "check_options", "check_roles", "install",
+    "layer_roles",
+]  # fmt: skip
 
-_CUT: dict[str, dict[str, int]] = {
-    "column": {"weight": 0, "bias": 0},
-    "row": {"weight": 1},
-    "inside": {},
-    "vocab": {"weight": 0},
-    "logits": {"weight": 0, "bias": 0},
+Role: TypeAlias = Literal["column", "row", "inside", "vocab", "logits"]
+Roles: TypeAlias = Mapping[str, Role]
+"""Roles by pattern of a module's path; `*` stands for anything, and the first pattern that fits counts."""
+
+REPLACED: dict[str, type[nn.Module]] = {
+    "column": nn.Linear, "row": nn.Linear, "logits": nn.Linear, "vocab": nn.Embedding,
+}  # fmt: skip
+"""The layers whose forward a role replaces; `inside` keeps the forward of any module."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_NEVER_CALLED = "NonDynamicallyQuantizableLinear"
+"""The output projection of `nn.MultiheadAttention`, which reads its weight and never calls it."""
+
+
+@dataclass(frozen=True)
+class LayerRoles:
+    """The roles of the layers of a module."""
+
+    roles: Mapping[str, Role]  # by path, of layers that can have theirs
+    refused: Mapping[str, str]  # by path, why a layer cannot have the role of its pattern
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path}: {role}" for path, role in self.roles.items()) or "none"
+
+
+def layer_roles(module: nn.Module, roles: Roles) -> LayerRoles:
+    """Find the role of each layer; a layer that cannot have it computes as written, with full weights."""
+    result: dict[str, Role] = {}
+    refused: dict[str, str] = {}
+    for path, layer in module.named_modules(remove_duplicate=False):
+        fits: list[Role] = [role for pattern, role in roles.items() if fnmatchcase(path, pattern)]
+        if not fits:
+            continue
+        if (reason := _objection(layer, fits[0])) is not None:
+            refused[path] = reason
+        else:
+            result[path] = fits[0]
+    return LayerRoles(result, refused)
+
+
+def _objection(layer: nn.Module, role: str) -> str | None:
+    """Why a layer cannot have a role."""
+    kind = REPLACED.get(role)
+    name = type(layer).__name__
+    if kind is None:
+        counts = any(m.training and getattr(m, "track_running_stats", False) for m in layer.modules())
+        return f"{name}, role {role!r} would give each rank running statistics of its own" if counts else None
+    if not isinstance(layer, kind):
+        return f"{name}, role {role!r} needs {kind.__name__}"
+    if name == _NEVER_CALLED:
+        return f"{name}, whose weight is read and which is never called: role {role!r} replaces its forward"
+    if type(layer).forward is not kind.forward or type(layer).__call__ is not nn.Module.__call__:
+        return f"{name}, a {kind.__name__} with a forward of its own, which role {role!r} would replace"
+    if "forward" in vars(layer):
+        return f"{name} with a forward assigned to it, which role {role!r} would replace"
+    if any(getattr(layer, hooks) for hooks in _HOOKS):
+        return f"{name} with hooks, which would get the shards that role {role!r} computes"
+    return None
+
+
+def check_roles(module: nn.Module, roles: Roles, problems: Problems) -> None:
+    """Object to roles: unknown ones, patterns that fit no layer, and layers that cannot have theirs."""
+    known = get_args(Role)
+    wrong = [f"{pattern!r} has role {role!r}: there is none" for pattern, role in roles.items() if role not in known]
+    found = layer_roles(module, {pattern: role for pattern, role in roles.items() if role in known})
+    wrong += [f"{path or 'the module'} is {reason}" for path, reason in found.refused.items()]
+    paths = dict(module.named_modules())
+    idle = [pattern for pattern in roles if not any(fnmatchcase(path, pattern) for path in paths)]
+    wrong += [f"{pattern!r} fits no module" for pattern in idle]
+    wrong += shadowed(roles, [*paths])
+    mend = f"Give plain nn.Linear and nn.Embedding one of the roles {', '.join(map(repr, known))}, and others none."
+    problems.add(ConfigError, "cannot compute some layers over tp.", wrong, mend)
+
+
+_TABLE_OPTIONS = {
+    "max_norm": "its forward writes to its weight",
+    "scale_grad_by_freq": "its gradient depends on row counts of the full batch, of which a rank has a part",
+    "sparse": "its gradient is sparse, and gradients of leaves are dense",
 }
-"""For each role the dim of each parameter that `tp` may cut."""
+"""Options of `nn.Embedding` and `nn.EmbeddingBag` that are refused, and why."""
+
+
+def check_options(module: nn.Module, problems: Problems) -> None:
+    """Object to options of torch's layers that a pure function of the parameters cannot have."""
+    rows: list[str] = []
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            where = f"{path or 'the module'} is {type(layer).__name__}"
+            for name, why in _TABLE_OPTIONS.items():
+                value: Any = getattr(layer, name)
+                # A max_norm of 0 is one, too.
+                rows += [f"{where}, {name}={value!r}: {why}"] if value is not None and value is not False else []
+    mend = "Make the layer without the option. Instead of max_norm=, normalize the rows that the forward looks up."
+    problems.add(ConfigError, "cannot honor options of some layers.", rows, mend)
+    # PEFT's wrapper of single parameters registers a parametrization of another module in each forward.
+    wrapped = [
+        f"{path} is PEFT's {type(layer).__name__} of {getattr(layer, 'parameter_name', 'a parameter')}"
+        for path, layer in module.named_modules()
+        if type(layer).__name__ == "ParamWrapper" and type(layer).__module__.startswith("peft.")
+    ]
+    adapt = "Adapt layers instead: target_modules=[...] without target_parameters."
+    problems.add(ConfigError, "cannot run adapters that replace parameters in the forward.", wrapped, adapt)
+
+
+# ------------------------------------------------------------------------------------------------------- their forwards
 
 
 @dataclass
@@ -88,6 +185,7 @@ class Entrances:
     def end(self, parent: nn.Module) -> None:
         """A row ends the region of its parent, or all where its parent has begun none."""
         unit = self._unit
+        # Regions of two parents may overlap, such as attention beside an MLP: the generators change back after both.
         unit.inside = [p for p in unit.inside if p != parent] if parent in unit.inside else []
         if not unit.inside and unit.outside:
             for device, state in zip(unit.devices, unit.outside, strict=True):
@@ -198,65 +296,3 @@ class Bare(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The given function."""
         return self._call(*args, **kwargs)
-
-
-def check_axes(
-    anatomy: Anatomy,
-    roles: LayerRoles,
-    mesh: Mesh,
-    rules: AxisRules,
-    heads: Mapping[str, int],
-    *,
-    tried: Callable[[frozenset[str], int], list[str]],
-    over: Collection[str] = (),
-) -> None:
-    """Refuses a mesh over which the module does not compute."""
-    shape = abstract(mesh)
-    reasons = {
-        "pp": "a forward in one piece has no stages; see fs.model_from_module",
-        "cp": "the layers take whole sequences; fs.hf.families.Parts(cp=) may take parts of them",
-    }
-    hindered = [axis for axis in reasons if axis not in over and shape.axis_size(axis) > 1]
-    wrong = [f"{axis}={shape.axis_size(axis)}: {reasons[axis]}" for axis in hindered]
-    called_by: dict[int, list[str]] = {}
-    for unit in anatomy.units:
-        for weight in unit.weights:
-            called_by.setdefault(weight.leaf, []).append(weight.name)
-    cut_heads = False
-    cut_weights = set[str]()
-    for i, leaf in enumerate(anatomy.leaves):
-        for dim, name in enumerate(leaf.names):
-            called = rule_name(name)
-            axes = [a for a in rules.get(called, ()) if shape.axis_size(a) > 1] if called is not None else []
-            cuts = [a for a in axes if a not in (*DATA_AXES, "pp") or called == EXPERT]
-            if not cuts:
-                continue
-            cut_heads |= called in ("heads", "kv_heads")
-            cut_weights |= {*called_by[i]} if "tp" in cuts else set()
-            inner = dim - 1 if leaf.stacked else dim
-            bad = next((source for source in called_by[i] if not _can_cut(source, roles.roles, inner)), None)
-            where = f"{leaf.path} is {type_text(leaf.shape, leaf.dtype)}, dim {dim} ({called!r}) over {', '.join(cuts)}"
-            if bad or cuts != ["tp"]:
-                source = bad or leaf.sources[0]
-                owner = source.rpartition(".")[0]
-                role = f"role {roles.roles[owner]!r}" if owner in roles.roles else "no role"
-                why = f"{owner} is {roles.refused[owner]}" if owner in roles.refused else None
-                wrong.append(f"{where}: {why or f'{source} is of a layer with {role}'}")
-            elif leaf.shape[dim] == 1:  # a rank tells by its sizes whether it has a shard
-                wrong.append(f"{where}: one rank would have all of it")
-    tp = shape.axis_size("tp")
-    wrong += [f"{name} is {count}: no multiple of tp={tp}" for name, count in heads.items() if cut_heads and count % tp]
-    wrong = wrong or (tried(frozenset(cut_weights), tp) if cut_weights else [])
-    if wrong:
-        mend = (
-            "Leave the axis out of the mesh, or give roles=. Where all ranks may compute alike, set the rules of these"
-            ' dims to None, as in fs.DEFAULT_RULES.replace(mlp=None), with tp="replicate" if no leaf is left for tp.'
-        )
-        raise ConfigError(report(f"fs.plan_layout cannot cut this module on mesh {shape}.", wrong, mend))
-
-
-def _can_cut(source: str, roles: Mapping[str, Role], dim: int) -> bool:
-    """Whether the layer that has a parameter computes with a part of it along a dim."""
-    path, _, last = source.rpartition(".")
-    role = roles.get(path)
-    return role is not None and _CUT[role].get(last) == dim

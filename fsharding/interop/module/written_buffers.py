@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fsharding import ops
 from fsharding.base.errors import ConfigError
-from fsharding.interop.module.problems import Problems
+from fsharding.interop.module.structure import Problems
 from fsharding.interop.module.tensor_parallel import Bare
 from fsharding.mesh.abstract_mesh import DATA_AXES
 from fsharding.mesh.device_mesh import axis_size
@@ -55,12 +56,8 @@ def written_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ..
 
 def _is_written(owner: nn.Module) -> bool:
     """Whether a module of torch writes its buffers in forward."""
-    if not owner.training:
-        return False
-    return bool(getattr(owner, "track_running_stats", False)) or isinstance(
-        owner,
-        nn.utils.parametrizations._SpectralNorm,  # pyright: ignore[reportPrivateUsage]
-    )
+    tracks = bool(getattr(owner, "track_running_stats", False))
+    return owner.training and (tracks or isinstance(owner, _SpectralNorm))
 
 
 def check_buffers(module: nn.Module, patterns: Sequence[str], problems: Problems) -> None:
@@ -76,13 +73,11 @@ def check_buffers(module: nn.Module, patterns: Sequence[str], problems: Problems
     problems.add(ConfigError, "cannot find the buffers that a forward writes.", rows, mend)
 
 
+_PRUNED = "make it permanent with torch.nn.utils.prune.remove, or multiply by the mask in a parametrization"
 _HOOKS: dict[type, tuple[str, str]] = {
     SpectralNorm: ("spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm"),
     WeightNorm: ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
-    BasePruningMethod: (
-        "prune",
-        "make it permanent with torch.nn.utils.prune.remove, or multiply by the mask in a parametrization",
-    ),
+    BasePruningMethod: ("prune", _PRUNED),
 }
 """Hooks of `torch.nn.utils` that assign a weight before each forward: their modules, and the replacements."""
 
@@ -97,10 +92,8 @@ def _check_hooks(module: nn.Module, problems: Problems) -> None:
         if isinstance(hook, kind)
     ]
     rows = [f"{name} is assigned by torch.nn.utils.{utility}: {instead}" for name, (utility, instead) in found]
-    mend = (
-        "Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any forward."
-    )
-    problems.add(ConfigError, "cannot run hooks that assign weights.", rows, mend)
+    mend = "Change the layers before the call; torch.nn.utils.parametrize computes weights from parameters in any"
+    problems.add(ConfigError, "cannot run hooks that assign weights.", rows, f"{mend} forward.")
 
 
 def refuse_written(module: nn.Module, problems: Problems) -> None:

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
-from fsharding.interop.module.layers import layer_roles
-from fsharding.interop.module.tensor_parallel import check_axes
+from fsharding.interop.module.planning import ModulePlan
+from fsharding.interop.module.tensor_parallel import layer_roles
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal
 from tests.modules import UNITS, VOCAB, Net, Shared, net_parts
@@ -823,16 +823,13 @@ def test_only_parts_that_say_so_compute_over_cp_and_without_masks():
 
 def test_heads_that_tp_cannot_share_are_refused():
     names = {"*.up.weight": ("heads", None), "*": None}
+    net = Net()
+    net.config = SimpleNamespace(num_key_value_heads=2)
+    family = fs.hf.families.Family((), {}, heads=("num_key_value_heads",))
     anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
+    plan = ModulePlan(net, anatomy, layer_roles(net, {"*.up": "column"}), None, family)
     with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
-        check_axes(
-            anatomy,
-            layer_roles(Net(), {"*.up": "column"}),
-            fs.AbstractMesh(("tp",), (4,)),
-            fs.DEFAULT_RULES,
-            {"num_key_value_heads": 2},
-            tried=lambda *_: [],
-        )
+        plan.check(fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES)
 
 
 def test_every_family_names_what_it_computes_over_tp():
