@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -47,7 +47,6 @@ from fsharding.comm.counters import Counts, record
 from fsharding.comm.host_memory import OnHost
 from fsharding.comm.leaf_memory import device_of, read_ahead
 from fsharding.comm.leaf_wires import LeafIndex, LeafWires
-from fsharding.comm.reduce import Noise
 from fsharding.comm.streams import streams_for
 from fsharding.comm.tier import DEVICE, tier_of
 from fsharding.comm.wires import WholeLeaf
@@ -55,48 +54,58 @@ from fsharding.mesh import call_stacks
 from fsharding.mesh.failures import order_here
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.transforms.gathered_unit import GatheredUnit, UnitState
-from fsharding.transforms.grad_reducer import GradReducer
+from fsharding.transforms.grad_reducer import GradReducer, TapeLeaf
 from fsharding.transforms.policies import Policy
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.saved_tensors import SavedTensors
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, UnitLeaf, UnitPlan, is_aligned, plan_unit, whole
+from fsharding.transforms.unit_plan import LargeLeaf, UnitLeaf, UnitPlan, is_aligned, plan_unit, whole
 
 __all__ = [
-    "GatherContext", "TapeLeaf", "activate", "check_depth", "current_context", "evaluating", "is_evaluating",
-    "prefetch_depth", "without_context",
+    "GatherContext", "check_depth", "current_context", "evaluating", "is_evaluating", "prefetch_depth",
+    "without_context",
 ]  # fmt: skip
 
 Kernel: TypeAlias = Callable[[Tensor], object]
 """Fills a tensor, whatever is in it."""
 
-PutTerm: TypeAlias = Callable[[torch.dtype, Kernel], bool]
-"""Has a kernel write a term of a dtype to where a gradient is sent from, or does not, and says so."""
 
+@dataclass(frozen=True, eq=False)
+class _Sink:
+    """Where the gradient of a leaf goes before backward leaves its unit: of a large one, or one with deferred terms."""
 
-class TapeLeaf(NamedTuple):
-    """A leaf of the tree that is differentiated."""
-
-    path: str  # its name
-    node: Local | None  # what the loss function sees; None for a leaf that isn't a DTensor
-    target: GradTarget | None  # where its gradient goes; None for a frozen leaf
-    accumulated: Tensor | None  # the local gradient of earlier microbatches, added to in place; None without any
-
-
-class _Term(NamedTuple):
-    """A term of the gradient of a weight that is to be computed: which leaf of its unit, and how."""
-
-    leaf: int
+    context: GatherContext
+    unit: GatheredUnit
+    leaf: int  # its number in the unit
     shape: torch.Size
-    dtype: torch.dtype
-    put: PutTerm | None
-    kernel: Kernel
+    large: LargeLeaf | None
+    has_slot: bool  # a kernel may write a term of it to its bucket
+
+    def put_term(self, dtype: torch.dtype, kernel: Kernel) -> bool:
+        """Have a kernel write a term now, or note it for `run_deferred`; see `ops.grad_sink`."""
+        if _context.get() is self.context:  # in forward: the loss itself takes a gradient, by torch.autograd.grad
+            return False
+        if self.context.deferred is None:
+            return self.write(dtype, kernel)
+        self.context.deferred.terms.setdefault(self.unit.order, []).append((self, dtype, kernel))
+        return True
+
+    def write(self, dtype: torch.dtype, kernel: Kernel) -> bool:
+        """Have a kernel write a term to the bucket; False if there is no place for it."""
+        return self.has_slot and self.context.reducer.write(self.unit, cast(LargeLeaf, self.large), dtype, kernel)
+
+    def take(self, grad: Tensor) -> bool:
+        """Copy the gradient of a large leaf to its bucket, unless terms are deferred that cannot be added there."""
+        if self.large is None or not (self.has_slot or self.context.deferred is None):
+            return False
+        self.context.reducer.take(self.unit, self.large, grad)
+        return True
 
 
 class _Deferred(NamedTuple):
     """What a `deferring` backward has left: units with the gradients that they have, and by order of unit its terms."""
 
     units: list[tuple[GatheredUnit, Sequence[Tensor | None]]]
-    terms: dict[int, list[_Term]]
+    terms: dict[int, list[tuple[_Sink, torch.dtype, Kernel]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,49 +132,41 @@ class GatherContext:
     # `_units` has the units in the order of forward, `unit.order` being the position. `_current` is the last of them
     # that forward has reached and not released. `_prefetched` has those that were started for a later `gather`, which
     # are in neither. Backward goes from the end of `_units` to its beginning: `_reached` is the position after the unit
-    # that it reached last, None before backward, so that all units from there on are done with. `_deferred` is None but
+    # that it reached last, None before backward, so that all units from there on are done with. `deferred` is None but
     # in a `deferring` backward and after it: the units that it has left, in order, and the terms that each still lacks.
 
     def __init__(
         self,
-        leaves: Sequence[TapeLeaf],  # all leaves of the differentiated tree, in order
+        leaves: Mapping[int, TapeLeaf],  # by their numbers in the differentiated tree
         options: RunOptions,
         wires: LeafWires,
         pool: Pool | None = None,  # a pool of buffers that several contexts share; the caller closes it
         grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
     ) -> None:
         precision = options.precision
-        nodes = [leaf.node for leaf in leaves]
-        self.paths = [leaf.path for leaf in leaves]
-        self._targets = [leaf.target for leaf in leaves]
-        self._compute = precision.compute_dtype
+        nodes = [leaf.node for leaf in leaves.values()]
+        self.paths = {i: leaf.path for i, leaf in leaves.items()}
+        self._targets = {i: leaf.target for i, leaf in leaves.items()}
+        self.compute_dtype = precision.compute_dtype  # the dtype in which the loss function sees a leaf, by its own
         self._wires = wires
         # How many units are gathered ahead of the one that is computed with, in forward and in backward.
         self.depth = options.prefetch_depth
-        tiers = {tier_of(node.value, node.sharding.device_type) for node in nodes if node is not None} - {DEVICE}
+        tiers = {tier_of(node.value, node.sharding.device_type) for node in nodes} - {DEVICE}
         self._away = bool(tiers)
         # How many are gathered or read ahead: one more than `depth` if reads of leaves take long.
         self.horizon = self.depth + (self.depth > 0 and any(tier.can_fail for tier in tiers))
         # The dtype to which the precision casts all leaves; None if leaves keep their own dtypes.
         self.cast = precision.activation_dtype or precision.params
-        self._row_targets = [
-            target.row() if target is not None and node is not None and node.shape else None
-            for target, node in zip(self._targets, nodes, strict=True)
-        ]
         self.counts = Counts()  # gathers, reductions and peaks of this call
-        self._defers = options.defers
+        self.defers = options.defers
         # An input of every unit's node, so that backward reaches it although no leaf is an input.
         self.anchor = torch.zeros((), requires_grad=True)
         self._pool = pool or Pool()
         self._owns_pool = pool is None
-        devices = (device_of(node.value, node.sharding.device_type) for node in nodes if node is not None)
+        devices = (device_of(node.value, node.sharding.device_type) for node in nodes)
         self._device = next(devices, torch.device("cpu"))
         memory = self._pool.memory(self._device)
-        accumulated = [leaf.accumulated for leaf in leaves]
-        # The reducer of gradients.
-        self.reducer = GradReducer(
-            nodes, self._targets, accumulated, memory, self._device, grad_pool, self._term_noise_of
-        )
+        self.reducer = GradReducer(leaves, memory, self._device, self._term_noise, grad_pool)
         self._streams = streams_for(self._device)
         if self._streams.several:
             # Both side streams wait for the compute stream: it may still write shards or read recycled buffers.
@@ -177,15 +178,14 @@ class GatherContext:
         self._current: GatheredUnit | None = None
         self._prefetched: dict[tuple[LeafIndex, ...], GatheredUnit] = {}
         self._reached: int | None = None
-        self._deferred: _Deferred | None = None
+        self.deferred: _Deferred | None = None
         self._index: dict[int, tuple[Tensor, LeafIndex]] = {}
-        values = [node.value for node in nodes if node is not None]
+        values = [node.value for node in nodes]
         # On a CPU the memory of the device is the host's.
         on_host = None if self._device.type == "cpu" else functools.partial(OnHost, self._device, values)
         self.saved = SavedTensors(self._bring, on_host)
-        for i, node in enumerate(nodes):
-            if node is not None:
-                self.register(node.value, LeafIndex(i, None))
+        for i, leaf in leaves.items():
+            self.register(leaf.node.value, LeafIndex(i, None))
 
     # --------------------------------------------------------------------------------------- leaves and their names
     def register(self, value: Tensor, index: LeafIndex) -> None:
@@ -197,15 +197,16 @@ class GatherContext:
         known = self._index.get(id(value))
         return known[1] if known is not None and known[0] is value else None
 
+    def indices_of(self, nodes: Iterable[Local]) -> tuple[LeafIndex, ...] | None:
+        """The leaves of a unit in the parameter tree; None if one of them is not the tree's own shard."""
+        indices = tuple(self.index_of(node.value) for node in nodes)
+        return None if None in indices else cast("tuple[LeafIndex, ...]", indices)
+
     def grad_sharding(self, value: Tensor) -> NamedSharding | None:
         """The sharding of the gradient of a leaf of the parameter tree; None for other tensors and frozen leaves."""
         index = self.index_of(value)
         target = self._targets[index.leaf] if index is not None and index.row is None else None
         return None if target is None else target.sharding
-
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which the loss function sees a leaf."""
-        return self._compute(stored)
 
     def name_of(self, index: Sequence[LeafIndex]) -> str:
         """A readable name for a unit: the path of its first leaf, with the row of a stack."""
@@ -236,11 +237,11 @@ class GatherContext:
     ) -> list[WholeLeaf]:
         """Gather a unit as a node of the autograd graph, release the one before it, and return the full leaves."""
         unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, dtype)
-        full = self.enter(unit, policy)
+        full = self._use(unit, policy)
         nodes = list(cast(Sequence[Tensor], _GatherUnit.apply(self.anchor, self, unit, full)))
         large = {leaf.leaf: leaf for leaf in unit.plan.large}
-        for i in (i for b in unit.plan.reductions for i in b.leaves) if self._defers else large:
-            nodes[i] = _LeafGrad.watch(nodes[i], self, unit, i, large.get(i))
+        for i in (i for b in unit.plan.reductions for i in b.leaves) if self.defers else large:
+            nodes[i] = self._watched(unit, i, nodes[i], large.get(i))
         again = unit.plan.again[0] if unit.plan.again is not None else ()
         second = {i: _Columnwise(self, unit, number) for number, i in enumerate(again)}
         seen = [
@@ -251,64 +252,74 @@ class GatherContext:
             seen[i] = of_node(nodes[i])
         return seen
 
-    def prefetch(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> None:
-        """Starts the all-gathers of a unit, for which `gather` will be called later."""
-        unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, None)
-        self._prefetched[index] = unit
-        unit.start()
+    def _watched(self, unit: GatheredUnit, leaf: int, full: Tensor, large: LargeLeaf | None) -> Tensor:
+        """Return a leaf as the result of a node that has a sink for its gradient."""
+        has_slot = large is not None and unit.plan.reductions[large.bucket].early.has_slots(full)
+        sink = _Sink(self, unit, leaf, full.shape, large, has_slot)
+        result = cast(Tensor, _LeafGrad.apply(full, sink))
+        if large is not None and result.grad_fn is not None:
+            _compat.visit_first(result.grad_fn)  # before others that are ready, so that its memory is free early
+        return result
 
-    def read_ahead(self, leaves: Sequence[Local]) -> None:
-        """Start to read the shards of a unit that will be gathered after those that are prefetched."""
-        for leaf in leaves:
-            read_ahead(leaf.value, self._device.type)
+    def prefetch(self, units: Iterable[Sequence[Local]]) -> None:
+        """Start to gather the next units, which `gather` will be called for; read those beyond the depth ahead."""
+        for number, leaves in enumerate(itertools.islice(units, self.horizon)):
+            index = self.indices_of(leaves)
+            if index and number < self.depth:
+                unit = self._prefetched.pop(index, None) or self._make_unit(leaves, index, None)
+                self._prefetched[index] = unit
+                unit.start()
+            elif index:
+                for leaf in leaves:
+                    read_ahead(leaf.value, self._device.type)
 
     def _make_unit(
         self, leaves: Sequence[Local], index: tuple[LeafIndex, ...], dtype: torch.dtype | None
     ) -> GatheredUnit:
-        described: list[UnitLeaf] = []
-        for leaf, (number, row) in zip(leaves, index, strict=True):
-            stored = leaf.value.dtype
-            compute = dtype if dtype and stored.is_floating_point else self._compute(stored)
-            target = (self._targets if row is None else self._row_targets)[number]
-            slices = [leaf.shape] if target is None else target.slices(leaf.shape)
-            # A frozen leaf has no target that tells the slices of other ranks; stages slice stacks by rows alone.
-            known = target is not None or {*leaf.slices} <= {"pp"}
-            aligned = known and all(is_aligned(leaf.sharding, shape, stored.itemsize) for shape in slices)
-            misaligned = row is not None and not aligned
-            away = self._away and tier_of(leaf.value, self._device.type) is not DEVICE
-            place = LeafIndex(number, row)
-            sent = self._wires.gather(place, leaf.shape, compute)
-            terms = self._wires.terms(place, len(leaf.shape), compute)
-            if target is not None and terms is not None:
-                target = replace(target, first_wire=terms)
-            described.append(
-                UnitLeaf(
-                    leaf.sharding, leaf.shape, stored, sent.wire, target, copied=misaligned or away,
-                    again=sent.again, seen=sent.seen,
-                )
-            )  # fmt: skip
-
+        described = tuple(self._described(leaf, place, dtype) for leaf, place in zip(leaves, index, strict=True))
         site = None if order_here() is None else call_stacks.site_here()
 
-        def gathered(chosen: Sequence[int], plan: UnitPlan, columns: GatheredUnit | None) -> GatheredUnit:
+        def gathered(chosen: Sequence[int], plan: UnitPlan) -> GatheredUnit:
             shards = [leaves[i] for i in chosen]
             places = tuple(index[i] for i in chosen)
-            noise = self._noise_of(shards, places)
             # An owner of its own: a unit that owned its memory would live until the garbage collector runs.
             memory = self._pool.memory(self._device, owner=object())
-            return GatheredUnit(plan, shards, places, memory, self, site=site, noise=noise, columns=columns)
+            return GatheredUnit(
+                plan, shards, places, memory, name=self.name_of(places), starts=self._note_gathers, noise=self._noise,
+                site=site,
+            )  # fmt: skip
 
-        plan = plan_unit(tuple(described))
-        columns = None if plan.again is None else gathered(*plan.again, None)
-        return gathered(range(len(leaves)), plan, columns)
+        unit = gathered(range(len(leaves)), plan_unit(described))
+        if unit.plan.again is not None:
+            unit.columns = gathered(*unit.plan.again)
+        return unit
 
-    def starts(self, unit: GatheredUnit) -> None:
-        """Notes that a unit is gathered now."""
+    def _described(self, leaf: Local, place: LeafIndex, dtype: torch.dtype | None) -> UnitLeaf:
+        """Plan how a leaf of a unit is gathered, and its gradient reduced."""
+        stored = leaf.value.dtype
+        compute = dtype if dtype and stored.is_floating_point else self.compute_dtype(stored)
+        target = self._targets[place.leaf]
+        if target is not None and place.row is not None:
+            target = target.row
+        slices = [leaf.shape] if target is None else target.slices(leaf.shape)
+        # A frozen leaf has no target that tells the slices of other ranks; stages slice stacks by rows alone.
+        known = target is not None or {*leaf.slices} <= {"pp"}
+        aligned = known and all(is_aligned(leaf.sharding, shape, stored.itemsize) for shape in slices)
+        misaligned = place.row is not None and not aligned
+        away = self._away and tier_of(leaf.value, self._device.type) is not DEVICE
+        sent = self._wires.gather(place, leaf.shape, compute)
+        terms = self._wires.terms(place, len(leaf.shape), compute)
+        if target is not None and terms is not None:
+            target = replace(target, first_wire=terms)
+        return UnitLeaf(
+            leaf.sharding, leaf.shape, stored, sent.wire, target, copied=misaligned or away,
+            again=sent.again, seen=sent.seen,
+        )  # fmt: skip
+
+    def _note_gathers(self, unit: GatheredUnit, gathers: int) -> None:
+        """Note a unit whose all-gathers start now, and count those that send something."""
         self._note("gathers", unit)
-
-    def counts_gather(self, unit: GatheredUnit) -> None:
-        """Counts an all-gather."""
-        self.counts.gathers.append(self.name_of(unit.index))
+        self.counts.gathers += [unit.name] * gathers
 
     def _note(self, kind: str, unit: GatheredUnit) -> None:
         """Notes what starts now in the order of the call, whose ranks have to agree on it."""
@@ -317,20 +328,16 @@ class GatherContext:
             name = functools.partial(_leaves_of, self.paths, unit.index)
             order.note(kind, (unit.index, unit.plan.outline), name, unit.site)
 
-    def _noise_of(self, leaves: Sequence[Local], index: tuple[LeafIndex, ...]) -> Noise:
-        wires = self._wires
-        device = self._device
-        return lambda i: wires.noise(index[i], leaves[i].sharding, leaves[i].shape, device)
+    def _noise(self, unit: GatheredUnit, leaf: int) -> Tensor:
+        node = unit.leaves[leaf]
+        return self._wires.noise(unit.index[leaf], node.sharding, node.shape, self._device)
 
-    def _term_noise_of(self, unit: GatheredUnit) -> Noise:
-        wires = self._wires
-        device = self._device
-        index = unit.index
-        leaves = unit.leaves
-        return lambda i: wires.term_noise(index[i], whole(leaves[i].sharding), leaves[i].shape, device)
+    def _term_noise(self, unit: GatheredUnit, leaf: int) -> Tensor:
+        node = unit.leaves[leaf]
+        return self._wires.term_noise(unit.index[leaf], whole(node.sharding), node.shape, self._device)
 
     @torch.no_grad()
-    def enter(self, unit: GatheredUnit, policy: Policy) -> list[WholeLeaf]:
+    def _use(self, unit: GatheredUnit, policy: Policy) -> list[WholeLeaf]:
         """Release the unit before this one, wait for this one, and return its full leaves."""
         if self._current is not None:
             self._current.release()
@@ -354,25 +361,34 @@ class GatherContext:
         return full
 
     @contextmanager
-    def saved_as_views(self) -> Generator[None]:
-        """Inside, autograd saves where gathered leaves are, and not the leaves."""
-        with self.saved.hooked(), self._wires.noting(self.saved.note_values):
+    def active(self) -> Generator[None]:
+        """Inside, `gather_unit` finds this context, and autograd saves where gathered leaves are, not the leaves."""
+        with scoped(_context, self), self.saved.hooked(), self._wires.noting(self.saved.note_values):
             yield
 
     def end_forward(self) -> None:
         """Forward is over, and backward comes later: releases the last unit, and those that were prefetched."""
         for unit in (self._current, *self._prefetched.values()):
             if unit is not None:
-                unit.abandon()
+                unit.release()
         self._current = None
         self._prefetched.clear()
         self.saved.end_forward()
 
     # ------------------------------------------------------------------------------------------------------- backward
-    def _bring(self, unit: GatheredUnit) -> None:
-        """Backward needs a buffer of a unit: gathers it again if need be, and starts the units before it."""
-        first = self._reach(unit)
-        if unit.state is not UnitState.ALIVE:
+    def _bring(self, unit: GatheredUnit, columns: GatheredUnit | None = None) -> None:
+        """Backward needs a unit, or its columns: gather that again if need be, and start the units before it."""
+        first = not unit.in_backward
+        if first:
+            unit.in_backward = True
+            # Backward has passed the later ones, some of them without leaving them.
+            for later in self._units[unit.order + 1 : self._reached]:
+                if not later.in_backward or not later.plan.reductions:
+                    later.release()
+            self._reached = unit.order + 1
+        if columns is not None and columns.state is not UnitState.ALIVE:
+            columns.full = columns.wait()
+        elif columns is None and unit.state is not UnitState.ALIVE:
             self._wait(unit)
         if first:
             self._prefetch_before(unit.order)
@@ -380,26 +396,8 @@ class GatherContext:
     def columns_of(self, unit: GatheredUnit, leaf: int) -> Any:
         """A weight in blocks along its other dim, which backward gathers."""
         assert unit.columns is not None
-        first = self._reach(unit)
-        unit.columns.wait_for_full()
-        if first:
-            self._prefetch_before(unit.order)
+        self._bring(unit, unit.columns)
         return unit.columns.full[leaf]
-
-    def _reach(self, unit: GatheredUnit) -> bool:
-        """Backward needs a unit; returns whether that is the first time."""
-        if unit.in_backward:
-            return False
-        unit.in_backward = True
-        self._abandon_passed(unit)
-        return True
-
-    def _abandon_passed(self, unit: GatheredUnit) -> None:
-        """Backward has reached a unit: lets go the later ones that it has passed without leaving them."""
-        for later in self._units[unit.order + 1 : self._reached]:
-            if not later.in_backward or not later.plan.reductions:
-                later.abandon()
-        self._reached = unit.order + 1
 
     def _prefetch_before(self, order: int) -> None:
         """Starts to gather the units that backward needs after the one of this order, as many as the depth says."""
@@ -422,54 +420,34 @@ class GatherContext:
     @contextmanager
     def deferring(self) -> Generator[None]:
         """A backward inside leaves products that give gradients of weights to `run_deferred`, and reduces nothing."""
-        assert self._defers and self._deferred is None, "a context defers once"
-        self._deferred = _Deferred([], {})
+        assert self.defers and self.deferred is None, "a context defers once"
+        self.deferred = _Deferred([], {})
         try:
             yield
         finally:
             for unit in self._units:
-                unit.abandon()
-
-    def put_term(self, unit: GatheredUnit, leaf: int, shape: torch.Size, put: PutTerm | None) -> PutTerm | None:
-        """Return the callback by which a kernel adds its term of a weight's gradient (see `ops.grad_sink`), or None."""
-        if put is None and not self._defers:
-            return None
-
-        def put_or_defer(dtype: torch.dtype, kernel: Kernel) -> bool:
-            if _context.get() is self:  # in forward: the loss itself takes a gradient, by torch.autograd.grad
-                return False
-            if self._deferred is None:
-                return put is not None and put(dtype, kernel)
-            self._deferred.terms.setdefault(unit.order, []).append(_Term(leaf, shape, dtype, put, kernel))
-            return True
-
-        return put_or_defer
-
-    def is_complete(self, *, has_slot: bool) -> bool:
-        """Whether a large leaf's gradient may enter its bucket now: nothing is deferred, or the rest is added later."""
-        return self._deferred is None or has_slot
+                unit.release()
 
     @torch.no_grad()
     def run_deferred(self) -> None:
         """Computes what a `deferring` backward has left, and reduces the gradients, in the order of that backward."""
-        assert self._deferred is not None
-        (units, terms), self._deferred = self._deferred, None
+        assert self.deferred is not None
+        (units, terms), self.deferred = self.deferred, None
         for unit, grads in units:
             whole = list(grads)
-            for leaf, shape, dtype, put, kernel in terms.pop(unit.order, ()):
-                if put is not None and put(dtype, kernel):
-                    continue
-                term = torch.empty(shape, dtype=dtype, device=self._device)
-                kernel(term)
-                earlier = whole[leaf]
-                whole[leaf] = term if earlier is None else earlier + term
+            for sink, dtype, kernel in terms.pop(unit.order, ()):
+                if not sink.write(dtype, kernel):
+                    term = torch.empty(sink.shape, dtype=dtype, device=self._device)
+                    kernel(term)
+                    earlier = whole[sink.leaf]
+                    whole[sink.leaf] = term if earlier is None else earlier + term
             self._reduce(unit, whole)
 
     def leave(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         """Backward of a unit is over: releases its buffers and starts to reduce its gradients."""
         unit.release()
-        if self._deferred is not None:
-            self._deferred.units.append((unit, grads))
+        if self.deferred is not None:
+            self.deferred.units.append((unit, grads))
         else:
             self._reduce(unit, grads)
 
@@ -479,11 +457,11 @@ class GatherContext:
         for b in unit.plan.reductions:
             if not (b.early.is_empty and b.late.is_empty):
                 self.counts.reductions.append(self.name_of([unit.index[i] for i in b.leaves]))
-        self.reducer.reduce(unit, unit.plan, unit.index, grads)
+        self.reducer.reduce(unit, grads)
 
     # ---------------------------------------------------------------------------------------------------------- the end
-    def finish(self) -> list[Tensor | None]:
-        """Wait for all reductions, close, and return the local gradient of each leaf; None for frozen ones."""
+    def finish(self) -> dict[int, Tensor]:
+        """Wait for all reductions, close, and return the local gradients by number of the leaf, but for frozen ones."""
         result = self.reducer.finish()
         self.counts.peak_units, self.counts.peak_bytes = self._pool.peak_owners, self._pool.peak_bytes
         record(self.counts)
@@ -493,19 +471,19 @@ class GatherContext:
     def close(self, *, failed: bool = False) -> None:
         """Breaks the references between context, units and buffers, so that nothing is alive after the call."""
         for unit in [*self._units, *self._prefetched.values()]:
-            unit.abandon(failed=failed)
+            unit.release(failed=failed)
         self._units.clear()
         self._prefetched.clear()
         self.saved.close()
         self._index.clear()
-        self._current = self._deferred = None
+        self._current = self.deferred = None
         self._streams.wait_all()
         self.reducer.close()
         if self._owns_pool:
             self._pool.close()
 
 
-def _leaves_of(paths: Sequence[str], index: Sequence[LeafIndex]) -> str:
+def _leaves_of(paths: Mapping[int, str], index: Sequence[LeafIndex]) -> str:
     """The leaves of a unit in words: `blocks[3] (w, b)`."""
     named = [(paths[leaf], "" if row is None else f"[{row}]") for leaf, row in index]
     folders = {(path.rpartition(".")[0], row) for path, row in named}
@@ -540,51 +518,24 @@ class _GatherUnit(Function):
 
 
 class _LeafGrad(Function):
-    """Takes the gradient of a large leaf when it is complete, not when backward leaves the unit."""
-
-    # Products of `ops` may write their term of any leaf's gradient elsewhere, or leave it for later; see `put_term`.
+    """The node of a leaf with a sink, which takes the gradient when it is complete, before backward leaves the unit."""
 
     @staticmethod
-    def watch(full: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int, large: LargeLeaf | None) -> Tensor:
-        """Return the leaf as the result of a node; backward visits one of a large leaf before others that are ready."""
-        result = cast(Tensor, _LeafGrad.apply(full, context, unit, leaf, large))
-        if large is not None and result.grad_fn is not None:
-            _compat.visit_first(result.grad_fn)
-        return result
-
-    @staticmethod
-    def forward(
-        ctx: Any, full: Tensor, context: GatherContext, unit: GatheredUnit, leaf: int, large: LargeLeaf | None
-    ) -> Tensor:
-        put = ctx.take = None
-        if large is not None:
-            ctx.take = functools.partial(context.reducer.take, unit, unit.plan, large)
-            if unit.plan.reductions[large.bucket].early.has_slots(full):
-                put = functools.partial(context.reducer.write, unit, unit.plan, large)
-            ctx.is_complete = functools.partial(context.is_complete, has_slot=put is not None)
-        # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
-        if (put_term := context.put_term(unit, leaf, full.shape, put)) is not None:
-            ctx.put_term = put_term
+    def forward(ctx: Any, full: Tensor, sink: _Sink) -> Tensor:
+        ctx.sink = sink
+        if sink.has_slot or sink.context.defers:
+            # Kernels of `ops` look for this attribute, and write their term of the gradient where it is sent from.
+            ctx.put_term = sink.put_term
         ctx.set_materialize_grads(False)
         return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        grad = grads[0]
-        if grad is not None and ctx.take is not None and ctx.is_complete():
-            ctx.take(grad)
-            grad = None
-        return grad, None, None, None, None
+        taken = grads[0] is not None and ctx.sink.take(grads[0])
+        return None if taken else grads[0], None
 
 
 _context: ContextVar[GatherContext | None] = ContextVar("fsharding_gather_context", default=None)
-
-
-@contextmanager
-def activate(context: GatherContext) -> Generator[None]:
-    """Makes a context the one that `gather_unit` finds, and hooks it into what autograd saves."""
-    with scoped(_context, context), context.saved_as_views():
-        yield
 
 
 def without_context() -> AbstractContextManager[None]:

@@ -7,9 +7,9 @@ Guarantee: `scatter_grads` is the transpose of `gather_unit`: with `<a, b>` the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,29 +24,21 @@ from fsharding.comm.bucket import Slot
 from fsharding.comm.leaf_memory import here
 from fsharding.comm.leaf_wires import LeafIndex
 from fsharding.comm.wires import Plain
-from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.call_stacks import site_here
 from fsharding.mesh.failures import order_here
 from fsharding.ops import collectives
 from fsharding.sharding import named_sharding
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import Local, to_local, typeof
-from fsharding.sharding.partition_spec import P
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import GatherContext, current_context
 from fsharding.transforms.policies import Policy, check_policy
-from fsharding.transforms.unit_plan import GradTarget, UnitLeaf, plan_unit
+from fsharding.transforms.unit_plan import GradTarget, UnitLeaf, plan_unit, unreduced, whole
 
 __all__ = [
-    "UnitsAhead",
-    "gather_unit",
-    "local_nodes",
-    "prefetch_unit",
-    "refuse_cut_layers",
-    "rows_of",
-    "scatter_grads",
+    "UnitsAhead", "gather_unit", "local_nodes", "prefetch_unit", "refuse_cut_layers", "rows_of", "scatter_grads",
     "select_unit",
-]
+]  # fmt: skip
 
 
 class UnitsAhead(tuple[Tree, ...]):
@@ -101,15 +93,14 @@ def gather_unit(
     check_policy(policy)
     nodes, spec = local_nodes(unit)
     context = current_context()
-    sharded = {id(node.value): node for node in nodes if isinstance(node, Local)}
-    shards = list(sharded.values())
-    index = _indices(context, shards)
+    shards = _shards(nodes)
+    index = None if context is None else context.indices_of(shards)
     if context is not None and index:
         wholes = context.gather(shards, index, dtype, policy)
-        _prefetch(context, next_unit)
+        prefetch_unit(next_unit)
     else:
         wholes = _gather_plain(shards, dtype, context)
-    by_value = dict(zip(sharded, wholes, strict=True))
+    by_value = dict(zip((id(node.value) for node in shards), wholes, strict=True))
     return tree.unflatten(
         spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, context) for n in nodes]
     )
@@ -165,29 +156,16 @@ def _cast(x: Any, dtype: torch.dtype | None, context: GatherContext | None) -> A
     return x.to(dtype or (context.compute_dtype(x.dtype) if context else x.dtype))
 
 
-def _indices(context: GatherContext | None, nodes: Sequence[Local]) -> tuple[LeafIndex, ...] | None:
-    """The leaves in the parameter tree; None when one of them is not the tree's own shard."""
-    if context is None:
-        return None
-    indices = [context.index_of(node.value) for node in nodes]
-    return None if None in indices else cast(tuple[LeafIndex, ...], tuple(indices))
+def _shards(leaves: Iterable[Any]) -> list[Local]:
+    """The sharded leaves of a unit; one that the unit has twice is gathered once."""
+    return list({id(node.value): node for node in leaves if isinstance(node, Local)}.values())
 
 
 def prefetch_unit(unit: Tree) -> None:
-    """Starts the gather of the unit that a differentiated function will use first; at depth 0 nothing."""
+    """Start to gather what will be gathered next, a unit or several; at depth 0 nothing."""
     context = current_context()
     assert context is not None, "there is no context that could keep it until then"
-    _prefetch(context, unit)
-
-
-def _prefetch(context: GatherContext, units: Tree) -> None:
-    for number, unit in enumerate(UnitsAhead.of(units)[: context.horizon]):
-        shards = list({id(node.value): node for node in tree.leaves(unit) if isinstance(node, Local)}.values())
-        index = _indices(context, shards)
-        if index and number < context.depth:
-            context.prefetch(shards, index)
-        elif index:
-            context.read_ahead(shards)
+    context.prefetch(_shards(tree.leaves(next_one)) for next_one in UnitsAhead.of(unit))
 
 
 def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: GatherContext | None) -> list[Tensor]:
@@ -201,13 +179,13 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
         tuple(UnitLeaf(n.sharding, n.shape, v.dtype, Plain(v.dtype), None) for n, v in zip(nodes, values, strict=True))
     )
     for i, _ in plan.aliases:
-        everywhere = _data_axes(nodes[i])
+        everywhere = unreduced(nodes[i].sharding).partial
         result[i] = collectives.pvary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
     for g in plan.gathers:
         bucket = g.move.bucket
         widths = [math.prod(slot.piece_shape(0)) for slot in bucket.slots]
         row = torch.cat([_padded(values[i].reshape(-1), width) for i, width in zip(g.leaves, widths, strict=True)])
-        others = tuple(axis for axis in _data_axes(nodes[g.leaves[0]]) if axis not in g.move.axes)
+        others = tuple(axis for axis in unreduced(nodes[g.leaves[0]].sharding).partial if axis not in g.move.axes)
         row = collectives.pvary(row, others, mesh=plan.mesh) if others else row
         rows = collectives.all_gather(row, g.move.axes, dim=0, mesh=plan.mesh).view(bucket.members, bucket.width)
         for i, slot in zip(g.leaves, bucket.slots, strict=True):
@@ -240,11 +218,6 @@ def _joined(rows: Tensor, slot: Slot) -> Tensor:
     shapes = [slot.piece_shape(member) for member in range(math.prod(slot.axis_sizes))]
     pieces = [rows[i, slot.offset : slot.offset + math.prod(shape)].reshape(shape) for i, shape in enumerate(shapes)]
     return torch.cat(pieces, slot.dim)
-
-
-def _data_axes(node: Local) -> tuple[str, ...]:
-    """Those of a leaf, which all leaves of a bucket share, in the order of `AXES`."""
-    return tuple(sorted(node.sharding.data_axes, key=AXES.index))
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -331,11 +304,9 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
     result: list[Any] = list(given)
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
-    wanted = {i: _whole_shape(nodes[i]) for i in chosen}
     named = tree.paths(like)
-    plain = {i for i in chosen if _is_plain(given[i], nodes[i].value.device)}
-    if odd := [i for i in chosen if i not in plain or tuple(given[i].shape) != wanted[i]]:
-        rows = [f"{named[i]} is {typeof(nodes[i])}, whole {list(wanted[i])}; got {_kind(given[i])}" for i in odd]
+    if odd := [i for i in chosen if not _fits(given[i], nodes[i])]:
+        rows = [f"{named[i]} is {typeof(nodes[i])}, whole {_whole(nodes[i])}; got {_kind(given[i])}" for i in odd]
         mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
         raise LayoutError(message("got gradients that do not have the shapes of whole leaves.", rows, mend))
     plans = tuple(
@@ -355,18 +326,16 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     return tree.unflatten(spec, result)
 
 
-def _whole_shape(node: Local) -> tuple[int, ...]:
+def _whole(node: Local) -> list[int]:
     """The shape of a leaf that is whole over its data axes, and cut over others as it is."""
-    sharding = node.sharding
-    data = node.sharding.data_axes
-    spec = P(*(tuple(axis for axis in sharding.axes(dim) if axis not in data) for dim in range(len(sharding.spec))))
-    owned = tuple(axis for axis in sharding.owned if axis in spec.all_axes)
-    return replace(sharding, spec=spec, owned=owned).local_shape(node.shape)
+    return [*whole(node.sharding).local_shape(node.shape)]
 
 
-def _is_plain(x: Any, device: torch.device) -> bool:
-    """Whether something is a tensor of this rank alone, on a device."""
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.device == device
+def _fits(x: Any, node: Local) -> bool:
+    """Whether something is a gradient of a whole leaf: a tensor of this rank alone, on the leaf's device."""
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        return False
+    return x.device == node.value.device and [*x.shape] == _whole(node)
 
 
 def _kind(x: Any) -> str:

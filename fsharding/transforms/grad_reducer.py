@@ -7,9 +7,9 @@ accumulated gradients of earlier microbatches count once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,15 +20,27 @@ from fsharding.comm.grad_memory import GradMemory
 from fsharding.comm.handles import Handle, Memory, Places, done, nowhere
 from fsharding.comm.leaf_memory import on_device
 from fsharding.comm.leaf_wires import LeafIndex
-from fsharding.comm.move import Filling, plan_move
-from fsharding.comm.reduce import Noise
+from fsharding.comm.move import Filling, Move, plan_move
 from fsharding.comm.streams import streams_for
 from fsharding.comm.wires import Plain
 from fsharding.mesh.device_mesh import coordinate
-from fsharding.sharding.named_sharding import Local
-from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, ReduceBucket, UnitPlan, pooled_from
+from fsharding.sharding.named_sharding import Local, NamedSharding
+from fsharding.transforms.gathered_unit import GatheredUnit
+from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, ReduceBucket, pooled_from
 
-__all__ = ["GradReducer"]
+__all__ = ["GradReducer", "TapeLeaf"]
+
+_InUse: TypeAlias = list[tuple[Filling, Handle[list[Tensor]]]]
+"""Buckets and their handles, whose memory another stream may still read; empty where a device has one stream."""
+
+
+class TapeLeaf(NamedTuple):
+    """A sharded leaf of the tree that is differentiated."""
+
+    path: str  # its name
+    node: Local  # what the loss function sees
+    target: GradTarget | None  # where its gradient goes; None for a frozen leaf
+    accumulated: Tensor | None  # the local gradient of earlier microbatches, added to in place; None without any
 
 
 class _Pending(NamedTuple):
@@ -36,15 +48,14 @@ class _Pending(NamedTuple):
 
     handle: Handle[object]  # waits for them, and adds their sums to the gradients
     sends: bool  # there are any collectives
-    # buckets and their handles, whose memory is read where a device has several streams; `handle` may add to them
-    in_use: list[tuple[Filling, Handle[list[Tensor]]]]
+    in_use: _InUse  # `handle` may add to it
 
 
 class _Reduced(NamedTuple):
     """Buckets that the stream of reductions was given, and the event after which their memory is no longer read."""
 
     event: Any
-    in_use: list[tuple[Filling, Handle[list[Tensor]]]]
+    in_use: _InUse
 
 
 class _Gradients:
@@ -73,8 +84,8 @@ class _Gradients:
             grad.end(row)
 
 
-def _no_noise(unit: object) -> Noise | None:
-    return None
+def _no_noise(unit: GatheredUnit, leaf: int) -> Tensor:
+    raise AssertionError("the call is over")
 
 
 class GradReducer:
@@ -83,33 +94,28 @@ class GradReducer:
     # By number of the leaf: `_grads[i]` is the memory of its gradient, from its first use. `_taken[i]` has the rows,
     # or None for all, for which the accumulated gradient has been added to a term, so that it counts once.
     # `_open` has the buckets that have large gradients and wait for the rest of their unit, `_pending` those under way.
-    # Where a device has several queues nothing is pending: all that is left to do is given to the queue of reductions
-    # at once, and `_reduced` keeps the buckets until the queue that computes has waited for it.
+    # Where a device has several streams nothing is pending: all that is left to do is given to the stream of reductions
+    # at once, and `_reduced` keeps the buckets until the compute stream has waited for it.
 
     def __init__(
         self,
-        # All leaves of the differentiated tree, in order; None for a leaf that isn't a DTensor.
-        leaves: Sequence[Local | None],
-        targets: Sequence[GradTarget | None],  # where each gradient goes; None for frozen leaves
-        # Local gradients of earlier microbatches, added to in place; None without any.
-        accumulated: Sequence[Tensor | None],
+        leaves: Mapping[int, TapeLeaf],  # by their numbers in the differentiated tree
         memory: Memory,
         device: torch.device,
+        # Returns, for a unit, the numbers for keyed rounding of a term of a leaf's gradient, by its number in the unit.
+        noise: Callable[[GatheredUnit, int], Tensor],
         grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
-        # Returns, for a unit, the numbers for keyed rounding of a leaf's gradient, by its index.
-        noise_of: Callable[[Any], Noise | None] = _no_noise,
     ) -> None:
         self._leaves = leaves
-        self._targets = targets
-        self._accumulated = accumulated
+        self._targets = {i: leaf.target for i, leaf in leaves.items() if leaf.target is not None}
         self._wire_memory = memory
         self._device = device
+        self._noise = noise
         self._grad_pool = grad_pool
-        self._noise_of = noise_of
         self._pooled_from = pooled_from()
         self._grads: dict[int, GradMemory] = {}
         self._taken: dict[int, set[int | None]] = {}
-        self._open: dict[tuple[Hashable, int], Filling] = {}
+        self._open: dict[tuple[GatheredUnit, int], Filling] = {}
         self._pending: list[_Pending] = []
         self._streams = streams_for(device)
         if grad_pool is not None:
@@ -118,19 +124,19 @@ class GradReducer:
 
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
-    def take(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, grad: Tensor) -> None:
+    def take(self, unit: GatheredUnit, large: LargeLeaf, grad: Tensor) -> None:
         """Copy a large gradient into its bucket, so that its own memory is free, or add it to the terms there."""
         # It is complete but for terms from `write`; `reduce` follows, with the other gradients of the unit.
-        bucket = self._open_bucket(unit, plan, large)
+        bucket = self._open_bucket(unit, large)
         with _compat.region("scatter"):
             bucket.add([large.slot], [grad])
 
     @torch.no_grad()
     def write(
-        self, unit: Hashable, plan: UnitPlan, large: LargeLeaf, dtype: torch.dtype, kernel: Callable[[Tensor], object]
+        self, unit: GatheredUnit, large: LargeLeaf, dtype: torch.dtype, kernel: Callable[[Tensor], object]
     ) -> bool:
         """Have a kernel fill a large gradient, or a term of it, in its bucket; if False, it has to come by `take`."""
-        bucket = self._open_bucket(unit, plan, large)
+        bucket = self._open_bucket(unit, large)
         slot = bucket.slot(large.slot, dtype)
         if slot is None:
             return False
@@ -143,31 +149,29 @@ class GradReducer:
             bucket.filled.add(large.slot)
         return True
 
-    def _open_bucket(self, unit: Hashable, plan: UnitPlan, large: LargeLeaf) -> Filling:
+    def _open_bucket(self, unit: GatheredUnit, large: LargeLeaf) -> Filling:
         bucket = self._open.get((unit, large.bucket))
         if bucket is None:
             self.settle(wait=False)
-            bucket = self._make_bucket(unit, plan, plan.reductions[large.bucket])
-            self._open[unit, large.bucket] = bucket
+            b = unit.plan.reductions[large.bucket]
+            bucket = self._open[unit, large.bucket] = self._make_bucket(unit, b, b.early)
         return bucket
 
-    def reduce(
-        self, unit: Hashable, plan: UnitPlan, index: Sequence[LeafIndex], grads: Sequence[Tensor | None]
-    ) -> None:
+    def reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
         """Finish the reductions in flight, and start the unit's; None where `take` or `write` had all of a gradient."""
         self.settle()
         with _compat.region("scatter"):
-            for number, b in enumerate(plan.reductions):
-                bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, plan, b)
+            for number, b in enumerate(unit.plan.reductions):
+                bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, b, b.early)
                 filled = bucket.filled
                 rest = [(slot, i) for slot, i in enumerate(b.leaves) if slot not in filled or grads[i] is not None]
                 bucket.add([slot for slot, _ in rest], [grads[i] for _, i in rest])
-                self._pending.append(self._finish_later(unit, plan, b, [index[i] for i in b.leaves], bucket))
+                self._pending.append(self._started(unit, b, bucket))
         if self._streams.several:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Gives what is left to do for a unit to the queue of reductions, and waits for the unit before."""
+        """Gives what is left to do for a unit to the stream of reductions, and waits for the unit before."""
         sent = [pending for pending in self._pending if pending.sends]
         with _compat.region("scatter"):
             for pending in self._pending:
@@ -184,7 +188,7 @@ class GradReducer:
             self._let_go(before)
 
     def _let_go(self, reduced: list[_Reduced]) -> None:
-        """Has the queue that computes wait for reductions, and lets their memory go."""
+        """Has the compute stream wait for reductions, and lets their memory go."""
         memories = [bucket.memory for _, in_use in reduced for bucket, _ in in_use]
         for event in [event for event, _ in reduced]:  # no name is left that would hold a bucket
             self._streams.wait(event)
@@ -194,24 +198,15 @@ class GradReducer:
                 memory.retire()
 
     @contextmanager
-    def _after_compute(self) -> Generator[None]:
-        """The queue of reductions, after all that the one that computes was given so far."""
+    def _after_compute(self, what: str) -> Generator[None]:
+        """The stream of reductions, after all that the compute stream was given so far."""
         if not self._streams.several:
             yield
             return
-        computed = self._streams.record("computed")
+        event = self._streams.record(what)
         with self._streams.on("reduce"):
-            self._streams.wait(computed)
+            self._streams.wait(event)
             yield
-
-    def _start(self, bucket: Filling, places: Places = nowhere) -> Handle[list[Tensor]]:
-        """Start a reduction on its stream, when the bucket is filled."""
-        if not (self._streams.several and bucket.sends):
-            return bucket.start(places)
-        filled = self._streams.record("filled")
-        with self._streams.on("reduce"):
-            self._streams.wait(filled)
-            return bucket.start(places)
 
     def follow(self, earlier: Callable[[], object]) -> None:
         """Run `earlier` before the first gradient is added, since another reducer adds to the same gradients."""
@@ -225,55 +220,48 @@ class GradReducer:
                 self._pending.pop(0).handle.wait()
 
     # ------------------------------------------------------------------------------------------------------ one bucket
-    def _make_bucket(self, unit: Hashable, plan: UnitPlan, b: ReduceBucket) -> Filling:
-        return b.early.open(self._device, self._memory_of_bucket(), self._noise(unit, b))
-
-    def _memory_of_bucket(self) -> Memory:
+    def _make_bucket(self, unit: GatheredUnit, b: ReduceBucket, move: Move) -> Filling:
         memory = self._wire_memory
-        return memory.of_one_user() if self._streams.several and isinstance(memory, PoolMemory) else memory
+        if self._streams.several and isinstance(memory, PoolMemory):
+            memory = memory.of_one_user()
+        return move.open(self._device, memory, lambda slot: self._noise(unit, b.leaves[slot]))
 
-    def _noise(self, unit: Hashable, b: ReduceBucket) -> Noise | None:
-        noise = self._noise_of(unit)
-        return None if noise is None else lambda slot: noise(b.leaves[slot])
+    def _start(self, bucket: Filling, in_use: _InUse, places: Places = nowhere) -> Handle[list[Tensor]]:
+        """Start one of the moves of a bucket that is filled, on the stream of reductions if it sends terms."""
+        with self._after_compute("filled") if bucket.sends else nullcontext():
+            handle = bucket.start(places)
+        if self._streams.several:
+            in_use.append((bucket, handle))  # until `_hand_over` has recorded the event of the stream that reads it
+        return handle
 
-    def _finish_later(
-        self,
-        unit: Hashable,
-        plan: UnitPlan,
-        b: ReduceBucket,
-        index: Sequence[LeafIndex],
-        bucket: Filling,
-    ) -> _Pending:
-        """Start a bucket; the steps that follow its first collective come when that is done."""
+    def _started(self, unit: GatheredUnit, b: ReduceBucket, bucket: Filling) -> _Pending:
+        """Start a bucket; the late move, if both have steps, starts when the early one is done."""
+        index = [unit.index[i] for i in b.leaves]
         grads = _Gradients(self._grad, index)
-        several = self._streams.several
-        if b.late.is_empty:
-            handle = self._start(bucket, grads.places)
-            return _Pending(handle.then(grads.add), bucket.sends, [(bucket, handle)] if several else [])
-        first = self._start(bucket)
-        in_use = [(bucket, first)] if several else []
+        in_use: _InUse = []
 
-        def start_late(sums: list[Tensor]) -> tuple[Filling, Handle[list[Tensor]]]:
+        def filled_late(sums: list[Tensor]) -> Filling:
             terms = self._add_accumulated(index, sums)
-            late = b.late.open(self._device, self._memory_of_bucket(), self._noise(unit, b))
+            late = self._make_bucket(unit, b, b.late)
             late.add(range(len(terms)), terms)
-            started = late, self._start(late, grads.places)
-            if several:
-                in_use.append(started)  # another stream reads it until `_hand_over` has recorded its event
-            return started
+            return late
 
-        if b.early.is_empty:
-            late, handle = start_late(first.wait())
-            return _Pending(handle.then(grads.add), late.sends, in_use)
-        both = first.then(lambda sums: grads.add(start_late(sums)[1].wait()), communicates=True)
-        return _Pending(both, bucket.sends, in_use)
+        def finish_late(sums: list[Tensor]) -> None:
+            grads.add(self._start(filled_late(sums), in_use, grads.places).wait())
+
+        if b.early.is_empty and not b.late.is_empty:
+            bucket = filled_late(self._start(bucket, in_use).wait())
+        if b.early.is_empty or b.late.is_empty:
+            return _Pending(self._start(bucket, in_use, grads.places).then(grads.add), bucket.sends, in_use)
+        early = self._start(bucket, in_use)
+        return _Pending(early.then(finish_late, communicates=True), bucket.sends, in_use)
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
         """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
         result = list(terms)
         sums: list[int] = []
         for i, (leaf, row) in enumerate(index):
-            accumulated = self._accumulated[leaf]
+            accumulated = self._leaves[leaf].accumulated
             taken = self._taken.setdefault(leaf, set())
             if accumulated is None or None in taken or row in taken:
                 continue
@@ -282,12 +270,15 @@ class GradReducer:
                 result[i] = terms[i].clone()
                 result[i][rest] += on_device(accumulated, self._device.type)[rest]
             else:
-                result[i] = on_device(accumulated if row is None else accumulated[row], self._device.type)
+                result[i] = self._accumulated_part(accumulated, row)
                 sums.append(i)
             taken.add(row)
         if sums:
             _compat.foreach_add_([result[i] for i in sums], [terms[i] for i in sums])
         return result
+
+    def _accumulated_part(self, accumulated: Tensor, row: int | None) -> Tensor:
+        return on_device(accumulated if row is None else accumulated[row], self._device.type)
 
     # ----------------------------------------------------------------------------------------------- the gradient tree
     def _grad(self, i: int) -> GradMemory:
@@ -295,21 +286,14 @@ class GradReducer:
         if i not in self._grads:
             leaf = self._leaves[i]
             target = self._targets[i]
-            assert leaf is not None and target is not None
-            shape = target.sharding.local_shape(leaf.shape)
-            given = self._accumulated[i] if target.accumulated == target.sharding else None
+            shape = target.sharding.local_shape(leaf.node.shape)
             large = math.prod(shape) >= self._pooled_from
             cut = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
             pool = self._grad_pool if large and not cut else None
             self._grads[i] = GradMemory(
-                target.sharding.memory,
-                shape,
-                target.dtype,
-                self._device,
-                pool=pool,
-                by_row=large and pool is None,
-                given=given,
-            )
+                target.sharding.memory, shape, target.dtype, self._device, pool=pool, by_row=large and pool is None,
+                given=leaf.accumulated if target.accumulated == target.sharding else None,
+            )  # fmt: skip
         return self._grads[i]
 
     def _add(self, i: int, row: int | None, term: Tensor) -> None:
@@ -322,47 +306,42 @@ class GradReducer:
     # ---------------------------------------------------------------------------------------------------------- the end
     def add_reduced(self, i: int, grad: Tensor) -> None:
         """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
-        leaf = self._leaves[i]
+        node = self._leaves[i].node
         target = self._targets[i]
-        assert leaf is not None and target is not None
-        move = plan_move([leaf.sharding], [target.sharding], [leaf.shape], Plain(target.dtype), target.dtype)
-        where = coordinate(move.mesh)
-        with self._after_compute():
-            moved = move.run([on_device(grad, self._device.type).to(target.dtype)])[0]
+        where = coordinate(node.sharding.mesh)
+        with self._after_compute("computed"):
+            term = on_device(grad, self._device.type).to(target.dtype)
+            moved = _moved(term, node.sharding, target.sharding, node.shape)
             # Of an unreduced target it is one term: the first rank's.
             if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
                 self._add(i, None, moved)
 
-    def finish(self) -> list[Tensor | None]:
+    def finish(self) -> dict[int, Tensor]:
         """Finish all reductions, add what was accumulated for leaves without a gradient, and return gradients."""
         self.settle()
-        with _compat.region("scatter"), self._after_compute():
-            for i, (leaf, target) in enumerate(zip(self._leaves, self._targets, strict=True)):
-                if leaf is not None and target is not None:
-                    self._add_rest_of_accumulated(i, leaf, target)
-            pairs = enumerate(zip(self._leaves, self._targets, strict=True))
-            result = [None if leaf is None or to is None else self._grad(i).result() for i, (leaf, to) in pairs]
+        with _compat.region("scatter"), self._after_compute("computed"):
+            for i in self._targets:
+                self._add_rest_of_accumulated(i)
+            result = {i: self._grad(i).result() for i in self._targets}
             self._reduced.append(_Reduced(self._streams.record("gradients"), []))
         self._let_go(self._reduced)
         return result
 
-    def _add_rest_of_accumulated(self, i: int, leaf: Local, target: GradTarget) -> None:
+    def _add_rest_of_accumulated(self, i: int) -> None:
         """Adds the rows of an accumulated gradient, in another sharding than the target, that no term has taken."""
-        accumulated = self._accumulated[i]
+        accumulated = self._leaves[i].accumulated
+        shape = self._leaves[i].node.shape
+        source = self._targets[i].accumulated
+        to = self._targets[i].sharding
         taken = self._taken.get(i, set())
-        if accumulated is None or target.accumulated in (None, target.sharding) or None in taken:
+        if accumulated is None or source in (None, to) or None in taken:
             return
-        for row in (row for row in range(accumulated.shape[0]) if row not in taken) if taken else (None,):
-            source = target.accumulated
-            to = target.sharding
-            shape = leaf.shape
-            if row is not None:
-                source = source.drop(0)
-                to = to.drop(0)
-                shape = shape[1:]
-            part = on_device(accumulated if row is None else accumulated[row], self._device.type)
-            moved = plan_move([source], [to], [shape], Plain(part.dtype), part.dtype).run([part])[0]
-            self._add(i, row, moved)
+        if not taken:
+            self._add(i, None, _moved(self._accumulated_part(accumulated, None), source, to, shape))
+            return
+        for row in (row for row in range(accumulated.shape[0]) if row not in taken):
+            part = self._accumulated_part(accumulated, row)
+            self._add(i, row, _moved(part, source.drop(0), to.drop(0), shape[1:]))
 
     def close(self) -> None:
         """Releases all gradients, and the buckets that they are sent in."""
@@ -370,4 +349,9 @@ class GradReducer:
         self._open.clear()
         self._pending.clear()
         self._reduced.clear()
-        self._noise_of = _no_noise  # a context's own holds the context, which holds this
+        self._noise = _no_noise  # a context's own holds the context, which holds this
+
+
+def _moved(x: Tensor, source: NamedSharding, to: NamedSharding, shape: tuple[int, ...]) -> Tensor:
+    """Return a local tensor of a leaf of this shape in another sharding."""
+    return plan_move([source], [to], [shape], Plain(x.dtype), x.dtype).run([x])[0]

@@ -44,14 +44,16 @@ def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
         known = dict(zip(left, flat, strict=True))
     _refuse_hidden_owners({path: x for path, x in left.items() if known[path] is None})
     _refuse_stages(left)
-    terms: dict[tuple[str, ...], list[Tensor]] = {}
-    mesh: Mesh | None = None
-    wrong: list[str] = []
     if unlike := [path for path, x in left.items() if x.shape != right[path].shape]:
         rows = [f"{path} is {_unlike(left[path], right[path])}" for path in unlike]
         raise LayoutError(message("needs equal shapes.", rows, "Give both the same shapes."))
+    terms: dict[tuple[str, ...], list[Tensor]] = {}
+    mesh: Mesh | None = None
+    dtypes = set[torch.dtype]()
+    wrong: list[str] = []
     for path, x in left.items():
         (value, sharding, slices), (other, theirs, _) = _opened(x), _opened(right[path])
+        dtypes.add(value.dtype)
         owners = known[path]
         owned_alike = owners is None or replace(owners, assigned=()).simplified() == sharding
         if sharding != theirs or value.shape != other.shape or (sharding and sharding.partial) or not owned_alike:
@@ -71,8 +73,8 @@ def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
         raise LayoutError(message("needs equal shardings.", wrong, mend))
     sums = [torch.stack(result).sum() for result in terms.values()]
     sums = [collectives.psum(x, axes, mesh=mesh) if axes else x for axes, x in zip(terms, sums, strict=True)]
-    wide = any(_opened(x)[0].dtype == torch.float64 for x in left.values())
-    total = torch.stack(sums).sum().to(torch.float64 if wide else torch.float32) if sums else torch.zeros(())
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    total = torch.stack(sums).sum().to(wide) if sums else torch.zeros(())
     # A rank's loss is its own term of a sum over the data axes: from here on, each rank uses the shared value its way.
     apart = data_axes(mesh) if mesh is not None and current_context() is not None else ()
     return collectives.pvary(total, apart, mesh=mesh) if apart else total

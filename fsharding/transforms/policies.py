@@ -11,16 +11,9 @@ from typing import Any, Literal
 from fsharding.base.errors import ConfigError, message, report
 
 __all__ = [
-    "POLICIES",
-    "Policy",
-    "check_policy",
-    "dots_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "offload",
-    "offload_inputs",
-    "save_except_gathered",
-]
+    "POLICIES", "Policy", "check_policy", "dots_saveable", "everything_saveable", "nothing_saveable", "offload",
+    "offload_inputs", "save_except_gathered",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class RunOptions:
     key: Tensor | None = None  # int64[2], for formats whose rounding is keyed
     microbatch: int = 0  # index of this call among those with the same key
     prefetch_depth: int = 1  # how many units are gathered ahead of the one that computes, in forward and in backward
+    caller: str = "fs.value_and_grad"  # the public function that an error names if another rank is lost
     defers: bool = False  # whether a backward may leave products that give gradients of weights alone for later
 
 

@@ -19,12 +19,19 @@ from fsharding.transforms.gathered_unit import GatheredUnit
 __all__ = ["SavedTensors", "SavedValues", "SavedView"]
 
 
-class SavedView(NamedTuple):
-    """Stands for a view of a gathered buffer among the tensors that autograd saves."""
+class _Watched(NamedTuple):
+    """A buffer of a unit. The weak reference keeps the id of its storage from being reused."""
 
     unit: GatheredUnit
     bucket: int
     buffer: int
+    storage: _compat.WeakStorage
+
+
+class SavedView(NamedTuple):
+    """Stands for a view of a gathered buffer among the tensors that autograd saves."""
+
+    place: _Watched
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -47,19 +54,6 @@ class SavedValues(NamedTuple):
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
-
-
-class _Watched(NamedTuple):
-    """A buffer of a unit. The weak reference keeps the id of its storage from being reused."""
-
-    unit: GatheredUnit
-    bucket: int
-    buffer: int
-    storage: _compat.WeakStorage
-
-
-def _bring_nothing(unit: GatheredUnit) -> None:
-    """After the call no unit is gathered any more."""
 
 
 class SavedTensors:
@@ -97,7 +91,7 @@ class SavedTensors:
 
     def watch(self, unit: GatheredUnit) -> None:
         """Recognize views of the buffers of a unit, which is alive."""
-        for bucket, buffers in enumerate(unit.buffers):
+        for bucket, buffers in unit.buffers.items():
             for number, buffer in enumerate(buffers):
                 watched = _Watched(unit, bucket, number, _compat.weak_storage(buffer))
                 self._watched[_compat.storage_id(buffer)] = watched
@@ -119,8 +113,7 @@ class SavedTensors:
             x = x if x.grad_fn is None else x.detach()
             return x if self._keeper is None else self._keeper.keep(x)
         known.unit.note_view(known.bucket)
-        offset = int(x.storage_offset())
-        return SavedView(known.unit, known.bucket, known.buffer, x.dtype, offset, x.size(), x.stride())
+        return SavedView(known, x.dtype, int(x.storage_offset()), x.size(), x.stride())
 
     def unpack(self, saved: Tensor | SavedView | SavedValues | Parked) -> Tensor:
         """Return a view of the unit's buffer, which is gathered again if it is not alive."""
@@ -131,8 +124,9 @@ class SavedTensors:
         if isinstance(saved, SavedValues):
             full = saved.values.decode(*(self.unpack(part) for part in saved.values.parts))
             return full.as_strided(saved.size, saved.stride, saved.offset)
-        self._bring(saved.unit)
-        buffer = saved.unit.buffers[saved.bucket][saved.buffer]
+        unit, bucket, number, _ = saved.place
+        self._bring(unit)
+        buffer = unit.buffers[bucket][number]
         if buffer.dtype != saved.dtype:  # a part of a buffer of bytes
             buffer = buffer[: buffer.nbytes // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return buffer.as_strided(saved.size, saved.stride, saved.offset)
@@ -148,4 +142,4 @@ class SavedTensors:
         if self._away is not None:
             self._away.close()
         self._away = self._keeper = self._on_host = None
-        self._bring = _bring_nothing
+        self._bring = lambda _: None  # no unit is gathered any more

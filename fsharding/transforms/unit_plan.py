@@ -66,6 +66,7 @@ class GradTarget:
     # assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size
     assigned: tuple[Assigned, ...] = ()
 
+    @functools.cached_property
     def row(self) -> GradTarget:
         """The target of one row of a stacked leaf."""
         accumulated = self.accumulated.drop(0) if self.accumulated else None

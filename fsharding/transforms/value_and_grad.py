@@ -6,6 +6,7 @@ mean is over the total count, for every mesh, strategy and number of microbatche
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,16 +35,10 @@ from fsharding.mesh.failures import naming_lost, order_here
 from fsharding.ops.capacity import FULL, is_full, refused_if_full, watching_capacity
 from fsharding.ops.scaled_mm import refuse_missing_kernel
 from fsharding.sharding.layout import Layout
-from fsharding.sharding.named_sharding import (
-    Local,
-    NamedSharding,
-    hides_owners,
-    sharding_of,
-    to_local,
-    typeof,
-)
+from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, sharding_of, to_local, typeof
 from fsharding.transforms.first_call import FirstCall, first_call, refuse_bare_casts
-from fsharding.transforms.gather_context import GatherContext, TapeLeaf, activate, check_depth
+from fsharding.transforms.gather_context import GatherContext, check_depth
+from fsharding.transforms.grad_reducer import TapeLeaf
 from fsharding.transforms.loss_checks import explained
 from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import GradTarget
@@ -251,14 +246,14 @@ def loss_and_grads(
     """Run a loss function forward and backward; `first` is shown the loss in between."""
     tape = Tape(params, to, options)
     try:
-        with naming_lost("fs.value_and_grad", tape.mesh):
+        with naming_lost(options.caller, tape.mesh):
             with watching_capacity() as notes:
                 loss = _take_apart(tape.forward(fn, *args), has_aux)
             if (order := order_here()) is not None:
                 order.end("forward")
             if first is not None:
-                first.look(loss.total, tape.context, tape.differentiated())
-            if loss.total.requires_grad:
+                first.look(loss.total, tape.context, [*tape.inputs.values()])
+            if loss.total.requires_grad and tape.trains:
                 tape.backward([loss.total])
             totals = _global_sums(loss, notes, tape.mesh, agreement(tape.mesh))
             local = tape.finish()
@@ -281,18 +276,10 @@ def global_loss(
     # Returns the sum and count over all data ranks, float32 and 0-d, and the aux of this rank. A bare tensor counts as
     # the mean of its rank, with count 1.
     spec = tree.flatten(params)[1]
-    frozen = tree.unflatten(spec, [None] * spec.num_leaves)
-    tape = Tape(params, GradsTo(frozen), RunOptions(precision, key))
-    try:
-        with naming_lost("fs.evaluate", tape.mesh):
-            with watching_capacity() as notes:
-                loss = _take_apart(tape.forward(fn, *args), has_aux)
-            totals = _global_sums(loss, notes, tape.mesh, agreement_of_call(tape.mesh))
-            tape.finish()
-    except BaseException:
-        tape.close()
-        raise
-    return Loss(totals[0].float(), totals[1].float()), loss.aux
+    frozen = GradsTo(tree.unflatten(spec, [None] * spec.num_leaves))
+    options = RunOptions(precision, key, caller="fs.evaluate")
+    sums = loss_and_grads(fn, params, args, frozen, options, has_aux=has_aux)
+    return Loss(sums.loss.float(), sums.count.float()), sums.aux
 
 
 class Tape:
@@ -300,9 +287,10 @@ class Tape:
 
     # `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
 
-    # All lists are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or for a
-    # plain tensor one that autograd tracks. `_direct[i]` is the gradient that autograd returned for a leaf that was not
-    # gathered as part of a unit; gradients of units are in the context's reducer.
+    # All lists and dicts are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or
+    # for a plain tensor one that autograd tracks. `inputs` has the local tensors of those that are not frozen, and
+    # `_direct` the gradients that autograd returned for leaves that were not gathered as part of a unit; gradients of
+    # units are in the context's reducer.
 
     def __init__(
         self,
@@ -321,40 +309,46 @@ class Tape:
         precision = options.precision
         self._once_for = once_for
         self._leaves, self._spec = tree.flatten(params)
-        leaves = self._leaves
-        count = len(self._leaves)
-        self._shardings = [_as_parameter] * count
-        if to.shardings is not None:
-            self._shardings = tree.flatten_up_to(self._spec, to.shardings, ("params", "grads"))
-        self._accumulated: list[Any] = [None] * count
-        if to.accumulate is not None:
-            self._accumulated = tree.flatten_up_to(self._spec, to.accumulate, ("params", "accumulate"))
-        triples = zip(leaves, self._shardings, self._accumulated, strict=True)
+        self._shardings = self._like_leaves("grads", to.shardings, _as_parameter)
+        self._accumulated = self._like_leaves("accumulate", to.accumulate, None)
+        triples = zip(self._leaves, self._shardings, self._accumulated, strict=True)
         self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
+        self.trains = any(target is not None for target in self._targets)
         # Whether all gradients end in what was given as `accumulate`.
         self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
-        self._local = [_local(leaf, target is not None) for leaf, target in zip(leaves, self._targets, strict=True)]
-        self._direct: list[Tensor | None] = [None] * count
-        nodes = [x if isinstance(x, Local) else None for x in self._local]
-        accumulated = [_compat.local_tensor(x) if isinstance(x, DTensor) else None for x in self._accumulated]
-        # Of the parameters; None when none of them is a DTensor.
-        self.mesh = next((x.sharding.mesh for x in nodes if x is not None), None)
+        pairs = zip(self._leaves, self._targets, strict=True)
+        self._local = [_local(leaf, target is not None) for leaf, target in pairs]
+        values = ((i, x.value if isinstance(x, Local) else x) for i, x in enumerate(self._local))
+        self.inputs = {i: x for i, x in values if isinstance(x, Tensor) and x.requires_grad}
+        self._direct: dict[int, Tensor | None] = {}
         paths = tree.paths(params)
-        refuse_missing_kernel(precision, next((x.sharding.device_type for x in nodes if x is not None), "cpu"))
-        in_tree = (
-            TreeLeaf(path, *(layers(path) or (0, x.shape[0] if x is not None and x.shape else 0)))
-            for path, x in zip(paths, nodes, strict=True)
-        )
+        leaves = {
+            i: TapeLeaf(
+                paths[i], x, self._targets[i], _compat.local_tensor(sums) if isinstance(sums, DTensor) else None
+            )
+            for i, (x, sums) in enumerate(zip(self._local, self._accumulated, strict=True))
+            if isinstance(x, Local)
+        }
+        # Of the parameters; None when none of them is a DTensor.
+        self.mesh = next((leaf.node.sharding.mesh for leaf in leaves.values()), None)
+        refuse_missing_kernel(precision, next((x.node.sharding.device_type for x in leaves.values()), "cpu"))
+        rows = [x.shape[0] if isinstance(x, Local) and x.shape else 0 for x in self._local]
+        in_tree = (TreeLeaf(path, *(layers(path) or (0, n))) for path, n in zip(paths, rows, strict=True))
         wires = wires_of(precision, in_tree, options.key, self.mesh, options.microbatch)
-        of_leaves = map(TapeLeaf, paths, nodes, self._targets, accumulated)
-        self.context = GatherContext([*of_leaves], options, wires, pool, to.pool)  # that gathers and reduces
+        self.context = GatherContext(leaves, options, wires, pool, to.pool)  # that gathers and reduces
+
+    def _like_leaves(self, name: str, given: Tree, default: Any) -> list[Any]:
+        """The entries of a tree like the parameters, by number of the leaf; the default if there is no tree."""
+        if given is None:
+            return [default] * len(self._leaves)
+        return tree.flatten_up_to(self._spec, given, ("params", name))
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(params, *args)` with the parameters as `Local` nodes."""
         params = tree.unflatten(self._spec, self._local)
         self._fn = fn
         try:
-            with torch.enable_grad(), _on(self.mesh), activate(self.context):
+            with torch.enable_grad(), _on(self.mesh), self.context.active():
                 return fn(params, *args)
         except Exception as error:
             known = explained(error, fn, params, args, self.context)
@@ -375,21 +369,13 @@ class Tape:
         # of units go to the context's reducer, those of leaves that were used otherwise come from autograd.
         whose, part = self._once_for or (self._fn, None)
         refuse_bare_casts(outputs, whose, part)
-        direct = [x.value if isinstance(x, Local) else x for x in self._local]
-        used = [i for i, x in enumerate(direct) if isinstance(x, Tensor) and x.requires_grad]
-        wanted = [*inputs, self.context.anchor, *(direct[i] for i in used)]
+        wanted = [*inputs, self.context.anchor, *self.inputs.values()]
         later = self.context.deferring() if defers else nullcontext()
         # A recomputed forward asks for the mesh, too.
         with later, _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
             result = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
-        for i, grad in zip(used, result[len(inputs) + 1 :], strict=True):
-            self._direct[i] = grad
+        self._direct = dict(zip(self.inputs, result[len(inputs) + 1 :], strict=True))
         return result[: len(inputs)]
-
-    def differentiated(self) -> list[Tensor]:
-        """The local tensors of the leaves that are not frozen."""
-        values = (x.value if isinstance(x, Local) else x for x in self._local)
-        return [x for x in values if isinstance(x, Tensor) and x.requires_grad]
 
     def weights(self) -> None:
         """Computes the gradients of weights that `backward` has left, and starts their reductions."""
@@ -402,15 +388,15 @@ class Tape:
 
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""
-        for i, (grad, x) in enumerate(zip(self._direct, self._local, strict=True)):
-            if grad is not None and isinstance(x, Local):
+        for i, grad in self._direct.items():
+            if grad is not None and isinstance(self._local[i], Local):
                 self.context.reducer.add_reduced(i, grad)
         reduced = self.context.finish()
         return [
-            grad
+            reduced.get(i)
             if isinstance(self._local[i], Local)
-            else _plain_grad(self._direct[i], self._leaves[i], self._targets[i], self._accumulated[i])
-            for i, grad in enumerate(reduced)
+            else _plain_grad(self._direct.get(i), x, self._targets[i], self._accumulated[i])
+            for i, x in enumerate(self._leaves)
         ]
 
     def close(self) -> None:
@@ -562,28 +548,29 @@ def _divisor(weight: Tensor) -> Tensor:
     return torch.where(is_divisor(weight), weight, torch.nan)
 
 
+def _no_backward(text: str, mend: str, *_: Any, **__: Any) -> None:
+    raise TransformError(report(text, mend=mend))
+
+
+_OF_A_LOSS = functools.partial(
+    _no_backward,
+    "fs.Loss has no gradients: .backward() finds no graph of it.",
+    "Take both in one call: (loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch); or train with"
+    " state, metrics = fs.make_train_step(loss_fn, opt)(state, batch).",
+)
+_OF_A_CALL = functools.partial(
+    _no_backward,
+    "fs.value_and_grad gives a loss and its gradients at once: .backward() on that loss has nothing left to do.",
+    "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
+    " params). A train step has applied them; go on with the state that it returned.",
+)
+
+
 def without_gradients(loss: Tensor) -> Tensor:
     """Return a loss, whose `.backward()` says where gradients come from if it has no graph."""
-    return loss if loss.requires_grad or _functorch.in_functorch() else _compat.refuse_backward(loss, _no_graph)
-
-
-def _no_graph(*_: Any, **__: Any) -> None:
-    mend = (
-        "Take both in one call: (loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch); or train with"
-        " state, metrics = fs.make_train_step(loss_fn, opt)(state, batch)."
-    )
-    raise TransformError(report("fs.Loss has no gradients: .backward() finds no graph of it.", mend=mend))
+    return loss if loss.requires_grad or _functorch.in_functorch() else _compat.refuse_backward(loss, _OF_A_LOSS)
 
 
 def refuse_backward(loss: Tensor) -> Tensor:
     """Return the loss such that its `.backward()` raises an error that explains where the gradients are."""
-    return _compat.refuse_backward(loss, _no_backward)
-
-
-def _no_backward(*_: Any, **__: Any) -> None:
-    rule = "gives a loss and its gradients at once: .backward() on that loss has nothing left to do."
-    mend = (
-        "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
-        " params). A train step has applied them; go on with the state that it returned."
-    )
-    raise TransformError(report(f"fs.value_and_grad {rule}", mend=mend))
+    return _compat.refuse_backward(loss, _OF_A_CALL)

@@ -39,14 +39,14 @@ def gradients(level, size, cut):
     params = {"blocks": {str(i): home.to_dtensor(x, (2, WIDTH, WIDTH)) for i, x in enumerate(mine)}}
     real_take, real_reduce = GradReducer.take, GradReducer.reduce
 
-    def take(self, unit, plan, large, grad):
+    def take(self, unit, large, grad):
         alive.append(weakref.ref(grad))
         events.append((large.leaf, sum(x() is not None for x in alive)))
-        real_take(self, unit, plan, large, grad)
+        real_take(self, unit, large, grad)
 
-    def reduce(self, unit, plan, index, grads):
+    def reduce(self, unit, grads):
         events.append("reduce")
-        real_reduce(self, unit, plan, index, grads)
+        real_reduce(self, unit, grads)
 
     with pytest.MonkeyPatch.context() as patch, large_from(size):
         patch.setattr(GradReducer, "take", take)
@@ -105,8 +105,8 @@ def gradients_of_products(level, dtype, policy, size, transport="auto"):
     x = torch.randn(2, TOKENS, NARROW, generator=noise.manual_seed(1 + mesh.get_local_rank("dp"))).to(dtype)
     real = GradReducer.write
 
-    def write(self, unit, plan, large, dtype, kernel):
-        written.append(real(self, unit, plan, large, dtype, kernel) and names_of[large.leaf])
+    def write(self, unit, large, dtype, kernel):
+        written.append(real(self, unit, large, dtype, kernel) and names_of[large.leaf])
         return written[-1]
 
     def loss(params, x):
