@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
@@ -108,18 +109,14 @@ def pipeline_grads(
         >>> int(count)
         16
     """
-    run = None
+    options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
     known = {} if known is None else known
-    try:
-        with naming_lost("train step", layout.mesh):
-            options = RunOptions(precision, key, prefetch_depth=prefetch_depth)
-            run = _Run(model, schedule, layout, params, list(pieces), options, policy, scale, known)
-            run.walk()
-            return run.stage_state.grads(), *run.sums(agreement)
-    except BaseException:
-        if run is not None:
-            run.close()
-        raise
+    return _walked(
+        "train step",
+        lambda: _Run(model, schedule, layout, params, list(pieces), options, policy, scale, known),
+        layout,
+        lambda run: (run.stage_state.grads(), *run.sums(agreement)),
+    )
 
 
 def pipeline_loss(
@@ -135,16 +132,25 @@ def pipeline_loss(
 ) -> tuple[Tensor, Tensor]:
     """Run the forwards of a schedule alone; return the sums of losses and weights. Collective over the full mesh."""
     # `known` must not be shared with a train step, whose activations may differ.
-    run = None
+    options = RunOptions(precision, key)
+    policy = policies.save_except_gathered
     known = {} if known is None else known
+    forward = forward_only(schedule)
+
+    def make() -> _Run:
+        return _Run(model, forward, layout, params, list(pieces), options, policy, None, known, trains=False)
+
+    return _walked("fs.evaluate", make, layout, lambda run: run.sums(None))
+
+
+def _walked(caller: str, make: Callable[[], _Run], layout: Layout, result: Callable[[_Run], _T]) -> _T:
+    """Make a run, do its actions, and return its result; after a failure, release everything."""
+    run = None
     try:
-        with naming_lost("fs.evaluate", layout.mesh):
-            forward = forward_only(schedule)
-            policy = policies.save_except_gathered
-            options = RunOptions(precision, key)
-            run = _Run(model, forward, layout, params, list(pieces), options, policy, None, known, trains=False)
+        with naming_lost(caller, layout.mesh):
+            run = make()
             run.walk()
-            return run.sums(None)
+            return result(run)
     except BaseException:
         if run is not None:
             run.close()
@@ -161,37 +167,6 @@ class _Flight:
     inputs: list[Tensor]
     outputs: Sequence[Any] = ()
     types: _Shapes = ()
-
-
-class _Closing:
-    """A microbatch whose last reductions are in flight while the rank computes something else."""
-
-    # Consecutive microbatches add to the same gradients, also across stages that share a leaf. So each one finishes
-    # before the next adds its first gradient.
-
-    def __init__(self, scatter: Action, tape: Tape, before: _Closing | None) -> None:
-        self._scatter = scatter
-        self._tape = tape
-        self._before = before
-
-    def finish(self) -> None:
-        """Wait for its reductions, and for those before them, the first time."""
-        before = self._before
-        self._before = None
-        if before is not None:
-            before.finish()
-        tape = self._tape
-        self._tape = None
-        if tape is not None:
-            tape.finish()
-            note("wait", self._scatter)
-
-    def close(self) -> None:
-        """Release everything after a failure."""
-        if self._before is not None:
-            self._before.close()
-        if self._tape is not None:
-            self._tape.close()
 
 
 @dataclass
@@ -215,7 +190,11 @@ class _Run:
     )
     sent: dict[Action, Handle[None]] = field(default_factory=dict[Action, Handle[None]])
     begun: dict[tuple[int, int], Tape] = field(default_factory=dict[tuple[int, int], Tape])
-    closing: _Closing | None = None
+    # Microbatches whose last reductions are in flight while the rank computes something else, and how many were closed.
+    # Consecutive ones add to the same gradients, also across stages that share a leaf. So each one finishes before the
+    # next adds its first gradient.
+    closing: deque[tuple[Action, Tape]] = field(default_factory=deque[tuple[Action, Tape]])
+    closed: int = 0
     losses: list[tuple[Tensor, Any]] = field(default_factory=list[tuple[Tensor, Any]])
     notes: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -259,8 +238,7 @@ class _Run:
         """Do this rank's actions, and wait for all that was sent."""
         for action in self.row():
             self.do(action)
-        if self.closing is not None:
-            self.closing.finish()
+        self._close_first(self.closed + len(self.closing))
         self.settle()
         self.pool.close()
 
@@ -285,7 +263,7 @@ class _Run:
             case "SCATTER":
                 if m is not None:
                     note("start", action)
-                self.stage_state.scatter(stage, None if self.closing is None else self.closing.finish)
+                self.stage_state.scatter(stage, self._closing_those_before())
             case "F" | "B" | "I" | "W":
                 self._compute(action)
                 self.stage_state.advance()
@@ -348,18 +326,13 @@ class _Run:
             total = scaled_loss(total, self.scale)
             flight.outputs = [total if total.requires_grad else None]
             self.losses.append((total.detach(), weight))
-            self._end_evaluation(stage, m)
-            return
-        flat, out_spec = tree.flatten(out)
-        floating = [y for y in flat if y.is_floating_point()]
-        flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
-        flight.types = _shapes(floating)
-        self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
-        self._end_evaluation(stage, m)
-
-    def _end_evaluation(self, stage: int, m: int) -> None:
-        """Releases a microbatch after its forward, where no backward follows."""
-        if not self.trains:
+        else:
+            flat, out_spec = tree.flatten(out)
+            floating = [y for y in flat if y.is_floating_point()]
+            flight.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in floating]
+            flight.types = _shapes(floating)
+            self.handed["F", stage, m] = out_spec, [y.detach() for y in flat]
+        if not self.trains:  # no backward follows
             self.flights.pop((stage, m)).tape.finish()
 
     def _b(self, stage: int, m: int, kind: str) -> None:
@@ -392,14 +365,27 @@ class _Run:
 
     def _follow(self, tape: Tape) -> None:
         """Has a microbatch that is about to reduce gradients wait, before it adds any, for the one before it."""
-        if self.closing is not None:
-            tape.follow(self.closing.finish)
+        if before := self._closing_those_before():
+            tape.follow(before)
+
+    def _closing_those_before(self) -> Callable[[], None] | None:
+        """Return a function that finishes the microbatches that have ended their backward by now, if there are any."""
+        ended = self.closed + len(self.closing)
+        return functools.partial(self._close_first, ended) if ended else None
+
+    def _close_first(self, count: int) -> None:
+        """Finish the reductions of the first microbatches, in order, unless that has been done."""
+        while self.closed < count:
+            scatter, tape = self.closing.popleft()
+            self.closed += 1  # now, since the tape asks for those before it
+            tape.finish()
+            note("wait", scatter)
 
     def _end_backward(self, stage: int, m: int) -> None:
         """Release a microbatch; reductions per microbatch stay in flight until the next one adds its first gradient."""
         tape = self.flights.pop((stage, m)).tape
         if self.stage_state.each:
-            self.closing = _Closing(Action("SCATTER", stage, m), tape, self.closing)
+            self.closing.append((Action("SCATTER", stage, m), tape))
         else:
             tape.finish()
 
@@ -483,10 +469,9 @@ class _Run:
 
     def close(self) -> None:
         """Release everything after a failure."""
-        for tape in (*self.begun.values(), *(f.tape for f in self.flights.values())):
+        tapes = [*self.begun.values(), *(f.tape for f in self.flights.values()), *(tape for _, tape in self.closing)]
+        for tape in tapes:
             tape.close()
-        if self.closing is not None:
-            self.closing.close()
         self.stage_state.close()
         self.pool.close()
 

@@ -78,11 +78,7 @@ class Schedule:
 
     @public
     def simulate(
-        self,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        send: float = 0.0,
+        self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0, send: float = 0.0
     ) -> Timeline:
         """The schedule in time, from the durations of one stage and one microbatch. See `plan_schedule` for formulas.
 
@@ -104,11 +100,7 @@ class Schedule:
         return simulation.simulate(self.owner, self.table, durations)
 
     def show(
-        self,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        send: float = 0.0,
+        self, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0, send: float = 0.0
     ) -> str:
         """The timeline as text: one row a rank, one column a slot of time.
 
@@ -284,13 +276,7 @@ def _in_rounds(ranks: int, microbatches: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _plan(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    local: int,
-    gather: Frequency,
-    scatter: Frequency,
-    ahead: int,
+    name: str, ranks: int, microbatches: int, local: int, gather: Frequency, scatter: Frequency, ahead: int
 ) -> Schedule:
     plan = _PLANS[name]
     owner = (*range(ranks), *reversed(range(ranks))) if plan.is_v else tuple(range(ranks)) * local

@@ -49,14 +49,7 @@ class StageState:
     # the last SCATTER of the stages that have it, by the same tree of terms.
 
     def __init__(
-        self,
-        model: Any,
-        schedule: Schedule,
-        layout: Layout,
-        params: Tree,
-        options: RunOptions,
-        *,
-        trains: bool = True,
+        self, model: Any, schedule: Schedule, layout: Layout, params: Tree, options: RunOptions, *, trains: bool = True
     ) -> None:
         """Make sums that are zero, and round parameters that are not gathered by the stage, which is collective."""
         precision = options.precision
@@ -83,7 +76,7 @@ class StageState:
         self._homes = [_home_of_sums(leaf, self.each) if trains and leaf.trainable else None for leaf in layout.leaves]
         self._sources = tree.unflatten(layout.structure, self._homes)
         self._sums = [
-            None if home is None else _zeros(home, leaf.shape, self._grad_dtype(leaf))
+            None if home is None else _zeros(home, leaf.shape, self.precision.grad_dtype(layout.param_dtype(leaf)))
             for leaf, home in zip(layout.leaves, self._homes, strict=True)
         ]
         self._uses = Counter(a.stage for a in row if uses_parameters(a))
@@ -101,9 +94,6 @@ class StageState:
         self._reducing: dict[int, tuple[list[int], Handle[Tree]]] = {}
         # For each gathered stage its parameters, where its gradients go, and their sums so far.
         self.work = {} if self.once else {stage: self._work(stage, self._part(self.params, stage)) for stage in own}
-
-    def _grad_dtype(self, leaf: LeafLayout) -> torch.dtype:
-        return self.precision.grad_dtype(self.layout.param_dtype(leaf))
 
     def _work(self, stage: int, params: Tree) -> tuple[Tree, Tree, Tree]:
         sums = tree.unflatten(self.layout.structure, self._sums)

@@ -75,7 +75,9 @@ def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tup
     paths = [path for path, _ in stacks_of(model)]
     sizes = {path: next(leaf.shape[0] for leaf in layout.leaves if begins(leaf.path, path)) for path in paths}
     held = {path: stage_of(layout.stages, path) for path in paths}
-    for by_stage in (_even(schedule, sum(sizes.values())), _in_order(schedule, sizes, held)):
+    layers = sum(sizes.values())
+    even = layers_of(schedule, layers) if schedule.stages <= layers else ()
+    for by_stage in (even, _in_order(schedule, sizes, held)):
         if by_stage and dict(normal(_owned(schedule, sizes, by_stage))) == held:
             stacks = _by_stack(sizes, by_stage).values()
             return tuple(tuple(len(layers[stage]) for layers in stacks) for stage in range(schedule.stages))
@@ -94,10 +96,6 @@ def layers_by_coordinate(model: Any, layout: Layout, size: int) -> list[list[int
         for pp, result in enumerate(counts):
             result.append(leaf.main.local_shape(leaf.shape, {"pp": pp})[0])
     return counts
-
-
-def _even(schedule: Schedule, layers: int) -> Sequence[Sequence[int]]:
-    return layers_of(schedule, layers) if schedule.stages <= layers else ()
 
 
 def _in_order(
