@@ -18,10 +18,16 @@ register("transport", "pairwise", "fsharding.contrib.pairwise:Pairwise")
 register("tier", "device", "fsharding.comm.tier:DEVICE")
 register("tier", "host", "fsharding.comm.tier:HOST")
 register("tier", "disk", "fsharding.contrib.disk:DISK")
-# Namespaces of `fs` that are built on the library, which imports none of them.
-register("namespace", "data", "fsharding.apps.data")
-register("namespace", "megatron", "fsharding.contrib.megatron")
-register("namespace", "te", "fsharding.contrib.te")
+# Names of `fs` that are imported when they are used: a program that trains a function of its own needs none of them.
+for _name in ("checkpoint", "debug", "foreign", "models"):
+    register("later", _name, f"fsharding.{_name}")
+register("later", "data", "fsharding.apps.data")
+register("later", "hf", "fsharding.interop.hf")
+register("later", "megatron", "fsharding.contrib.megatron")
+register("later", "te", "fsharding.contrib.te")
+register("later", "functionalize", "fsharding.interop.module.functionalize:functionalize")
+register("later", "model_from_module", "fsharding.interop.module.model_from_module:model_from_module")
+register("later", "run_ranks", "fsharding.testing:run_ranks")
 # Names of `fs.optim`; those that end with "State" are of the states that a checkpoint may name.
 for _name in (
     *("AdafactorState", "EmaState", "LookaheadState", "NoiseState", "TorchState", "adafactor", "add_noise", "annealed"),
@@ -30,11 +36,19 @@ for _name in (
     register("optimizer", _name, f"fsharding.contrib.optim:{_name}")
 
 if TYPE_CHECKING:
+    from fsharding import checkpoint as checkpoint
+    from fsharding import debug as debug
+    from fsharding import foreign as foreign
+    from fsharding import models as models
     from fsharding.api import *  # noqa: F403
     from fsharding.api import __all__ as __all__
     from fsharding.apps import data as data
     from fsharding.contrib import megatron as megatron
     from fsharding.contrib import te as te
+    from fsharding.interop import hf as hf
+    from fsharding.interop.module.functionalize import functionalize as functionalize
+    from fsharding.interop.module.model_from_module import model_from_module as model_from_module
+    from fsharding.testing import run_ranks as run_ranks
 
 _SHARD = "Plan it: layout = fs.plan_layout(model, mesh, strategy={}), then fs.init_state(model, opt, key, layout)."
 _LOSS_GRAD = "Call fs.value_and_grad(loss_fn)(params, batch), which returns (value, grads)."
@@ -96,8 +110,9 @@ def _namespace(path: str, found: object) -> object:
 
 def _in_namespaces(api: ModuleType) -> dict[str, str]:
     """Name the namespaces that have a name, such as `fs.optim.chain`, by that name."""
-    spaces = {f"fs.{name}": getattr(api, name) for name in api.__all__ if isinstance(getattr(api, name), ModuleType)}
-    spaces |= {f"fs.{name}": find("namespace", name) for name in names_of("namespace")}
+    members = {**vars(api), **{name: find("later", name) for name in names_of("later")}}
+    names = [*api.__all__, *names_of("later")]
+    spaces = {f"fs.{name}": members[name] for name in names if isinstance(members[name], ModuleType)}
     spaces["fs.optim.schedules"] = api.optim.schedules
     found: dict[str, list[str]] = {}
     for path, space in spaces.items():
@@ -111,13 +126,13 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
     def __getattr__(name: str) -> object:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        if name in names_of("namespace"):
-            return globals().setdefault(name, _namespace(f"fs.{name}", find("namespace", name)))
+        if name in names_of("later"):
+            return globals().setdefault(name, _namespace(f"fs.{name}", find("later", name)))
         # Modules alone: `from fsharding import optim` asks for one while the names of the api are still being made.
         if find_spec(f"{__name__}.{name}") is not None:
             return _namespace(f"fs.{name}", import_module(f"{__name__}.{name}"))  # lazy: the command line waits for it
         api = import_module(f"{__name__}.api")  # lazy: as above
-        public = sorted([*api.__all__, *names_of("namespace")])
+        public = sorted([*api.__all__, *names_of("later")])
         globals().update({own: _namespace(f"fs.{own}", getattr(api, own)) for own in api.__all__}, __all__=public)
         if name not in globals():
             from fsharding.base.public import missing_name  # lazy: as above
@@ -126,4 +141,4 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is th
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *import_module(f"{__name__}.api").__all__, *names_of("namespace")})  # lazy: as above
+        return sorted({*globals(), *import_module(f"{__name__}.api").__all__, *names_of("later")})  # lazy: as above

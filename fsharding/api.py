@@ -1,16 +1,10 @@
-"""The public names of `fsharding`, which the package itself has from here when the first of them is asked for.
+"""The public names of `fsharding`, which the package has from here when the first of them is asked for."""
 
-Guarantee: names in `__all__` are public, as `docs/reference/stability.md` says; all others may change.
-"""
-
-from fsharding import checkpoint, debug, foreign, formats, models, ops, optim, pipeline
+from fsharding import formats, ops, optim, pipeline
 from fsharding.base import errors, tree
 from fsharding.base.shared import Shared
 from fsharding.comm.redistribute import redistribute
 from fsharding.formats.precision import BF16, FP8, FP8_BLOCK, FP16, FP32, MXFP8, NVFP4, Precision
-from fsharding.interop import hf
-from fsharding.interop.module.functionalize import functionalize
-from fsharding.interop.module.model_from_module import model_from_module
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import data_rank_and_size, is_member, is_rank0, make_mesh, print0, set_mesh
@@ -20,7 +14,6 @@ from fsharding.sharding.layout import Layout, plan_layout
 from fsharding.sharding.named_sharding import Local, NamedSharding, typeof
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
 from fsharding.sharding.strategy import Strategy, hybrid, zero
-from fsharding.testing import run_ranks
 from fsharding.train.buffers import sync_buffers
 from fsharding.train.capture import capture
 from fsharding.train.evaluate import evaluate
@@ -66,18 +59,13 @@ __all__ = [
     "TrainState",
     "adamw",
     "capture",
-    "checkpoint",
     "data_rank_and_size",
-    "debug",
     "errors",
     "evaluate",
-    "foreign",
     "formats",
-    "functionalize",
     "gather_unit",
     "global_norm",
     "hessian",
-    "hf",
     "hybrid",
     "init_state",
     "is_rank0",
@@ -87,9 +75,7 @@ __all__ = [
     "main_params",
     "make_mesh",
     "make_train_step",
-    "model_from_module",
     "model_loss",
-    "models",
     "ops",
     "optim",
     "pipeline",
@@ -101,7 +87,6 @@ __all__ = [
     "redistribute",
     "remat",
     "reshard",
-    "run_ranks",
     "scan",
     "scan_units",
     "scatter_grads",

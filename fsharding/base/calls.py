@@ -66,7 +66,7 @@ def path_of(fn: Callable[..., Any]) -> str:
 
 def _path_in_fs(found: Any) -> str:
     """Return the shortest path at which `fs` has a function or a class, or its own name."""
-    api, others = find("api", "fs"), loaded("namespace")
+    api, others = find("api", "fs"), loaded("later")
     spaces = [("fs", {**vars(api), **others}, [*api.__all__, *others])]
     for path, members, names in spaces:
         for name in names:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 __all__ = ["find", "loaded", "names_of", "register"]
@@ -25,9 +24,10 @@ def names_of(kind: str) -> tuple[str, ...]:
     return tuple(_places.get(kind, ()))
 
 
-def loaded(kind: str) -> dict[str, ModuleType]:
-    """Return the modules of a kind that are imported already, by name."""
-    return {name: sys.modules[place] for name, place in _places.get(kind, {}).items() if place in sys.modules}
+def loaded(kind: str) -> dict[str, Any]:
+    """Return the implementations of a kind that are imported already, by name."""
+    modules = {name: place.partition(":")[0] for name, place in _places.get(kind, {}).items()}
+    return {name: find(kind, name) for name, module in modules.items() if module in sys.modules}
 
 
 def find(kind: str, name: str) -> Any:

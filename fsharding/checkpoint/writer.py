@@ -20,17 +20,6 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from fsharding.base import _compat
 from fsharding.checkpoint.chunks import Chunk, Place, file_name
@@ -233,24 +222,28 @@ def _alone(tensor: Tensor) -> Tensor:
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:
     """Write `.metadata` over all files of a checkpoint, with no path of this machine in it."""
+    from torch.distributed.checkpoint import filesystem  # lazy: slow to import, and only saves need it
+    from torch.distributed.checkpoint import metadata as dcp  # lazy: as above
+
     every = sorted((chunk for part in written for chunk in part.chunks), key=lambda chunk: (chunk.path, chunk.box))
     by_path = {path: list(chunks) for path, chunks in groupby(every, key=lambda chunk: chunk.path)}
-    leaves: dict[str, STORAGE_TYPES] = {
-        path: TensorStorageMetadata(
-            TensorProperties(dtype=chunks[0].leaf.dtype),
+    leaves: dict[str, dcp.STORAGE_TYPES] = {
+        path: dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=chunks[0].leaf.dtype),
             torch.Size(chunks[0].leaf.shape),
-            [ChunkStorageMetadata(_offset(chunk.box), torch.Size(boxes.shape_of(chunk.box))) for chunk in chunks],
+            [dcp.ChunkStorageMetadata(_offset(chunk.box), torch.Size(boxes.shape_of(chunk.box))) for chunk in chunks],
         )
         for path, chunks in by_path.items()
     }
     # A pickle shows which strings are one object: interned, all equal names of files are, whichever rank sent them; and
     # a path is the key of `by_path` everywhere.
     values = {path: place for part in written for path, place in part.values.items()}
-    places = {MetadataIndex(path, _offset(x.box)): x.place for path, chunks in by_path.items() for x in chunks}
-    places |= {MetadataIndex(path): place for path, place in values.items()}
-    storage = {index: _StorageInfo(sys.intern(file), first, length) for index, (file, first, length) in places.items()}
-    leaves |= {path: BytesStorageMetadata() for path in values}
-    metadata = Metadata({**leaves}, storage_data=storage, storage_meta=StorageMeta())
+    places = {dcp.MetadataIndex(path, _offset(x.box)): x.place for path, chunks in by_path.items() for x in chunks}
+    places |= {dcp.MetadataIndex(path): place for path, place in values.items()}
+    info: Any = filesystem._StorageInfo  # pyright: ignore[reportPrivateUsage]
+    storage = {index: info(sys.intern(file), first, length) for index, (file, first, length) in places.items()}
+    leaves |= {path: dcp.BytesStorageMetadata() for path in values}
+    metadata = dcp.Metadata({**leaves}, storage_data=storage, storage_meta=dcp.StorageMeta())
     stream = _HashedStream(folder / METADATA)
     try:
         stream.write(pickle.dumps(metadata, protocol=4))

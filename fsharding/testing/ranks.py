@@ -49,12 +49,14 @@ _UNGUARDED = 97  # the exit status of a rank whose script starts ranks as soon a
 _GRACE = 1.0
 _EXIT_S = 10.0  # On a busy machine, its parent learns seconds later that a process was killed.
 _CROWD = 40  # threads: a gloo group has two or three, one of which wakes a hundred times a second
-# What the fork server imports once for all ranks: of other packages only those that this process has imported; of the
-# library also transports, which a group imports when it is first used.
+# What the fork server imports once for all ranks, also what is imported when it is first used; `fsharding` alone would
+# import next to nothing. Of packages that are not in `_ALWAYS` only those that this process has imported.
 _PRELOAD = (
-    "torch", "torch.distributed.tensor", "numpy", "hypothesis", "pytest", "torch._dynamo", "fsharding.testing",
-    "fsharding.api", "fsharding.contrib.shared_memory.transport",
+    "torch", "torch.distributed.tensor", "torch.distributed.checkpoint.filesystem", "numpy", "hypothesis", "pytest",
+    "torch._dynamo", "fsharding.testing", "fsharding.api", "fsharding.checkpoint",
+    "fsharding.interop.module.model_from_module", "fsharding.contrib.shared_memory.transport",
 )  # fmt: skip
+_ALWAYS = ("fsharding.", "torch.distributed.")
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
@@ -209,7 +211,7 @@ class RankPool:
         if _is_typed():
             main.pop("__file__", None)  # "<stdin>", which the ranks would try to run
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([x for x in _PRELOAD if x in sys.modules or x.startswith("fsharding.")])
+        context.set_forkserver_preload([x for x in _PRELOAD if x in sys.modules or x.startswith(_ALWAYS)])
         environ = {**os.environ, **local_variables()}
         for rank in range(self.size):
             ours, theirs = context.Pipe()

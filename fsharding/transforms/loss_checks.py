@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ _FLOAT_IDS = re.compile(r"'indices'|used as indices must be")
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
 """The error of an operation that a compiler has tried on tensors without values."""
 _FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, sysconfig.get_paths()["stdlib"])
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, os.path.dirname(os.__file__))
 
 _TEXTS = (
     (
