@@ -16,8 +16,7 @@ from fsharding.base.errors import ConfigError, MeshError, message, report
 
 __all__ = ["AXES", "DATA_AXES", "AbstractMesh", "make_shape", "parse_axes", "unknown_axis"]
 
-AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
-"""Every axis, in the default rank order, major first."""
+AXES = ("pp", "replica", "dp", "ep", "cp", "tp")  # every axis, in the default rank order, major first
 
 DATA_AXES = ("dp", "ep", "cp", "replica")
 """The axes along which ranks see different tokens, in the order in which they cut a dim: `replica` is the minor one,

@@ -14,14 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 __all__ = [
-    "backend_of",
-    "default_store",
-    "has_fake_backend",
-    "is_served_by_rank",
-    "open_store",
-    "own_connection",
+    "backend_of", "default_store", "has_fake_backend", "is_served_by_rank", "open_store", "own_connection",
     "prefixed",
-]
+]  # fmt: skip
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -23,8 +23,9 @@ from fsharding.base.errors import ConfigError, message
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.failures import among
 from fsharding.mesh.groups import meet_first
+from fsharding.mesh.unit_order import by_value
 
-__all__ = ["agree", "checksum", "compare", "differences", "digest", "facts_of", "gather_numbers", "refuse_differences"]
+__all__ = ["checksum", "compare", "differences", "digest", "facts_of", "gather_numbers", "refuse_differences"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _LONG = 1000
@@ -32,18 +33,6 @@ _LOADS = ("LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAS
 """Instructions that end by loading a variable; by others, code may write it."""
 _Step: TypeAlias = tuple[str, Any]
 _ATTRIBUTE, _KEY = "attribute", "key"
-
-
-def agree(
-    facts: Mapping[str, str],
-    *,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup | None,
-    device: str,
-    ask: Callable[[int], list[int]] | None = None,
-) -> None:
-    """Compares facts over the ranks of a group. Collective."""
-    refuse_differences(compare(facts, ranks=ranks, group=group, device=device, ask=ask))
 
 
 def compare(
@@ -54,14 +43,11 @@ def compare(
     device: str,
     ask: Callable[[int], list[int]] | None = None,
 ) -> dict[int, dict[str, str]]:
-    """The facts of all ranks by rank, where they differ; nothing where all have the same. Collective."""
+    """The facts of all ranks of a group by rank, where they differ; nothing where all have the same. Collective."""
     if group is None:
         return {}
     own = digest(facts)
-    if ask is not None:
-        everyones = ask(own)
-    else:
-        everyones = gather_numbers(own, len(ranks), group, device)
+    everyones = gather_numbers(own, len(ranks), group, device) if ask is None else ask(own)
     if all(other == own for other in everyones):
         return {}
     answers: list[Any] = [None] * len(ranks)
@@ -107,12 +93,9 @@ def differences(facts: Mapping[int, Mapping[str, str]], *, each: bool = False) -
     """One row for each fact that differs, the rarest value first."""
     result: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(name for own in facts.values() for name in own):
-        having: dict[str, list[int]] = {}
-        for rank, own in facts.items():
-            having.setdefault(own.get(name, "nothing"), []).append(rank)
+        having = by_value({rank: own.get(name, "nothing") for rank, own in facts.items()})
         if len(having) > 1:
-            rarest = sorted(having.items(), key=lambda item: (len(item[1]), -item[1][0]))
-            text = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in rarest)
+            text = ", ".join(f"{_ranks(ranks)} {value}" for ranks, value in having)
             result.setdefault((name if each else name.rpartition(".")[2], text), name)
     return [f"{name}: {text}" for (_, text), name in result.items()]
 

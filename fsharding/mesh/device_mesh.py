@@ -29,7 +29,7 @@ from fsharding.base.public import check_timeout, public, refuse
 from fsharding.base.registry import names_of
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh, make_shape, unknown_axis
 from fsharding.mesh.backends import backend_of, has_fake_backend
-from fsharding.mesh.consistency import agree
+from fsharding.mesh.consistency import compare, refuse_differences
 from fsharding.mesh.failures import naming_lost, own_rank, world_size
 from fsharding.mesh.groups import close_unused, find_group, group_among, meet_first
 from fsharding.mesh.meeting import meet, set_meeting
@@ -37,30 +37,10 @@ from fsharding.mesh.rendezvous import FRESH_STORE, meet_all, shares_launchers_st
 from fsharding.mesh.shutdown import rest_at_exit
 
 __all__ = [
-    "AxisSizes",
-    "Group",
-    "Mesh",
-    "abstract",
-    "axis_group",
-    "axis_index",
-    "axis_size",
-    "coordinate",
-    "current_mesh",
-    "data_axes",
-    "data_rank_and_size",
-    "everyone",
-    "index_of",
-    "is_rank0",
-    "is_member",
-    "mesh_here",
-    "print0",
-    "of_same_groups",
-    "own_rank",
-    "make_mesh",
-    "reduction_group",
-    "set_mesh",
-    "world_size",
-]
+    "AxisSizes", "Group", "Mesh", "abstract", "axis_group", "axis_index", "axis_size", "coordinate", "current_mesh",
+    "data_axes", "data_rank_and_size", "everyone", "index_of", "is_rank0", "is_member", "mesh_here", "print0",
+    "of_same_groups", "own_rank", "make_mesh", "reduction_group", "set_mesh", "world_size",
+]  # fmt: skip
 
 Mesh: TypeAlias = DeviceMesh | AbstractMesh
 
@@ -183,7 +163,7 @@ def make_mesh(
 def _full_tensor_of(x: DTensor) -> Generator[None]:
     """Have `DTensor.full_tensor` raise a `RankError` if it fails on a mesh of `make_mesh`, or on a part of one."""
     mesh = x.device_mesh
-    timeout = kept_by(kept_by(mesh).get("whole", mesh)).get("timeout")
+    timeout = _made_with(mesh, "timeout", None)
     if timeout is None:
         yield
         return
@@ -293,7 +273,7 @@ def _made(
     uses = ("", _REDUCTIONS)[:communicators]
     world = dist.get_world_size()
     if world > 1:
-        agree(facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet)
+        refuse_differences(compare(facts, ranks=range(world), group=dist.group.WORLD, device=device, ask=meet))
     # All ranks take part in making groups. Those outside are here now and perhaps never again; those of another stage
     # of a pipeline gather over other axes, or in another order.
     several = shape.names if grid.numel() < world else data_axes(shape) if shape.axis_size("pp") > 1 else ()
@@ -321,21 +301,19 @@ def _made(
     return mesh
 
 
-_REDUCTIONS = "reductions"
-"""The use of a second communicator."""
+_REDUCTIONS = "reductions"  # the use of a second communicator
 
 
-def _communicators(mesh: Mesh) -> int:
-    """As `make_mesh` has decided; of another mesh, one."""
+def _made_with(mesh: Mesh, name: str, default: Any) -> Any:
+    """Return what `make_mesh` noted of a mesh, of a slice or view the full mesh's; of another mesh the default."""
     if not isinstance(mesh, DeviceMesh):
-        return 1
+        return default
     whole = kept_by(mesh).get("whole")
-    return kept_by(mesh).get("communicators", 1) if whole is None else _communicators(whole)
+    return kept_by(mesh).get(name, default) if whole is None else _made_with(whole, name, default)
 
 
 def _timeout(mesh: DeviceMesh) -> timedelta:
-    """Return the timeout of a mesh of `make_mesh`; the default for another one."""
-    return kept_by(mesh).get("timeout", timedelta(minutes=10))
+    return _made_with(mesh, "timeout", timedelta(minutes=10))
 
 
 def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
@@ -349,16 +327,12 @@ def _transports_of(reference: weakref.ref[DeviceMesh]) -> str:
         if size > 1:
             choice = axis_group(mesh, (axis,)).transports.get(mesh.device_type)
             rows.append(f"{axis} by {choice or f'{_transport(mesh)}, chosen at the first collective'}")
-    apart = ["reductions by communicators of their own"] if rows and _communicators(mesh) > 1 else []
+    apart = ["reductions by communicators of their own"] if rows and _made_with(mesh, "communicators", 1) > 1 else []
     return "; ".join(rows + apart) or "one rank"
 
 
 def _transport(mesh: Mesh) -> str:
-    """As `make_mesh` was asked for it; for a slice or a view the whole mesh's."""
-    if not isinstance(mesh, DeviceMesh):
-        return "auto"
-    whole = kept_by(mesh).get("whole")
-    return kept_by(mesh).get("transport", "auto") if whole is None else _transport(whole)
+    return _made_with(mesh, "transport", "auto")
 
 
 def of_same_groups(part: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
@@ -529,7 +503,7 @@ def axis_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 def reduction_group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """The same as `axis_group`, for sums of gradients: with another communicator, where the mesh has two."""
     group = axis_group(mesh, axes)
-    if group.process_group is None or _communicators(mesh) == 1:
+    if group.process_group is None or _made_with(mesh, "communicators", 1) == 1:
         return group
     assert isinstance(mesh, DeviceMesh)
     return replace(group, process_group=_process_group(mesh, frozenset(group.axes), _REDUCTIONS))

@@ -47,7 +47,7 @@ from fsharding.mesh.unit_order import UnitOrder, UnlikeRanks, differences
 
 __all__ = [
     "UnlikeSizes", "among", "entry_here", "is_fake_world", "is_network_error", "naming_lost",
-    "order_here", "own_rank", "place_of", "rank_numbers", "set_latest_mesh", "table", "unlike_ranks", "whose",
+    "order_here", "own_rank", "rank_numbers", "set_latest_mesh", "table", "unlike_ranks", "whose",
     "world_size", "write_stacks",
 ]  # fmt: skip
 
@@ -226,12 +226,6 @@ def _failed(error: BaseException) -> dict[str, Any]:
     said = call_stacks.doing(call_stacks.lines_of(error), _mark(error)[1])
     said |= {} if order is None else {"order": order.report(facts=False)}
     return {**said, "sizes": str(error)} if isinstance(error, UnlikeSizes) else said
-
-
-def place_of(thread: int | None = None) -> dict[str, Any]:
-    """Return this rank's answer about a thread: where it is, what it does, its stack, and which ranks it waits for."""
-    thread = threading.get_ident() if thread is None else thread
-    return _place(thread, sys._current_frames().get(thread))  # pyright: ignore[reportPrivateUsage]
 
 
 def _places() -> list[dict[str, Any]]:

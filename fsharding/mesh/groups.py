@@ -42,11 +42,6 @@ class _Kept:
         """How many hold it."""
         return 0 if self.group is None else _compat.holders_of(self.group)
 
-    @property
-    def is_referenced(self) -> bool:
-        """Whether this process still uses it: a mesh, a plan, or a pending collective."""
-        return self.holders() > self.idle
-
 
 class _Groups:
     """The groups beside one default process group, and how many meshes were made so far."""
@@ -90,18 +85,15 @@ class _Groups:
             gc.collect()  # A mesh and what it keeps hold each other.
         for start in range(0, len(old), _BITS):
             some = old[start : start + _BITS]
-            held = sum(self.by_key[key].is_referenced << i for i, key in enumerate(some))
+            # A mesh, a plan or a pending collective of this process may still use a group.
+            used = [self.by_key[key].holders() > self.by_key[key].idle for key in some]
+            held = sum(is_used << i for i, is_used in enumerate(used))
             anywhere = meet(held)
             for i, key in enumerate(some):
                 if any(mask >> i & 1 for mask in anywhere):
                     self.by_key[key].last = self.meshes
-                else:
-                    self._close(self.by_key.pop(key))
-
-    @staticmethod
-    def _close(kept: _Kept) -> None:
-        if kept.group is not None:
-            _compat.close_group(kept.group)
+                elif (group := self.by_key.pop(key).group) is not None:
+                    _compat.close_group(group)
 
 
 _groups: _Groups | None = None
@@ -139,8 +131,7 @@ def group_among(families: Iterable[Sequence[int]], timeout: timedelta, use: str 
     return own
 
 
-_met: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose ranks `meet_first` has seen."""
+_met: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks `meet_first` has seen
 
 
 def meet_first(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> None:

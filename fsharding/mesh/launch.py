@@ -23,14 +23,13 @@ from types import FrameType
 from typing import Any, NamedTuple, cast
 
 from fsharding.base.errors import RankError, report
-from fsharding.mesh.preemption import SIGNALS, announce
+from fsharding.mesh.preemption import SIGNALS, announce, handling
 from fsharding.mesh.rank_process import Answer, run_rank
 from fsharding.mesh.rendezvous import INIT_METHOD, local_variables
 
 __all__ = ["launch_ranks"]
 
-_FORWARDED = (*SIGNALS, signal.SIGINT)
-"""Signals after which ranks save and end, where there is a grace."""
+_FORWARDED = (*SIGNALS, signal.SIGINT)  # signals after which ranks save and end, where there is a grace
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end ranks and launcher at once, unless they are forwarded."""
@@ -38,8 +37,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _NOTICE_S = 8.0
 """After a failure the other ranks have so long to find out which ranks are lost, and to record their position."""
 
-_EXIT_S = 10.0
-"""A rank that has answered has so long to exit."""
+_EXIT_S = 10.0  # a rank that has answered has so long to exit
 
 
 def launch_ranks(fn: Callable[..., Any], ranks: int, *args: Any, grace: float | None = None) -> list[Any]:
@@ -99,37 +97,24 @@ class _Signals:
 
     def __init__(self, forwarded: Sequence[signal.Signals]) -> None:
         self.forwarded = forwarded
-        self.received: dict[signal.Signals, float] = {}
-        """The time of the first signal of each number."""
+        self.received: dict[signal.Signals, float] = {}  # the time of the first signal of each number
         self._ends = False
 
     def __enter__(self) -> _Signals:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._handles = threading.current_thread() is threading.main_thread()
-        if self._handles:
-            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._held = ExitStack()
+        self._read, write = os.pipe()
+        for end in (self._read, write):
+            self._held.callback(os.close, end)
+        os.set_blocking(write, False)
+        if threading.current_thread() is threading.main_thread():
+            self._held.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
             ignored = [number for number in (signal.SIGHUP,) if signal.getsignal(number) is signal.SIG_IGN]  # nohup
             numbers = [number for number in {*self.forwarded, *_ENDING} if number not in ignored]
-            self._before = {number: signal.signal(number, self._note) for number in numbers}
-            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
+            self._held.enter_context(handling(numbers, self._note))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handles:
-            # Blocked before unhandled: the result stands, and a signal of this moment does not change it.
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            for number, handler in self._before.items():
-                # None: not set from Python, so that Python cannot set it again.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            signal.set_wakeup_fd(self._wakeup)
-        os.close(self._read)
-        os.close(self._write)
-
-    @property
-    def numbers(self) -> set[signal.Signals]:
-        """Those that are handled."""
-        return {*self._before} if self._handles else set()
+        self._held.close()
 
     @property
     def began(self) -> float:

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from types import FrameType
@@ -24,7 +24,7 @@ from fsharding.mesh.device_mesh import Mesh, everyone, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.rendezvous import under_launcher
 
-__all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
+__all__ = ["SIGNALS", "Watch", "agree", "handling", "parse_deadline", "pending", "requested", "watch"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""
@@ -143,20 +143,29 @@ def watch(
 
 
 @contextmanager
-def _watching(opened: Watch, signals: Sequence[signal.Signals]) -> Generator[Watch]:
-    global _active, _agreed
-    _active = opened
-    _agreed = False
-    before = {number: signal.signal(number, opened.note) for number in signals}
+def handling(signals: Collection[signal.Signals], handle: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Handle signals in this block, blocked ones too; the handlers and the mask from before are back after it."""
+    before = {number: signal.signal(number, handle) for number in signals}
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
-        yield opened
+        yield
     finally:
-        # Blocked before unhandled: a signal of this moment shall not end a process that has just saved.
+        # Blocked before unhandled: what was saved, or the result, stands, and a signal of this moment changes nothing.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             # None: not set from Python, so that Python cannot set it again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _watching(opened: Watch, signals: Sequence[signal.Signals]) -> Generator[Watch]:
+    global _active, _agreed
+    _active = opened
+    _agreed = False
+    try:
+        with handling(signals, opened.note):
+            yield opened
+    finally:
         _active = None
 
 
@@ -187,18 +196,14 @@ def requested(mesh: Mesh | None = None) -> bool:
     global _agreed
     if mesh is not None:
         with naming_lost("fs.preemption.requested", mesh):
-            _agreed = _asked(mesh)
+            ranks, device = everyone(mesh), getattr(mesh, "device_type", "cpu")
+            wish = pending()
+            if ranks.process_group is not None:
+                wish = any(gather_numbers(int(wish), ranks.size, ranks.process_group, device))
+            _agreed = wish
     elif isinstance(_agreed, Tensor):
         _agreed = bool(_agreed)
     return _agreed is True or (world_size() == 1 and pending())
-
-
-def _asked(mesh: Mesh) -> bool:
-    ranks = everyone(mesh)
-    if ranks.process_group is None:
-        return pending()
-    device = getattr(mesh, "device_type", "cpu")
-    return any(gather_numbers(int(pending()), ranks.size, ranks.process_group, device))
 
 
 def pending() -> bool:

@@ -21,15 +21,9 @@ from fsharding.mesh.backends import open_store, prefixed
 from fsharding.mesh.failures import rank_numbers
 
 __all__ = [
-    "FRESH_STORE",
-    "INIT_METHOD",
-    "init_arguments",
-    "local_variables",
-    "loopback",
-    "meet_all",
-    "shares_launchers_store",
-    "under_launcher",
-]
+    "FRESH_STORE", "INIT_METHOD", "init_arguments", "local_variables", "loopback", "meet_all",
+    "shares_launchers_store", "under_launcher",
+]  # fmt: skip
 
 INIT_METHOD = "FSHARDING_INIT_METHOD"
 """The variable with torch's `init_method` of the default process group; by default torch's own, `env://`."""
@@ -40,8 +34,7 @@ FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _REMIND_S = 10.0
 _LOOK_S = 0.02
-_SPEAKERS = 2
-"""So many ranks say that they wait."""
+_SPEAKERS = 2  # so many ranks say that they wait
 
 _log = logging.getLogger("fsharding")
 
@@ -72,16 +65,11 @@ def local_variables() -> dict[str, str]:
 
 
 def init_arguments() -> dict[str, str]:
-    """Where the ranks meet: an "init_method" or a "prefix" in a launcher's store; nothing at a first start of torchrun.
-
-    torch reads the number of the rank from the environment by itself with `env://` only. When torchrun starts the ranks
-    of one machine again, they meet in the store of the start before, with addresses of processes that are gone in it:
-    so each start has a prefix of its own there. Agents of several machines count their restarts apart, and have no
-    number in common to make a prefix of; a store of each start's own is what torch's variable `FRESH_STORE` gives.
-
-    Raises:
-        ConfigError: a start after the first, on several machines, in the store of the first.
-    """
+    """Where ranks meet: an "init_method", or a "prefix" in a launcher's store; nothing at a first start of torchrun."""
+    # torch reads the number of the rank from the environment by itself with `env://` only. When torchrun starts the
+    # ranks of one machine again, they meet in the store of the start before, with addresses of processes that are gone
+    # in it: so each start has a prefix of its own there. Agents of several machines count their restarts apart, and
+    # have no number in common to make a prefix of; a store of each start's own is what `FRESH_STORE` gives.
     method = os.environ.get(INIT_METHOD)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if start != "0" and not method and shares_launchers_store():

@@ -15,38 +15,24 @@ from fsharding.base.errors import message
 from fsharding.mesh import call_stacks
 
 __all__ = [
-    "COUNTED",
-    "DIGEST_BITS",
-    "SAME_BUFFERS",
-    "SAME_CONSTANTS",
-    "SAME_KEYS",
-    "SAME_RATES",
-    "Comparison",
-    "Difference",
-    "UnitOrder",
-    "UnlikeRanks",
-    "differences",
-]
+    "COUNTED", "DIGEST_BITS", "SAME_BUFFERS", "SAME_CONSTANTS", "SAME_KEYS", "SAME_RATES", "Comparison", "Difference",
+    "UnitOrder", "UnlikeRanks", "by_value", "differences",
+]  # fmt: skip
 
 _T = TypeVar("_T", bound=Hashable)
 
 DIGEST_BITS = 64
 _MASK = (1 << DIGEST_BITS) - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15
-_KEPT = 1024
-"""Notes that are kept for the text of an error; the hash is of all of them."""
+_KEPT = 1024  # notes that are kept for the text of an error; the hash is of all of them
 _END = "ends"
-COUNTED = "state.step"
-"""The name of the fact about a number of updates that a device counts."""
-SAME_CONSTANTS = "computes with"
-"""The kind of a note about buffers and tensor attributes of a module."""
+COUNTED = "state.step"  # the name of the fact about a number of updates that a device counts
+SAME_CONSTANTS = "computes with"  # the kind of a note about buffers and tensor attributes of a module
 SAME_KEYS = "uses the key"
 """The kind of a note about the key of a run and the number of the step, from which keys of a step follow."""
-SAME_RATES = "was last updated with"
-"""The kind of a note about the learning rates of the update before."""
+SAME_RATES = "was last updated with"  # the kind of a note about the learning rates of the update before
 
-Site = tuple[str, int]
-"""File and line of the user's call."""
+Site = tuple[str, int]  # file and line of the user's call
 
 
 class UnlikeRanks(RuntimeError):
@@ -153,8 +139,7 @@ def _code(kind: str, unit: Hashable) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------- the words
-Who = Callable[[Sequence[int]], str]
-"""Words ranks, with their coordinates."""
+Who = Callable[[Sequence[int]], str]  # words ranks, with their coordinates
 
 _ORDER = (
     "Gather the same units in the same order on every rank: choose branches and dropped layers by a key that all ranks"
@@ -197,7 +182,7 @@ def differences(
         rows = [
             f"{name}: {who(some)} {'has' if len(some) == 1 else 'have'} {text}"
             for name in names
-            if len(parts := _parts({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})) > 1
+            if len(parts := by_value({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})) > 1
             for some, text in parts
         ]
         if rows:
@@ -228,12 +213,12 @@ def _at_first_difference(reports: Mapping[int, Mapping[str, Any]]) -> list[tuple
         here = {
             rank: report["units"][place - firsts[rank]] for rank, report in reports.items() if place < report["count"]
         }
-        if len(parts := _parts({rank: code for rank, (code, _) in here.items()})) > 1:
+        if len(parts := by_value({rank: code for rank, (code, _) in here.items()})) > 1:
             return [(ranks, f"{here[ranks[0]][1]}, entry {place + 1:,} of the call") for ranks, _ in parts]
     return []
 
 
-def _parts(values: Mapping[int, _T]) -> list[tuple[list[int], _T]]:
+def by_value(values: Mapping[int, _T]) -> list[tuple[list[int], _T]]:
     """Ranks by their values, the rarest first."""
     having: dict[_T, list[int]] = {}
     for rank, value in values.items():

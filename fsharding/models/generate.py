@@ -29,7 +29,7 @@ from fsharding.base.public import check_function, kind_of, public, refuse, refus
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import device_of
 from fsharding.formats.precision import FP32, Precision, check_precision
-from fsharding.mesh.consistency import agree
+from fsharding.mesh.consistency import compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
 from fsharding.mesh.failures import naming_lost
 from fsharding.models.cache import at_each, store
@@ -398,4 +398,4 @@ def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Samp
     for axis, facts in (("tp", settings | own), ("ep", settings)):
         group = axis_group(mesh, (axis,) if abstract(mesh).axis_size(axis) > 1 else ())
         if group.size > 1:
-            agree(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type)
+            refuse_differences(compare(facts, ranks=group.ranks, group=group.process_group, device=mesh.device_type))

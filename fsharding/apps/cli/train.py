@@ -40,7 +40,7 @@ from fsharding.checkpoint.replicas import check_replicas
 from fsharding.comm.counters import Counts, record_collectives
 from fsharding.mesh import preemption
 from fsharding.mesh.abstract_mesh import parse_axes
-from fsharding.mesh.consistency import agree
+from fsharding.mesh.consistency import compare, refuse_differences
 from fsharding.mesh.device_mesh import everyone, own_rank
 from fsharding.mesh.failures import among, naming_lost, world_size, write_stacks
 from fsharding.models.model import Model
@@ -233,7 +233,7 @@ def _agree(config: TrainConfig, data: Data, validation: Data | None, mesh: Any, 
     facts["checkpoint to go on from"] = "none" if choice.path is None else choice.path.name
     ranks = everyone(mesh)
     with naming_lost("fsharding train", mesh):
-        agree(facts, ranks=ranks.ranks, group=ranks.process_group, device=mesh.device_type)
+        refuse_differences(compare(facts, ranks=ranks.ranks, group=ranks.process_group, device=mesh.device_type))
 
 
 def _mesh(config: TrainConfig, text: str) -> Any:
