@@ -19,9 +19,9 @@ from fsharding.comm.transport import start_sum
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
 from fsharding.sharding.boxes import length
+from fsharding.sharding.leaf_names import begins
 from fsharding.sharding.mesh_view import base
 from fsharding.sharding.named_sharding import NamedSharding, local_of, sharding_of, to_local
-from fsharding.sharding.stage_owners import begins
 
 __all__ = [
     "assigned_shardings", "label_matrices", "no_decay", "of_one_layer", "stacked_dims", "sum_dims", "whole_shape",

@@ -26,9 +26,9 @@ from fsharding.pipeline.actions import Action, uses_parameters
 from fsharding.pipeline.schedule import Schedule
 from fsharding.pipeline.stages import layers_by_stage, over_owners
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_names import begins
 from fsharding.sharding.leaf_plan import LeafLayout
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of
-from fsharding.sharding.stage_owners import begins
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.unit_plan import unreduced, whole
 

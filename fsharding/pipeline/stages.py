@@ -17,9 +17,10 @@ from fsharding.comm.transport import send_recv
 from fsharding.mesh.device_mesh import Group
 from fsharding.models.stacks import stacks_of
 from fsharding.pipeline.schedule import Schedule, layers_of
+from fsharding.sharding.assigned import Owners, normal, stage_of
 from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_names import begins
 from fsharding.sharding.named_sharding import NamedSharding, like, local_of
-from fsharding.sharding.stage_owners import Owners, begins, normal, stage_of
 
 __all__ = ["check_ends", "layers_by_coordinate", "layers_by_stage", "over_owners", "owners", "stages_of"]
 
@@ -81,10 +82,8 @@ def layers_by_stage(model: Any, schedule: Schedule, layout: Layout) -> tuple[tup
         if by_stage and dict(normal(_owned(schedule, sizes, by_stage))) == held:
             stacks = _by_stack(sizes, by_stage).values()
             return tuple(tuple(len(layers[stage]) for layers in stacks) for stage in range(schedule.stages))
-    rows = [
-        f"{path} are on {owned or 'no stages'}, stages of the schedule on {schedule.owner}"
-        for path, owned in held.items()
-    ]
+    there = f"stages of the schedule on {schedule.owner}"
+    rows = [f"{path} are on {owned or 'no stages'}, {there}" for path, owned in held.items()]
     raise _other_stages(schedule, rows)
 
 

@@ -24,11 +24,9 @@ from fsharding.sharding.partition_spec import P
 
 __all__ = ["CODES", "SMALLEST", "BlockScales", "CodedMoment", "has_codes", "is_coded", "plan_scales", "scales_name"]
 
-SMALLEST = 4096
-"""Elements of a leaf from which on its moments are kept as codes."""
+SMALLEST = 4096  # elements of a leaf from which on its moments are kept as codes
 
-CODES = "codes"
-"""The last part of the path of codes."""
+CODES = "codes"  # the last part of the path of codes
 
 
 class BlockScales(NamedTuple):

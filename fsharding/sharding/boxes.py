@@ -12,49 +12,18 @@ from itertools import product
 from typing import TypeAlias
 
 __all__ = [
-    "Box",
-    "Grid",
-    "Overlap",
-    "Runs",
-    "are_disjoint",
-    "chunk",
-    "contiguous_strides",
-    "common_step",
-    "covers",
-    "cut_runs",
-    "ends_on",
-    "full",
-    "grid_boxes",
-    "grid_of",
-    "grid_shape",
-    "intersect",
-    "is_tiling",
-    "length",
-    "meet",
-    "nested_chunk",
-    "outer_dims",
-    "overlap",
-    "overlap_shape",
-    "overlap_slices",
-    "overlap_volume",
-    "parts",
-    "relative",
-    "runs",
-    "same_cuts",
-    "shape_of",
-    "split_outer",
-    "split_overlap",
-    "volume",
-]
+    "Box", "Grid", "Overlap", "Runs", "are_disjoint", "chunk", "contiguous_strides", "common_step", "covers",
+    "cut_runs", "ends_on", "full", "grid_boxes", "grid_of", "grid_shape", "intersect", "is_tiling", "length", "meet",
+    "nested_chunk", "outer_dims", "overlap", "overlap_shape", "overlap_slices", "overlap_volume", "parts", "relative",
+    "runs", "same_cuts", "shape_of", "split_outer", "split_overlap", "volume",
+]  # fmt: skip
 
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open index ranges, one for each dim; `()` is the box of a scalar."""
+Box: TypeAlias = tuple[tuple[int, int], ...]  # half-open index ranges, one for each dim; `()` is the box of a scalar
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open ranges of one dim, in the order in which a local tensor has them; none may be empty but the only one."""
 
-Grid: TypeAlias = tuple[Runs, ...]
-"""`Runs` for each dim: a rank holds their product. `()` is the grid of a scalar."""
+Grid: TypeAlias = tuple[Runs, ...]  # `Runs` for each dim: a rank holds their product. `()` is the grid of a scalar.
 
 Overlap: TypeAlias = tuple[tuple[tuple[int, int, int], ...], ...]
 """For each dim, (place in one local tensor, place in another, length) of what both hold."""
@@ -176,14 +145,8 @@ def length(runs: Runs) -> int:
 
 def cut_runs(runs: Runs, start: int, stop: int) -> Runs:
     """The part `[start, stop)` of runs laid end to end."""
-    result: list[tuple[int, int]] = []
-    place = 0
-    for low, high in runs:
-        first = max(start - place, 0)
-        last = min(stop - place, high - low)
-        result += [(low + first, low + last)] if first < last else []
-        place += high - low
-    return tuple(result)
+    shared = tuple((low, low, high - low) for low, high in runs)
+    return tuple((low, low + n) for low, _, n in _cut_overlap(shared, start, stop))
 
 
 def grid_of(shape: Sequence[int]) -> Grid:
@@ -287,6 +250,7 @@ def split_outer(shared: Overlap, dims: int) -> list[Overlap]:
 
 
 def _cut_overlap(ranges: tuple[tuple[int, int, int], ...], start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+    """The part `[start, stop)` of shared ranges laid end to end."""
     result: list[tuple[int, int, int]] = []
     place = 0
     for a, b, n in ranges:

@@ -133,8 +133,7 @@ def _forms(place: Place, leaf: LeafLayout) -> Iterator[tuple[tuple[int, ...], Na
 
 # ------------------------------------------------------------------------------------------------------------- places
 LEAF, NONE, CODED = "<leaf>", "<none>", "<coded>"
-UNKNOWN = "<unknown>"
-"""The kind of a node of which only the paths of its leaves are known."""
+UNKNOWN = "<unknown>"  # the kind of a node of which only the paths of its leaves are known
 
 
 @dataclass(frozen=True)

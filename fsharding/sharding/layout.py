@@ -26,6 +26,7 @@ from fsharding.formats import Blocks
 from fsharding.formats.precision import FP32, PatternLeaf, Precision, check_precision
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.sharding.assigned import Stages, normal
 from fsharding.sharding.block_scales import has_codes, plan_scales
 from fsharding.sharding.entries import Entry, Moment, moments
 from fsharding.sharding.leaf_names import MEND, joined, objections_to_names
@@ -44,7 +45,6 @@ from fsharding.sharding.leaf_plan import (
 from fsharding.sharding.memory_kinds import HERE, check_choices
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, Fused, P
-from fsharding.sharding.stage_owners import Stages, normal
 from fsharding.sharding.strategy import OPTIM_GRADS_PARAMS, Strategy, strategy_of
 from fsharding.sharding.strategy_names import StrategyName
 
@@ -220,7 +220,7 @@ class Layout:
             LayoutError: patterns of the precision that match no leaf.
         """
         if precision != self.precision:
-            _check_patterns(precision, self.leaves)
+            _check_patterns(precision, self._named)
         if precision.gather is None:
             return precision
         rounded = any(self.rounds(leaf) is not None for leaf in self.leaves)
@@ -348,7 +348,7 @@ class Layout:
         Raises:
             LayoutError: patterns of the precision that match no leaf.
         """
-        _check_patterns(precision, self.leaves)
+        _check_patterns(precision, self._named)
         return self._replan(precision=precision) if self.align else replace(self, precision=precision)
 
     @public
@@ -380,16 +380,12 @@ class Layout:
         return self if tuple(leaves) == self.leaves else replace(self, leaves=tuple(leaves))._replan()
 
     def _replan(self, **changes: Any) -> Layout:
-        new = replace(self, **changes)
-        named = [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
-        check_stages(named, new.mesh, new.stages)
-        leaves = tuple(
-            plan_leaf(leaf, old.trainable, new.mesh, new.rules, new.strategy, new.stages, new.blocks_of(leaf))
-            for leaf, old in zip(named, self.leaves, strict=True)
-        )
-        new = replace(new, leaves=leaves)
-        new.check_blocks()
-        return new
+        return _planned(replace(self, **changes), self._named, [leaf.trainable for leaf in self.leaves])
+
+    @property
+    def _named(self) -> list[NamedLeaf]:
+        """What the leaves are, without where they live."""
+        return [(leaf.path, leaf.shape, leaf.init, leaf.names) for leaf in self.leaves]
 
     def blocks_of(self, leaf: NamedLeaf) -> Blocks | None:
         """The blocks on whose borders a leaf is cut; None where that does not matter."""
@@ -412,11 +408,11 @@ class Layout:
             for row in objections_to_cuts(leaf, blocks)
         ]
         if rows:
-            mend = "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
-            mend += (
+            mend = (
+                "Make the sizes multiples of pieces and blocks, keep such leaves in the dtype of compute, as in"
                 ' fs.Precision(keep=(..., "wq")), take smaller blocks, or leave align out: then ranks tell each other'
+                " the largest numbers of the blocks that they share."
             )
-            mend += " the largest numbers of the blocks that they share."
             rule = f"cannot cut {len(rows)} dims on borders of blocks of {self.precision.gather}."
             raise LayoutError(message(rule, rows, mend))
 
@@ -510,20 +506,24 @@ def plan_layout(
     check_choices(strategy.memory, paths)
     if getattr(model, "check", None) is not None:
         model.check(mesh, rules)
-    owned = normal(stages or {})
-    check_stages(named, mesh, owned)
     config = getattr(model, "config", None) if hasattr(model, "init") else None
     with _compat.with_values():
         buffers = sum(x.nbytes for x in getattr(model, "init_buffers", dict)().values())
-    layout = Layout(mesh, rules, strategy, precision, (), structure, owned, align, config, buffers)
-    leaves = tuple(
-        plan_leaf(leaf, is_trainable(leaf[0], leaf[2], frozen), mesh, rules, strategy, owned, layout.blocks_of(leaf))
-        for leaf in named
-    )
-    layout = replace(layout, leaves=leaves)
-    _check_patterns(precision, leaves)
-    layout.check_blocks()
+    layout = Layout(mesh, rules, strategy, precision, (), structure, normal(stages or {}), align, config, buffers)
+    _check_patterns(precision, named)
+    layout = _planned(layout, named, [is_trainable(path, dtype, frozen) for path, _, dtype, _ in named])
     _check_tp(layout, tp)
+    return layout
+
+
+def _planned(layout: Layout, leaves: Sequence[NamedLeaf], trainable: Sequence[bool]) -> Layout:
+    """Plan leaves by the mesh, the rules, the strategy and the stages of a layout."""
+    check_stages(leaves, layout.mesh, layout.stages)
+    where = layout.mesh, layout.rules, layout.strategy, layout.stages
+    pairs = zip(leaves, trainable, strict=True)
+    planned = tuple(plan_leaf(leaf, has_grad, *where, layout.blocks_of(leaf)) for leaf, has_grad in pairs)
+    layout = replace(layout, leaves=planned)
+    layout.check_blocks()
     return layout
 
 
@@ -557,9 +557,9 @@ def _check_tp(layout: Layout, tp: str) -> None:
     raise ConfigError(message(rule, rows, mend))
 
 
-def _check_patterns(precision: Precision, leaves: Sequence[LeafLayout]) -> None:
+def _check_patterns(precision: Precision, leaves: Sequence[NamedLeaf]) -> None:
     """Refuse patterns of a precision that match no leaf."""
-    precision.check_leaves(tuple(PatternLeaf(x.path, x.shape, is_stacked(x.names)) for x in leaves))
+    precision.check_leaves(tuple(PatternLeaf(path, shape, is_stacked(names)) for path, shape, _, names in leaves))
 
 
 def _check_kinds(model: Any, mesh: Any, rules: Any, precision: Any) -> None:

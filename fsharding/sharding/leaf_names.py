@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["MARKS", "MEND", "RESERVED", "joined", "objections_to_names"]
+__all__ = ["MARKS", "MEND", "RESERVED", "begins", "joined", "objections_to_names"]
 
-MARKS = ("{i}", "{j}", "{k}")
-"""Placeholders for the indices of stacked leaves in tables of names."""
+MARKS = ("{i}", "{j}", "{k}")  # placeholders for the indices of stacked leaves in tables of names
 
-RESERVED = "__metadata__"
-"""The entry of a safetensors header that is no tensor."""
+RESERVED = "__metadata__"  # the entry of a safetensors header that is no tensor
 
 MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts, checkpoints and exported files."
 
@@ -22,6 +20,11 @@ MEND = "Rename keys: the keys of a leaf, joined by dots, are its name in layouts
 def joined(*parts: str | None) -> str:
     """Join the parts of a dotted path; empty ones are left out."""
     return ".".join(filter(None, parts))
+
+
+def begins(path: str, entry: str) -> bool:
+    """Whether a dotted path is another or lies under it."""
+    return path == entry or path.startswith(entry + ".")
 
 
 def objections_to_names(paths: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,33 +21,20 @@ from fsharding.formats import Blocks
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
-from fsharding.sharding.assigned import Assigned
-from fsharding.sharding.leaf_names import joined
+from fsharding.sharding.assigned import Assigned, Stages, assignment, objection, stage_of
+from fsharding.sharding.leaf_names import begins, joined
 from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import DEFAULT_RULES, AxisRules, DimName, Fused, P, rule_name
-from fsharding.sharding.stage_owners import Stages, assignment, begins, objection, stage_of
 from fsharding.sharding.strategy import Strategy
 
 __all__ = [
-    "EXPERT",
-    "LAYERS",
-    "LeafLayout",
-    "NamedLeaf",
-    "check_leaves",
-    "check_stages",
-    "is_stacked",
-    "is_trainable",
-    "kind_text",
-    "mean_over",
-    "objections_to_cuts",
-    "plan_leaf",
-    "type_text",
-]
+    "EXPERT", "LAYERS", "LeafLayout", "NamedLeaf", "check_leaves", "check_stages", "is_stacked", "is_trainable",
+    "kind_text", "mean_over", "objections_to_cuts", "plan_leaf", "type_text",
+]  # fmt: skip
 
 
-LAYERS = "layers"
-"""The dim name of stacked units; data axes never cut it, since a unit is gathered whole."""
+LAYERS = "layers"  # the dim name of stacked units; data axes never cut it, since a unit is gathered whole
 
 EXPERT = "expert"
 """The dim name of experts; the axes that a rule puts on it own them as `tp` owns heads, even if they are data axes."""
@@ -107,42 +94,34 @@ def check_leaves(leaves: Sequence[NamedLeaf], mesh: Mesh, rules: AxisRules, froz
     ]
     if wrong:
         raise LayoutError(message(f"cannot plan {len(wrong)} leaves.", wrong))
-    wrong += [
-        f"{path} is {type_text(shape, dtype)}, dim {dim}: {name!r} is no name"
-        for path, shape, dtype, names in leaves
-        for dim, name in enumerate(names or ())
-        if name is not None and not isinstance(name, str | Fused)
-    ]
-    wrong += [
-        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): its parts have {sum(name.sizes)} of {size}"
-        for path, shape, dtype, names in leaves
-        for dim, (name, size) in enumerate(zip(names or (), shape, strict=False))
-        if isinstance(name, Fused) and sum(name.sizes) != size
-    ]
-    wrong += [
-        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): one axis at most can cut it, not {', '.join(axes)}"
-        for path, shape, dtype, names in leaves
-        for dim, name in enumerate(names or ())
-        if isinstance(name, Fused)
-        and len(axes := [a for a in _present(rules.get(name.name, ()), mesh) if a not in DATA_AXES]) > 1
-    ]
-    wrong += [
-        f"{path} is {type_text(shape, dtype)}: kernels take {', '.join(map(_name, FLOATS))}, or whole numbers"
-        for path, shape, dtype, _ in leaves
-        if dtype not in FLOATS and (dtype.is_floating_point or dtype.is_complex)
-    ]
-    wrong += [
-        f"{path} is {type_text(shape, dtype)}, dim {dim} ({name!r}): experts are whole, they have no parts"
-        for path, shape, dtype, names in leaves
-        for dim, name in enumerate(names or ())
-        if isinstance(name, Fused) and name.name == EXPERT
-    ]
+    wrong = [row for leaf in leaves for row in _objections(leaf, mesh, rules)]
     unused = [entry for entry in frozen if not any(begins(leaf[0], entry) for leaf in leaves)]
     wrong += [f"frozen path {entry!r} is no leaf; leaves are {listed(leaf[0] for leaf in leaves)}" for entry in unused]
     if wrong:
         mend = _mended_frozen(frozen, unused, [leaf[0] for leaf in leaves]) if unused else ""
         raise LayoutError(message(f"cannot plan {len(wrong)} leaves.", wrong, mend))
     _check_rules(leaves, mesh, rules)
+
+
+def _objections(leaf: NamedLeaf, mesh: Mesh, rules: AxisRules) -> Iterator[str]:
+    """Why a leaf, which has as many names as dims, cannot be planned; rules that are missing aside."""
+    path, shape, dtype, names = leaf
+    what = f"{path} is {type_text(shape, dtype)}"
+    for dim, (name, size) in enumerate(zip(names or (), shape, strict=False)):
+        if isinstance(name, Fused):
+            where = f"{what}, dim {dim} ({name!r})"
+            if sum(name.sizes) != size:
+                yield f"{where}: its parts have {sum(name.sizes)} of {size}"
+            # Each part is cut by itself: by one model axis, and none of the data axes, which cut a dim as one.
+            axes = [a for a in _present(rules.get(name.name, ()), mesh) if a not in DATA_AXES]
+            if len(axes) > 1:
+                yield f"{where}: one axis at most can cut it, not {', '.join(axes)}"
+            if name.name == EXPERT:
+                yield f"{where}: experts are whole, they have no parts"
+        elif name is not None and not isinstance(name, str):
+            yield f"{what}, dim {dim}: {name!r} is no name"
+    if dtype not in FLOATS and (dtype.is_floating_point or dtype.is_complex):
+        yield f"{what}: kernels take {', '.join(map(_name, FLOATS))}, or whole numbers"
 
 
 def _mended_frozen(frozen: Sequence[str], unused: Sequence[str], paths: Sequence[str]) -> str:
@@ -263,7 +242,8 @@ def plan_leaf(
         cut = cut_over(part)
         cuts = P(*((*model, *cut) if d == dim else model for d, model in enumerate(spec)))
         summed = [a for a in AXES if a in DATA_AXES and a not in (*cut, *axes.owned)] if kind == "grads" else []
-        unreduced = tuple(a for a in summed if _leaves_open(a, strategy))
+        # What the strategy does not cut is reduced once a step rather than once a microbatch.
+        unreduced = tuple(a for a in summed if a == "replica" or not strategy.grads)
         return NamedSharding(mesh, cuts, unreduced, assigned, axes.owned, memory_of(kind)).simplified()
 
     def memory_of(kind: str) -> str:
@@ -397,11 +377,6 @@ def _present(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     """The axes that the mesh has."""
     shape = abstract(mesh)
     return tuple(axis for axis in axes if shape.axis_size(axis) > 1)
-
-
-def _leaves_open(axis: str, strategy: Strategy) -> bool:
-    """Whether accumulated gradients stay unreduced over an axis: reduced once a step rather than once a microbatch."""
-    return axis == "replica" or not strategy.grads
 
 
 def mean_over(sharding: NamedSharding, ndim: int, dim: int) -> NamedSharding:

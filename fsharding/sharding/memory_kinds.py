@@ -11,24 +11,20 @@ from torch import Tensor
 
 from fsharding.base.errors import ConfigError, did_you_mean, listed, message
 from fsharding.base.registry import find, names_of
-from fsharding.sharding.stage_owners import begins
+from fsharding.sharding.leaf_names import begins
 
 __all__ = [
     "HERE", "ROLES", "Choice", "Lacking", "LocalLeaf", "Tier", "check_choices", "choices_of", "chosen_kind",
     "parse_memory", "tier_named",
 ]  # fmt: skip
 
-HERE = "device"
-"""The name of the tier of a leaf that is not kept elsewhere."""
+HERE = "device"  # the name of the tier of a leaf that is not kept elsewhere
 
-ROLES = ("params", "main", "moments", "grads")
-"""What a strategy may keep elsewhere than on the device."""
+ROLES = ("params", "main", "moments", "grads")  # what a strategy may keep elsewhere than on the device
 
-_COMPUTE = "compute"
-"""Where an update is computed: a role that keeps nothing, so its tier cannot fail."""
+_COMPUTE = "compute"  # where an update is computed: a role that keeps nothing, so its tier cannot fail
 
-LocalLeaf: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""The local shape of a leaf, and its dtype."""
+LocalLeaf: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # the local shape of a leaf, and its dtype
 
 Lacking: TypeAlias = Callable[[bool], list[int]]
 
@@ -76,11 +72,6 @@ def tier_named(name: str) -> Tier:
     return cast(Tier, find("tier", name))
 
 
-def _names(role: str) -> list[str]:
-    """Return the names of the tiers that a role can be in."""
-    return [name for name in names_of("tier") if role != _COMPUTE or not tier_named(name).can_fail]
-
-
 class Choice(NamedTuple):
     """The kind of memory of some leaves in one role."""
 
@@ -109,7 +100,8 @@ def choices_of(memory: Mapping[str, str | Mapping[str, str]]) -> list[Choice]:
     rows = [f"{role}: roles are {', '.join(known)}.{did_you_mean(role, known)}" for role in memory if role not in known]
     choices = [Choice(role, path, kind) for role, kinds in by_path.items() for path, kind in kinds.items()]
     for choice in choices:
-        names = _names(choice.role)
+        # An update is computed there, and cannot fail halfway.
+        names = [name for name in names_of("tier") if choice.role != _COMPUTE or not tier_named(name).can_fail]
         if choice.kind not in names:
             rows.append(f"{choice.leaves}={choice.kind!r}: kinds are {', '.join(names)}")
     if rows:
@@ -139,15 +131,15 @@ def check_choices(choices: Iterable[Choice], paths: Iterable[str]) -> None:
         rows = [f"{c}: no leaf begins so.{did_you_mean(c.path, known)}" for c in unused]
         raise ConfigError(message("got memory of leaves that do not exist.", rows, f"Leaves are {listed(known)}."))
     given = [*choices]
-    there = [path for path in known if chosen_kind(given, _COMPUTE, path) != HERE]
-    split = [f"{role} of {path}" for path in there for role in ("moments", "main") if _stays(given, role, path)]
+    split = [
+        f"{role} of {path}"
+        for path in known
+        for role in ("moments", "main")
+        if chosen_kind(given, _COMPUTE, path) != HERE and chosen_kind(given, role, path) == HERE
+    ]
     if split:
         mend = "Leave moments= and main= out, which are on the host then, or keep them elsewhere than on the device."
         raise ConfigError(message("cannot compute an update on the host of leaves on the device.", split, mend))
-
-
-def _stays(choices: Iterable[Choice], role: str, path: str) -> bool:
-    return chosen_kind(choices, role, path) == HERE
 
 
 def parse_memory(text: str) -> dict[str, dict[str, str]]:

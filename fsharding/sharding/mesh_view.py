@@ -21,8 +21,7 @@ from fsharding.sharding.partition_spec import PartitionSpec
 
 __all__ = ["Base", "base", "order", "slice_of", "view"]
 
-_OWNED = "_owned"
-"""Suffix of the name of an axis that a leaf owns."""
+_OWNED = "_owned"  # suffix of the name of an axis that a leaf owns
 
 
 class Base(NamedTuple):
@@ -46,15 +45,9 @@ def order(names: tuple[str, ...], spec: PartitionSpec, assigned: tuple[str, ...]
     return tuple(result)
 
 
-def view(
-    mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...] = (), owned: tuple[str, ...] = ()
-) -> DeviceMesh:
-    """The mesh at rest of a leaf; the mesh itself where that says enough."""
-    return _found(mesh, spec, assigned, owned)
-
-
 @cache_on_mesh()
-def _found(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...], owned: tuple[str, ...]) -> DeviceMesh:
+def view(mesh: DeviceMesh, spec: PartitionSpec, assigned: tuple[Assigned, ...], owned: tuple[str, ...]) -> DeviceMesh:
+    """The mesh at rest of a leaf; the mesh itself where that says enough."""
     names = abstract(mesh).names
     axes = order(names, spec, tuple(a.axis for a in assigned))
     return mesh if axes == names and not owned else _view(mesh, axes, assigned, owned)

@@ -33,20 +33,9 @@ from fsharding.sharding.memory_kinds import HERE, tier_named
 from fsharding.sharding.partition_spec import P, PartitionSpec
 
 __all__ = [
-    "Assigned",
-    "LeafType",
-    "Local",
-    "NamedSharding",
-    "hides_owners",
-    "home_of",
-    "like",
-    "local_of",
-    "of_sums",
-    "opened",
-    "sharding_of",
-    "to_local",
-    "typeof",
-]
+    "Assigned", "LeafType", "Local", "NamedSharding", "hides_owners", "home_of", "like", "local_of", "of_sums",
+    "opened", "sharding_of", "to_local", "typeof",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,9 +124,13 @@ class NamedSharding:
             tuple(axis for axis in self.spec.axes(dim) if shape.axis_size(axis) > 1) for dim in range(len(self.spec))
         )
 
+    @cache_on_its_mesh()
     def simplified(self) -> NamedSharding:
         """The same sharding without the axes that have size 1."""
-        return _simplified(self)
+        shape = abstract(self.mesh)
+        spec = P(*(self.axes(dim) for dim in range(len(self.spec))))
+        partial, owned = (tuple(a for a in x if shape.axis_size(a) > 1) for x in (self.partial, self.owned))
+        return replace(self, spec=spec, partial=partial, owned=owned)
 
     def drop(self, dim: int = 0) -> NamedSharding:
         """The sharding of one index along a dim, such as one block of a stacked leaf."""
@@ -220,9 +213,16 @@ class NamedSharding:
             raise SpecError(report(text, mend="Use fs.make_mesh."))
         return mesh_view.view(self.mesh, self.spec, self.assigned, self.owned)
 
+    @cache_on_its_mesh()
     def placements(self) -> tuple[Placement, ...]:
         """DTensor placements on `device_mesh()`, one for each of its dims."""
-        return _placements(self)
+        spec = self.spec
+        names = mesh_view.order(abstract(self.mesh).names, spec, tuple(a.axis for a in self.assigned))
+        dims = {axis: dim for dim in range(len(spec)) for axis in spec.axes(dim)}
+        return tuple(
+            Shard(dims[name]) if name in dims else Partial("sum") if name in self.partial else Replicate()
+            for name in names or ("dp",)
+        )
 
     @public
     def to_dtensor(self, local: Tensor, shape: Sequence[int]) -> DTensor:
@@ -268,14 +268,6 @@ class NamedSharding:
 
 
 @cache_on_its_mesh()
-def _simplified(sharding: NamedSharding) -> NamedSharding:
-    shape = abstract(sharding.mesh)
-    spec = P(*(sharding.axes(dim) for dim in range(len(sharding.spec))))
-    partial, owned = (tuple(a for a in x if shape.axis_size(a) > 1) for x in (sharding.partial, sharding.owned))
-    return replace(sharding, spec=spec, partial=partial, owned=owned)
-
-
-@cache_on_its_mesh()
 def _dropped(sharding: NamedSharding, dim: int) -> NamedSharding:
     left = tuple(
         a if a.dim is None or a.dim < dim else replace(a, dim=a.dim - 1) for a in sharding.assigned if a.dim != dim
@@ -292,17 +284,6 @@ def _on_slice(sharding: NamedSharding) -> NamedSharding:
 @cache_on_its_mesh()
 def _assignments_alone(sharding: NamedSharding) -> NamedSharding:
     return replace(sharding, spec=P(), owned=())
-
-
-@cache_on_its_mesh()
-def _placements(sharding: NamedSharding) -> tuple[Placement, ...]:
-    spec = sharding.spec
-    names = mesh_view.order(abstract(sharding.mesh).names, spec, tuple(a.axis for a in sharding.assigned))
-    dims = {axis: dim for dim in range(len(spec)) for axis in spec.axes(dim)}
-    return tuple(
-        Shard(dims[name]) if name in dims else Partial("sum") if name in sharding.partial else Replicate()
-        for name in names or ("dp",)
-    )
 
 
 def hides_owners(x: DTensor | Local) -> bool:
@@ -347,6 +328,15 @@ def _refuses(use: str) -> Any:
         raise _not_gathered(self, use)
 
     return refuse
+
+
+def _computes(operate: Callable[..., Any], *, swapped: bool = False) -> Any:
+    """An operator of a node that computes element by element; `swapped` where the node is the right operand."""
+
+    def compute(node: Local, *other: Any) -> Local:
+        return _elementwise(operate, (*other, node) if swapped else (node, *other))
+
+    return compute
 
 
 def _not_gathered(node: Local, use: str) -> NotGatheredError:
@@ -408,36 +398,11 @@ class Local:
         """A function of torch that works element by element gives another node; no other function takes a node."""
         return _elementwise(func, args, kwargs or {})
 
-    def __add__(self, other: Any) -> Local:
-        return _elementwise(operator.add, (self, other))
-
-    def __radd__(self, other: Any) -> Local:
-        return _elementwise(operator.add, (other, self))
-
-    def __sub__(self, other: Any) -> Local:
-        return _elementwise(operator.sub, (self, other))
-
-    def __rsub__(self, other: Any) -> Local:
-        return _elementwise(operator.sub, (other, self))
-
-    def __mul__(self, other: Any) -> Local:
-        return _elementwise(operator.mul, (self, other))
-
-    def __rmul__(self, other: Any) -> Local:
-        return _elementwise(operator.mul, (other, self))
-
-    def __truediv__(self, other: Any) -> Local:
-        return _elementwise(operator.truediv, (self, other))
-
-    def __rtruediv__(self, other: Any) -> Local:
-        return _elementwise(operator.truediv, (other, self))
-
-    def __pow__(self, other: Any) -> Local:
-        return _elementwise(operator.pow, (self, other))
-
-    def __neg__(self) -> Local:
-        return _elementwise(operator.neg, (self,))
-
+    __add__, __radd__ = _computes(operator.add), _computes(operator.add, swapped=True)
+    __sub__, __rsub__ = _computes(operator.sub), _computes(operator.sub, swapped=True)
+    __mul__, __rmul__ = _computes(operator.mul), _computes(operator.mul, swapped=True)
+    __truediv__, __rtruediv__ = _computes(operator.truediv), _computes(operator.truediv, swapped=True)
+    __pow__, __neg__ = _computes(operator.pow), _computes(operator.neg)
     # Not `==`: nodes are compared, and kept in dicts, by identity.
     __matmul__ = __rmatmul__ = _refuses("is an operand of @")
     __rpow__ = _refuses("is an operand of **")

@@ -111,8 +111,7 @@ class Fused:
         return f"Fused({self.name!r}, {self.sizes})"
 
 
-DimName: TypeAlias = str | Fused | None
-"""The name of a dim in a model; None for one that no rule cuts."""
+DimName: TypeAlias = str | Fused | None  # the name of a dim in a model; None for one that no rule cuts
 
 
 def rule_name(name: DimName) -> str | None:

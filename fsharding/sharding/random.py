@@ -36,8 +36,7 @@ __all__ = [
 BLOCK = 1 << 18
 """Largest number of elements that are drawn at once on the host."""
 
-_BLOCKS_AT_ONCE = 64
-"""Blocks that are drawn at once on a device: what is in between takes 128 MB there."""
+_BLOCKS_AT_ONCE = 64  # blocks that are drawn at once on a device: what is in between takes 128 MB there
 
 _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -77,7 +76,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     n = _integer("n", n, 32)
     with _where_computed(_checked(key)):
         counts = torch.arange(n, dtype=torch.int64, device=key.device)
-        return _threefry(key, torch.stack((torch.zeros_like(counts), counts), -1))
+        return torch.stack(_rounds(key.unbind(-1), (torch.zeros_like(counts), counts)), -1)
 
 
 @public
@@ -157,13 +156,6 @@ def _checked(key: Tensor) -> Tensor:
 def _is_readable(key: Tensor) -> bool:
     """Whether a key has its numbers on the host: it is no value of a transform, of a graph or of a device."""
     return type(key) is Tensor and key.is_cpu and not (_functorch.in_functorch() or torch.compiler.is_compiling())
-
-
-def _threefry(key: Tensor, count: Tensor) -> Tensor:
-    """Threefry-2x32 of int64[..., 2] counters under an int64[2] key."""
-    k0, k1 = key.unbind(-1)
-    x0, x1 = count.unbind(-1)
-    return torch.stack(_rounds((k0, k1), (x0, x1)), -1)
 
 
 def _rounds(key: Sequence[Any], count: Sequence[Any]) -> tuple[Any, Any]:

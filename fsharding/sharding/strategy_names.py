@@ -16,8 +16,7 @@ StrategyName: TypeAlias = Literal[
 ]
 """The names in `STRATEGIES`, for type checkers; `Strategy.parse` takes any text."""
 
-STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
-"""The same, as a value."""
+STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)  # the same, as a value
 
 _ELSEWHERE = {
     "ddp": "zero0", "dp": "zero0", "replicate": "zero0", "shardgradop": "zero2",
