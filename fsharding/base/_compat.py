@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -294,12 +295,8 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 def _spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(strides), dtype))
+    meta = TensorMeta(torch.Size(shape), make_contiguous_strides_for(shape), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def like_dtensor(x: DTensor, local: Tensor) -> DTensor:
@@ -648,21 +645,24 @@ def device_mesh_of(
     return mesh
 
 
+_TORCHS: dict[str, Callable[..., Any]] = {}
+"""Methods of torch's classes in whose places functions of ours stand, by name."""
+
+
+def _replace(cls: type[Any], name: str, ours: Callable[..., Any]) -> None:
+    if name not in _TORCHS:
+        _TORCHS[name] = getattr(cls, name)
+        setattr(cls, name, functools.update_wrapper(ours, _TORCHS[name]))
+
+
 def describe_mesh(mesh: DeviceMesh, describe: Callable[[], str]) -> None:
     """Has the `repr` of a mesh end with a text. Its class has to stay torch's own, which compilers look for."""
-    global _plain_repr
-    if _plain_repr is None:
-        _plain_repr = DeviceMesh.__repr__
-        DeviceMesh.__repr__ = _described_repr
+    _replace(DeviceMesh, "__repr__", _described_repr)
     kept_by(mesh)["describe"] = describe
 
 
-_plain_repr: Callable[[DeviceMesh], str] | None = None
-
-
 def _described_repr(mesh: DeviceMesh) -> str:
-    assert _plain_repr is not None
-    text = _plain_repr(mesh)
+    text = _TORCHS["__repr__"](mesh)
     describe = kept_by(mesh).get("describe")
     return text if describe is None else f"{text.removesuffix(')')}, {describe()})"
 
@@ -676,37 +676,29 @@ def copy_of_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def refuse_full_tensor(mesh: DeviceMesh, refuse: Callable[[DTensor], NoReturn]) -> None:
     """Has `full_tensor` of every DTensor on a mesh, also those that torch makes of others, call something else."""
-    _replace_full_tensor()
+    _replace(DTensor, "full_tensor", _full_tensor)
     kept_by(mesh)["full_tensor"] = refuse
 
 
 def enclose_full_tensor(enclose: Callable[[DTensor], AbstractContextManager[Any]]) -> None:
     """Have `full_tensor` of every DTensor run inside a context manager that is made for it."""
     global _enclose
-    _replace_full_tensor()
+    _replace(DTensor, "full_tensor", _full_tensor)
     _enclose = enclose
 
 
-_plain_full_tensor: Callable[..., Tensor] | None = None
 _enclose: Callable[[DTensor], AbstractContextManager[Any]] = nullcontext
 
 
-def _replace_full_tensor() -> None:
-    global _plain_full_tensor
-    if _plain_full_tensor is None:
-        _plain_full_tensor = DTensor.full_tensor
-        DTensor.full_tensor = functools.update_wrapper(_full_tensor, _plain_full_tensor)
-
-
 def _full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
-    assert _plain_full_tensor is not None
     refuse = kept_by(self.device_mesh).get("full_tensor")
     if refuse is not None:
         return refuse(self)
+    plain = _TORCHS["full_tensor"]
     if torch.compiler.is_compiling():
-        return _plain_full_tensor(self, **kwargs)
+        return plain(self, **kwargs)
     with _enclose(self):
-        return _plain_full_tensor(self, **kwargs)
+        return plain(self, **kwargs)
 
 
 def meshless_device_mesh(device_type: str, names: tuple[str, ...], grid: Tensor, rank: int) -> DeviceMesh:

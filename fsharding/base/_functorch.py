@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import dropwhile, islice
 from typing import Any
 
 import torch
@@ -15,23 +16,13 @@ from torch.autograd import forward_ad
 from torch.autograd.function import Function
 from torch.fx.experimental import proxy_tensor
 
+from fsharding.base.calls import callers
 from fsharding.base.errors import TransformError, report
 
 __all__ = [
-    "apply",
-    "batch_dims",
-    "in_functorch",
-    "in_jvp",
-    "innermost",
-    "is_called_by_jacfwd",
-    "is_foreign",
-    "linearizing",
-    "outside_transforms",
-    "recorded",
-    "shown",
-    "unwrapped",
-    "without_own_graph",
-]
+    "apply", "batch_dims", "in_functorch", "in_jvp", "innermost", "is_called_by_jacfwd", "is_foreign", "linearizing",
+    "outside_transforms", "recorded", "shown", "unwrapped", "without_own_graph",
+]  # fmt: skip
 
 
 def apply(function: type[Function], *args: Any) -> Any:
@@ -50,13 +41,11 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 def _is_linearize_inside() -> bool:
     """Whether the `torch.func.linearize` that runs here was called by a function that is transformed."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not torch.func.linearize.__code__:
-        frame = frame.f_back
-    frame = frame and frame.f_back
-    while frame is not None and not frame.f_code.co_filename.endswith(_OF_TRANSFORMS):
-        frame = frame.f_back
-    return frame is not None
+    outwards = callers(sys._getframe())
+    # The first search leaves the frames that called `linearize` to the second one.
+    return any(frame.f_code is torch.func.linearize.__code__ for frame in outwards) and any(
+        frame.f_code.co_filename.endswith(_OF_TRANSFORMS) for frame in outwards
+    )
 
 
 _OF_TRANSFORMS = "_functorch/eager_transforms.py", "_functorch/vmap.py"
@@ -87,10 +76,9 @@ def innermost(x: Any) -> Any:
 
 def is_called_by_jacfwd() -> bool:
     """Whether `torch.func.jacfwd`, on which `hessian` is built, itself makes the tree that is made here."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith("eager_transforms.py"):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_qualname == "jacfwd.<locals>.wrapper_fn"
+    frames = (frame.f_code for frame in callers(sys._getframe(1)))
+    code = next((code for code in frames if code.co_filename.endswith("eager_transforms.py")), None)
+    return code is not None and code.co_qualname == "jacfwd.<locals>.wrapper_fn"
 
 
 def is_foreign(x: Tensor) -> bool:
@@ -144,14 +132,8 @@ _LAST_STEP = ("_engine_run_backward", "grad", "_autograd_grad", "grad_and_value_
 
 def _in_last_step_of_grad() -> bool:
     """Whether `torch.func.grad` itself runs the innermost backward pass."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_name != _LAST_STEP[0]:
-        frame = frame.f_back
-    names: list[str] = []
-    while frame is not None and len(names) < len(_LAST_STEP):
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return tuple(names) == _LAST_STEP
+    names = (frame.f_code.co_name for frame in callers(sys._getframe()))
+    return tuple(islice(dropwhile(lambda name: name != _LAST_STEP[0], names), len(_LAST_STEP))) == _LAST_STEP
 
 
 def in_functorch() -> bool:

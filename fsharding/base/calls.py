@@ -6,20 +6,27 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import get_ident
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from fsharding.base.registry import find, loaded
 
-__all__ = ["CALLS", "LIBRARY", "call_as", "call_of", "path_of", "public_name"]
+__all__ = ["CALLS", "LIBRARY", "call_as", "call_of", "callers", "path_of", "public_name"]
 
 _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
 LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"  # files that begin with it are the package's
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 class _OfThreads(dict[int, list[Any]]):

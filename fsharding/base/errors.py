@@ -13,37 +13,12 @@ from itertools import islice
 from fsharding.base.calls import public_name
 
 __all__ = [
-    "ArgumentError",
-    "BatchError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DiskError",
-    "DonatedError",
-    "DtypeError",
-    "FrozenError",
-    "FshardingError",
-    "LayoutError",
-    "MeshError",
-    "MissingKeyError",
-    "MissingNameError",
-    "NonFiniteError",
-    "NotDequantizedError",
-    "NotGatheredError",
-    "RandomKeyError",
-    "RankError",
-    "ReplicaError",
-    "ScheduleError",
-    "ShapeError",
-    "SpecError",
-    "TransformError",
-    "TreeError",
-    "did_you_mean",
-    "listed",
-    "message",
-    "printable",
-    "report",
-]
+    "ArgumentError", "BatchError", "CheckpointError", "ConfigError", "DataError", "DiskError", "DonatedError",
+    "DtypeError", "FrozenError", "FshardingError", "LayoutError", "MeshError", "MissingKeyError", "MissingNameError",
+    "NonFiniteError", "NotDequantizedError", "NotGatheredError", "RandomKeyError", "RankError", "ReplicaError",
+    "ScheduleError", "ShapeError", "SpecError", "TransformError", "TreeError", "did_you_mean", "listed", "message",
+    "printable", "report",
+]  # fmt: skip
 
 
 _MOST_ROWS = 10

@@ -38,23 +38,10 @@ from fsharding.base.errors import (
 from fsharding.base.local_paths import check_local
 
 __all__ = [
-    "YIELDS",
-    "Immutable",
-    "check_function",
-    "check_optimizer",
-    "check_path",
-    "check_timeout",
-    "is_optimizer",
-    "kind_of",
-    "missing_name",
-    "public",
-    "refuse",
-    "refuse_compiled",
-    "refuse_module",
-    "refuse_state",
-    "without_parameters",
-    "yields_batches",
-]
+    "YIELDS", "Immutable", "check_function", "check_optimizer", "check_path", "check_timeout", "is_optimizer",
+    "kind_of", "missing_name", "public", "refuse", "refuse_compiled", "refuse_module", "refuse_state",
+    "without_parameters", "yields_batches",
+]  # fmt: skip
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")

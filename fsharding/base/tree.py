@@ -15,24 +15,9 @@ import optree
 from fsharding.base.errors import TreeError, listed, message, report
 
 __all__ = [
-    "NAMESPACE",
-    "Tree",
-    "at",
-    "children",
-    "define_vdot",
-    "flatten",
-    "flatten_up_to",
-    "leaves",
-    "map",
-    "map_with_path",
-    "match",
-    "named_leaves",
-    "paths",
-    "prune",
-    "register_node",
-    "unflatten",
-    "vdot",
-]
+    "NAMESPACE", "Tree", "at", "children", "define_vdot", "flatten", "flatten_up_to", "leaves", "map",
+    "map_with_path", "match", "named_leaves", "paths", "prune", "register_node", "unflatten", "vdot",
+]  # fmt: skip
 
 NAMESPACE = "fsharding"
 

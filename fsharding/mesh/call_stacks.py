@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharding.base.calls import LIBRARY, call_of
+from fsharding.base.calls import LIBRARY, call_of, callers
 from fsharding.base.errors import printable
 
 __all__ = ["Call", "Line", "doing", "innermost", "lines", "lines_of", "loose_call", "shown", "site", "site_here"]
@@ -61,13 +61,6 @@ class Line(NamedTuple):
     number: int
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame, its caller, and so on."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 @functools.lru_cache(maxsize=4096)
 def _is_users(name: str) -> bool:
     """Return whether a file is neither the library's, nor torch's, nor Python's own."""
@@ -86,10 +79,9 @@ def site_here() -> tuple[str, int] | None:
 
 def site(frame: FrameType | None) -> str:
     """Return file and line of the first frame, outwards, that is a user's."""
-    for outer in _outwards(frame):
-        if _is_users(outer.f_code.co_filename):
-            return _at(Line(outer, outer.f_lineno))
-    return "a line that is not known"
+    users = (outer for outer in callers(frame) if _is_users(outer.f_code.co_filename))
+    outer = next(users, None)
+    return "a line that is not known" if outer is None else _at(Line(outer, outer.f_lineno))
 
 
 def _at(line: Line) -> str:
@@ -106,7 +98,7 @@ def shown(file: str, number: int) -> str:
 
 def lines(frame: FrameType | None) -> list[Line]:
     """Return the lines that run in a frame and in its callers."""
-    return [Line(outer, outer.f_lineno) for outer in _outwards(frame)]
+    return [Line(outer, outer.f_lineno) for outer in callers(frame)]
 
 
 def lines_of(error: BaseException) -> list[Line]:
@@ -172,7 +164,7 @@ def loose_call(frame: FrameType | None, thread: int, *, waits: bool) -> Call:
     """Return the call of the library, or of torch, that a thread is in without a `naming_lost`."""
     # A stack that is not known to wait in the library can be seen in a collective of torch alone.
     inside: list[FrameType] = []
-    for outer in _outwards(frame):
+    for outer in callers(frame):
         if _is_users(outer.f_code.co_filename):
             break
         inside.append(outer)
