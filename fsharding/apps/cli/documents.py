@@ -13,7 +13,7 @@ from fsharding.apps.data import files_below, stdlib_files
 from fsharding.base.errors import ConfigError, DataError, message
 from fsharding.base.untrusted import read_json
 
-__all__ = ["Encoder", "is_table", "open_documents", "open_encoder"]
+__all__ = ["Encoder", "is_table", "open_documents", "open_encoder", "read_tokenizer"]
 
 _TABLES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}  # readers of datasets
 _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")  # in published tokenizers
@@ -38,18 +38,23 @@ def _require(package: str) -> None:
         raise ConfigError(message(rule, mend="Install it with: pip install 'fsharding[text]'"))
 
 
-def open_encoder(path: Path, eos: str) -> Encoder:
-    """Read a tokenizer.json, or that of a directory; `eos` is the end of a document by text or id, "" to find it."""
+def read_tokenizer(path: Path) -> tuple[Any, Path]:
+    """Read a tokenizer.json, or that of a directory; return the tokenizer, and the file that it is in."""
     _require("tokenizers")
     from tokenizers import Tokenizer  # lazy: an extra
 
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(os.path.realpath(file)), file
     except Exception as error:  # the package raises Exception itself
         rule = f"cannot read {file} as a tokenizer: {error}."
-        mend = "Give a tokenizer.json, as the package tokenizers or save_pretrained writes it."
+        mend = "Give a tokenizer.json, or a directory with one, as the package tokenizers or save_pretrained writes it."
         raise DataError(message(rule, mend=mend)) from error
+
+
+def open_encoder(path: Path, eos: str) -> Encoder:
+    """Read a tokenizer; `eos` is the end of a document by text or id, "" to find it."""
+    tokenizer, file = read_tokenizer(path)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     vocab = tokenizer.get_vocab(with_added_tokens=True)

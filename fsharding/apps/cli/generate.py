@@ -17,6 +17,7 @@ from torch import Tensor
 import fsharding as fs
 from fsharding import checkpoint, hf
 from fsharding.apps.cli.config import PRECISIONS
+from fsharding.apps.cli.documents import read_tokenizer
 from fsharding.apps.cli.options import GenerateConfig
 from fsharding.apps.cli.resume import notes
 from fsharding.apps.cli.usage import check_numbers, check_values
@@ -112,17 +113,7 @@ class _Tokenizer:
     """A `tokenizer.json`, or a directory that has one."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer  # lazy: an extra
-        except ImportError as error:
-            mend = "Install it with: pip install 'fsharding[text]'"
-            raise ConfigError(message("needs the package tokenizers.", mend=mend)) from error
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            self._inner: Any = Tokenizer.from_file(os.path.realpath(file))
-        except Exception as error:  # the package raises Exception itself
-            mend = "Give a tokenizer.json, or a directory that has one, as save_pretrained writes it."
-            raise ConfigError(message(f"cannot read the tokenizer {file}: {error}.", mend=mend)) from error
+        self._inner, _ = read_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids

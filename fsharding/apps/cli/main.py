@@ -12,16 +12,8 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
+from fsharding.apps.cli import options as declared
 from fsharding.apps.cli.config_file import with_config_file
-from fsharding.apps.cli.options import (
-    DoctorConfig,
-    ExportConfig,
-    GenerateConfig,
-    InspectConfig,
-    PlanConfig,
-    ReshardConfig,
-    TrainConfig,
-)
 from fsharding.apps.cli.starting import quit_on_signals, tell
 from fsharding.apps.cli.usage import check_options, check_values
 from fsharding.base.errors import ConfigError, FshardingError, did_you_mean, report
@@ -39,13 +31,13 @@ def _subcommands(table: Mapping[str, tuple[Any, str]]) -> Any:
 
 
 _VERBS = {
-    "train": (TrainConfig, "Train a decoder on bytes or tokens."),
-    "generate": (GenerateConfig, "Continue a prompt with the model of a checkpoint."),
-    "plan": (PlanConfig, "Show what a preset takes on a mesh of any size."),
-    "doctor": (DoctorConfig, "Look at this machine as ranks will see it."),
-    "inspect": (InspectConfig, "Show a checkpoint and verify it."),
-    "reshard": (ReshardConfig, "Write a checkpoint in another layout."),
-    "export": (ExportConfig, "Write a checkpoint for another program."),
+    "train": (declared.TrainConfig, "Train a decoder on bytes or tokens."),
+    "generate": (declared.GenerateConfig, "Continue a prompt with the model of a checkpoint."),
+    "plan": (declared.PlanConfig, "Show what a preset takes on a mesh of any size."),
+    "doctor": (declared.DoctorConfig, "Look at this machine as ranks will see it."),
+    "inspect": (declared.InspectConfig, "Show a checkpoint and verify it."),
+    "reshard": (declared.ReshardConfig, "Write a checkpoint in another layout."),
+    "export": (declared.ExportConfig, "Write a checkpoint for another program."),
 }
 _OPTIONS = ("--help", "--version")  # without a verb; `--tyro-print-completion` and the like are the parser's
 
@@ -62,14 +54,14 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     status = 0
     try:
         _check_verbs(given)
-        given = with_config_file(given, "train", TrainConfig)
+        given = with_config_file(given, "train", declared.TrainConfig)
         command, options, rest = _command(given)
         if options is not None:
             check_options(command, options, rest)
         about = "Functional sharding for PyTorch. fsharding --version prints the version."
         config: Any = tyro.cli(_subcommands(_VERBS), args=given, prog="fsharding", description=about)
         check_values(command, config)
-        if isinstance(config, TrainConfig):
+        if isinstance(config, declared.TrainConfig):
             quit_on_signals(config.preempt_status)
             tell(config, "loading torch")
         from fsharding.apps.cli.verbs import run  # lazy: it imports torch, for which no help waits

@@ -13,19 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fsharding import checkpoint
+from fsharding.apps.cli import options as declared
 from fsharding.apps.cli.config import PRECISIONS, check, offloaded
 from fsharding.apps.cli.config_file import config_text
 from fsharding.apps.cli.doctor import doctor
 from fsharding.apps.cli.generate import check_generate, generate
-from fsharding.apps.cli.options import (
-    DoctorConfig,
-    ExportConfig,
-    GenerateConfig,
-    InspectConfig,
-    PlanConfig,
-    ReshardConfig,
-    TrainConfig,
-)
 from fsharding.apps.cli.starting import hold_again, tell
 from fsharding.apps.cli.train import train
 from fsharding.apps.cli.usage import check_numbers, check_values
@@ -57,7 +49,7 @@ def run(config: Any) -> int:
     return call_as(f"fsharding {verb}", act, config) or 0
 
 
-def _train(config: TrainConfig) -> int:
+def _train(config: declared.TrainConfig) -> int:
     if config.print_config:
         print(config_text(config), end="", flush=True)
         return 0
@@ -78,7 +70,7 @@ def _train(config: TrainConfig) -> int:
         raise RankError(f"{error}\n{_what_is_left(config)}", error.ranks, error.stacks) from error
 
 
-def _what_is_left(config: TrainConfig) -> str:
+def _what_is_left(config: declared.TrainConfig) -> str:
     """Say what a run that ended without saving has left behind."""
     newest = checkpoint.latest(config.checkpoints)
     if newest is None:
@@ -86,7 +78,7 @@ def _what_is_left(config: TrainConfig) -> str:
     return f"The newest complete checkpoint is {newest}; the same command with --resume auto continues from it."
 
 
-def _generate(config: GenerateConfig) -> int:
+def _generate(config: declared.GenerateConfig) -> int:
     ranks = _ranks(config.ranks)
     check_generate(config, ranks)
     if under_launcher() or ranks == 1:
@@ -115,7 +107,7 @@ def _print(text: object, data: dict[str, Any], *, as_json: bool) -> None:
 
 
 # ----------------------------------------------------------------------------------------- inspect, reshard and export
-def _inspect(config: InspectConfig) -> int:
+def _inspect(config: declared.InspectConfig) -> int:
     """Return 1 for a checkpoint that is damaged, else 0."""
     if seen := _checkpoints_of(config.path):
         rows = [_row(one) for one in seen]
@@ -126,7 +118,7 @@ def _inspect(config: InspectConfig) -> int:
     return 1 if result.damaged else 0
 
 
-def _reshard(config: ReshardConfig) -> None:
+def _reshard(config: declared.ReshardConfig) -> None:
     axes = parse_axes(config.mesh)
     strategy = None if config.strategy is None else Strategy.parse(config.strategy)
     made = reshard_checkpoint(config.source, config.target, axes, strategy)
@@ -136,7 +128,7 @@ def _reshard(config: ReshardConfig) -> None:
     _print(text, answer, as_json=config.json)
 
 
-def _export(config: ExportConfig) -> None:
+def _export(config: declared.ExportConfig) -> None:
     options: dict[str, Any] = {"what": config.what, "max_file_bytes": config.max_file_bytes}
     done = export(config.source, config.target, config.format, _names(config.names), **options)
     _print(done, {**dataclasses.asdict(done), "path": str(done.path)}, as_json=config.json)
@@ -207,7 +199,7 @@ def _name(value: Any) -> Name:
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
-def preview(config: PlanConfig) -> None:
+def preview(config: declared.PlanConfig) -> None:
     """Print what a preset takes on a mesh that need not exist; bytes equal `layout.memory()`."""
     check_values("fsharding plan", config)
     check_numbers("fsharding plan", config)
@@ -280,11 +272,11 @@ def _planned(result: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- the table
 _VERBS: dict[type[Any], tuple[str, Callable[[Any], int | None]]] = {
-    TrainConfig: ("train", _train),
-    GenerateConfig: ("generate", _generate),
-    PlanConfig: ("plan", preview),
-    DoctorConfig: ("doctor", doctor),
-    InspectConfig: ("inspect", _inspect),
-    ReshardConfig: ("reshard", _reshard),
-    ExportConfig: ("export", _export),
+    declared.TrainConfig: ("train", _train),
+    declared.GenerateConfig: ("generate", _generate),
+    declared.PlanConfig: ("plan", preview),
+    declared.DoctorConfig: ("doctor", doctor),
+    declared.InspectConfig: ("inspect", _inspect),
+    declared.ReshardConfig: ("reshard", _reshard),
+    declared.ExportConfig: ("export", _export),
 }
