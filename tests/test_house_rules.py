@@ -305,23 +305,23 @@ def offences_of_measures(module: Module) -> list[str]:
 # lowers its budget to the new size plus one percent; none raises it. The goals are 41,000 for the library, 48,000 in all.
 LINES = {
     "": 293,
-    "base": 2_659,
+    "base": 2_587,
     "formats": 1_692,
-    "mesh": 3_494,
-    "sharding": 3_677,
+    "mesh": 3_385,
+    "sharding": 3_539,
     "comm": 5_436,
     "ops": 3_058,
-    "transforms": 4_380,
+    "transforms": 4_379,
     "optim": 3_551,
     "models": 1_908,
-    "pipeline": 2_205,
+    "pipeline": 2_204,
     "train": 5_049,
-    "checkpoint": 4_395,
+    "checkpoint": 4_388,
     "foreign": 1_641,
     "interop": 5_082,
-    "testing": 1_500,
+    "testing": 1_499,
     "contrib": 3_698,
-    "apps": 3_268,
+    "apps": 3_248,
 }
 ABOVE_THE_CORE = {"apps", "contrib"}
 
@@ -336,7 +336,7 @@ COUNTS = {
     "functions of more than 80 lines": 0,
     "marks of public names": 0,
 }
-COMMENTS = 761
+COMMENTS = 767
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}

@@ -49,8 +49,7 @@ _UNGUARDED = 97  # the exit status of a rank whose script starts ranks as soon a
 _GRACE = 1.0
 _EXIT_S = 10.0  # On a busy machine, its parent learns seconds later that a process was killed.
 _CROWD = 40  # threads: a gloo group has two or three, one of which wakes a hundred times a second
-# What the fork server imports once for all ranks, also what is imported when it is first used; `fsharding` alone would
-# import next to nothing. Of packages that are not in `_ALWAYS` only those that this process has imported.
+# What the fork server imports once for all ranks; of packages that are not in `_ALWAYS` only what is imported here.
 _PRELOAD = (
     "torch", "torch.distributed.tensor", "torch.distributed.checkpoint.filesystem", "numpy", "hypothesis", "pytest",
     "torch._dynamo", "fsharding.testing", "fsharding.api", "fsharding.checkpoint",
@@ -60,8 +59,6 @@ _ALWAYS = ("fsharding.", "torch.distributed.")
 
 
 # ------------------------------------------------------------------------------------------------ in the rank's process
-
-
 def _serve(rank: int, size: int, folder: str, environ: dict[str, str], pipe: Pipe) -> None:
     """Join the group, then answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
