@@ -16,12 +16,13 @@ import torch
 import fsharding as fs
 from bench.options import OverlapConfig
 from bench.rounds import cell, print_rows
+from bench.timelines import draw_timeline, write_trace
 from fsharding.comm.stream_log import recording_streams
 from fsharding.models.decoder import decoder
 from fsharding.models.presets import recipe
 from fsharding.sharding.strategy import Strategy
 from fsharding.train.foresight import FakeRank, fake_step
-from fsharding.train.timeline import Rates, Timeline, draw_timeline, timeline_of, write_trace
+from fsharding.train.timeline import Rates, Timeline, timeline_of
 
 __all__ = ["bench_overlap", "step_timeline"]
 

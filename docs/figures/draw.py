@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 import fsharding as fs
 from bench.options import OverlapConfig
 from bench.overlap import step_timeline
-from fsharding.train.timeline import timeline_figure
+from bench.timelines import timeline_figure
 
 HERE = Path(__file__).parent
 COLORS = ["#6f9bd1", "#7fb77e", "#e0a458", "#c47fb0"]  # of rank 0, 1, 2, 3

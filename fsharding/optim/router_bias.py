@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import tree
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import on_device
-from fsharding.optim.base import like_leaf
+from fsharding.optim.base import ContextTransformation, UpdateContext, like_leaf
 from fsharding.sharding.named_sharding import like, local_of
 
-__all__ = ["update_against_load", "split_loads"]
+__all__ = ["against_load", "split_loads"]
 
 
 def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Tensor]]:
@@ -27,10 +27,17 @@ def split_loads(grads: Tree, paths: Collection[str]) -> tuple[Tree, dict[str, Te
     return tree.map_with_path(lambda path, x: like_leaf(x, zeros[path]) if path in zeros else x, grads), loads
 
 
-def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tree:
-    """Updates in which leaves with loads change by `-rate * sign(load)`, whatever the optimizer made of their zeros."""
-    if not loads:
-        return updates
+def against_load(
+    opt: ContextTransformation, loads: Mapping[str, Tensor], rates: Mapping[str, float]
+) -> ContextTransformation:
+    """Change leaves with loads by `-rate * sign(load)`, whatever an optimizer makes of their zeros."""
+    # Without `apply`: biases are changed between the optimizer and the sum, so the two cannot be one pass.
+
+    def update(
+        updates: Tree, state: Tree, params: Tree = None, context: UpdateContext = UpdateContext()
+    ) -> tuple[Tree, Tree]:
+        updates, state = opt.update(updates, state, params, context)
+        return tree.map_with_path(change, updates), state
 
     def change(path: str, x: Any) -> Any:
         if path not in loads:
@@ -38,7 +45,7 @@ def update_against_load(updates: Tree, loads: Mapping[str, Tensor], rates: Mappi
         load = local_of(loads[path]).to(local_of(x).device)
         return like_leaf(loads[path], torch.sign(load) * -rates[path])
 
-    return tree.map_with_path(change, updates)
+    return ContextTransformation(opt.init, update, by_element=opt.by_element, needs_norm=opt.needs_norm)
 
 
 def _here(x: Tensor) -> Tensor:

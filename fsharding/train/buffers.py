@@ -1,7 +1,4 @@
-"""Buffers of a state after a step: the values of one rank on all of them.
-
-Guarantee: buffers of any dtype are copied bit for bit, into memory of their own.
-"""
+"""Buffers of a state after a step: the values of one rank on all of them, in memory of their own."""
 
 from __future__ import annotations
 

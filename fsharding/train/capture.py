@@ -27,20 +27,20 @@ from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, devices, tree
 from fsharding.base.errors import ArgumentError, BatchError, ConfigError, FshardingError, LayoutError, message
-from fsharding.base.public import kind_of, public
+from fsharding.base.public import kind_of, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.host_memory import keep_in_place
 from fsharding.comm.leaf_memory import copied, settle_copies
 from fsharding.mesh import preemption
-from fsharding.mesh.device_mesh import Mesh, abstract
+from fsharding.mesh.device_mesh import abstract
 from fsharding.mesh.failures import naming_lost
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.memory_kinds import HERE
 from fsharding.sharding.named_sharding import local_of
 from fsharding.train.operations import check_operations
 from fsharding.train.state import STATE_FIELDS, TrainState, refuse_changed, sealed
-from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics, Verdict
+from fsharding.train.step import Metrics, StepPlan, TrainStep, UncheckedMetrics
 from fsharding.train.verdict import PendingVerdict
 from fsharding.transforms.value_and_grad import refuse_backward
 
@@ -106,12 +106,11 @@ class _Recorded(NamedTuple):
 
 
 class CapturedStep:
-    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`.
+    """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`."""
 
-    The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
-    it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
-    `skipped` of the metrics are copies; aux is the graph's own memory, too.
-    """
+    # The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
+    # it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
+    # `skipped` of the metrics are copies; aux is the graph's own memory, too.
 
     # `_state` and `_batch` are the static memory that the graph reads, and `_state` is what it writes; `_stop` is this
     # rank's bit of `fs.preemption`. `_unchecked` is the verdict on the last call, until the next has looked at it, and
@@ -141,25 +140,10 @@ class CapturedStep:
 
     @public
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """Run one step. Collective.
-
-        Args:
-            state: in the layout that the step was captured in; not to be used again.
-            batch: this rank's part: the tree, shapes and dtypes of the batch that it was captured with.
-
-        Raises:
-            ArgumentError: no state, one with another key, or one whose parameters were changed in place.
-            LayoutError: the state is in another layout, or is not what its layout says.
-            TreeError: the state of another optimizer.
-            BatchError: the batch has other leaves.
-            DonatedError: the state was donated.
-            NonFiniteError: the step before was refused, as with `make_train_step(check="async")`.
-            RankError: a rank is gone.
-        """
+        """Run one step, on a state in the captured layout and a batch of the captured kind. Collective."""
         assert self._graph is not None and self._recorded is not None and self._plan.check is not None
         if not isinstance(state, TrainState):
-            mend = f"Call it as the step itself: state, metrics = step(state, batch); it got {kind_of(state)}."
-            raise ArgumentError(message("takes a TrainState.", mend=mend))
+            raise refuse("a TrainState", state, "Call it as the step itself: state, metrics = step(state, batch).")
         if self._unchecked is not None:
             unchecked = self._unchecked
             self._unchecked = None
@@ -220,16 +204,13 @@ def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: 
     """A step on static memory, whose new state is copied to where the old one was."""
     agreement = step.agreement(plan, static, batch, bit)
     verdict = step.judge(plan, static, batch, agreement)
-    recorded = _recorded(verdict, agreement.stops(verdict.loss.device), static.step, static.layout.mesh)
-    after = step.update(plan, static.replace(), verdict, verdict.finite)
-    _copy_state(static, after)
-    return recorded
-
-
-def _recorded(verdict: Verdict, stops: Tensor, number: Tensor, mesh: Mesh) -> _Recorded:
+    stops = agreement.stops(verdict.loss.device)
     parts = (verdict.loss, verdict.norm, verdict.sums.weight, verdict.finite.logical_not(), verdict.dropped)
     numbers = torch.stack([x.float() for x in parts if x is not None])
-    return _Recorded(numbers, verdict.code, stops, verdict.refusal(number, mesh), verdict.sums.aux)
+    refusal = verdict.refusal(static.step, static.layout.mesh)
+    # The update may donate what it gets: `replace` keeps `static` itself, whose memory the graph writes.
+    _copy_state(static, step.update(plan, static.replace(), verdict, verdict.finite))
+    return _Recorded(numbers, verdict.code, stops, refusal, verdict.sums.aux)
 
 
 def _copy_state(static: TrainState, state: TrainState) -> None:
@@ -281,6 +262,8 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
             `check="sync"`; or the layout keeps more than moments on the host, or them without `donate=True`.
         TransformError: the host reads the device, takes tensors of its own to it, or two calls have other operations.
         RankError: a rank is gone.
+        From the captured step: `ArgumentError` for a state with another key, `LayoutError` for one in another layout,
+            `BatchError` for a batch with other leaves, and else what the step itself raises with `check="async"`.
 
     Example:
         >>> def loss(params, batch):
@@ -294,7 +277,7 @@ def capture(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
         1
     """
     _check(step, state)
-    device = _device(state)
+    device = next((local_of(x).device for x in tree.leaves(state.params)), torch.device("cpu"))
     if not devices.records_graphs(device.type):
         rule = f"needs a device that records graphs, such as CUDA; this state is on {device.type}."
         mend = (
@@ -344,10 +327,9 @@ def _prepared(step: TrainStep, state: TrainState, batch: Tree) -> CapturedStep:
 def _check(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
         mend = "Give the step itself, with a state and a batch: fs.capture(step, state, batch)."
-        raise ArgumentError(message(f"takes a step of fs.make_train_step, got {kind_of(step)}.", mend=mend))
+        raise refuse("a step of fs.make_train_step", step, mend)
     if not isinstance(state, TrainState):
-        mend = "Give a state and a batch: fs.capture(step, state, batch)."
-        raise ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+        raise refuse("a TrainState", state, "Give a state and a batch: fs.capture(step, state, batch).")
     away = [choice for choice in state.layout.strategy.memory if choice.kind != HERE]
     if rows := [str(choice) for choice in away if choice.role != "moments" or choice.tier.can_fail]:
         mend = "A graph copies moments from and to the host; keep the rest on the device, or call the step itself."
@@ -355,7 +337,3 @@ def _check(step: Any, state: Any) -> None:
     if away and not step.donates:
         mend = "Make it with fs.make_train_step(..., donate=True): a graph copies to the memory that it copies from."
         raise ConfigError(message("cannot capture a step with moments on the host without donate=True.", mend=mend))
-
-
-def _device(state: TrainState) -> torch.device:
-    return next((local_of(x).device for x in tree.leaves(state.params)), torch.device("cpu"))

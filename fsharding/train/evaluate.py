@@ -1,7 +1,4 @@
-"""`evaluate`: the loss of parameters on a batch, forward only, under any strategy and on any mesh.
-
-Guarantee: a train step on the same parameters and batch has the same loss.
-"""
+"""`evaluate`: the loss of parameters on a batch, forward only; a train step on them has the same loss."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import _compat, tree
-from fsharding.base.errors import ArgumentError, ConfigError, NonFiniteError, ScheduleError, message
-from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
+from fsharding.base.errors import ArgumentError, NonFiniteError, ScheduleError, message
+from fsharding.base.public import kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.ops.capacity import FULL, is_full
-from fsharding.pipeline.executor import Messages, pipeline_loss
+from fsharding.pipeline.executor import pipeline_loss
 from fsharding.pipeline.schedule import Schedule
-from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
 from fsharding.train.state import TrainState, rounding_key
-from fsharding.train.step import TrainStep, model_loss, planned_schedule, refuse_model
+from fsharding.train.step import TrainStep, check_model, model_loss, planned_schedule, refuse_model
+from fsharding.train.step_options import StepSettings
 from fsharding.transforms.first_call import refuse_named_scaler
 from fsharding.transforms.gather_context import evaluating
 from fsharding.transforms.value_and_grad import Loss, global_loss, without_gradients
@@ -92,7 +89,7 @@ def evaluate(
     _check_arguments(model, microbatches, has_aux)
     is_model = hasattr(model, "block")
     loss_fn = LossFunction.of(model_loss(model) if is_model else model, has_aux=has_aux)
-    pipeline = _Pipeline(model, schedule, microbatches) if is_model else None
+    staged = _staged(model, schedule, microbatches) if is_model else None
 
     @public
     @_compat.never_inlined
@@ -109,9 +106,9 @@ def evaluate(
         mesh = _mesh_of(values)
         if mesh is not None and abstract(mesh).axis_size("pp") > 1:
             _refuse_pipeline(state, is_model)
-            assert state is not None and pipeline is not None
+            assert state is not None and staged is not None
             with evaluating():
-                return _refuse_full(pipeline.loss(state.layout, values, pieces, dtypes, key))
+                return _refuse_full(staged(state, pieces, dtypes, key))
         if is_model and state is not None:
             refuse_model(model, state.layout)
         if loss_fn.takes_buffers and state is None:
@@ -129,14 +126,10 @@ def _check_arguments(model: Any, microbatches: Any, has_aux: bool) -> None:
     if isinstance(model, TrainStep):
         mend = "Give the loss function or the Model that the step was made from: fs.evaluate(loss_fn)(state, batch)."
         raise refuse("a Model, or a loss function (params, batch)", model, mend)
+    check_model(model, has_aux=has_aux)
     if not hasattr(model, "block"):
-        check_function("a Model, or a loss function (params, batch)", model, 2)
         refuse_named_scaler(model)
-    elif has_aux:
-        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
-        raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigError(message(f"got microbatches={microbatches!r}.", mend="Give a number from 1."))
+    StepSettings(microbatches).refuse_wrong()
 
 
 def _sum_of_pieces(
@@ -164,30 +157,23 @@ def _refuse_full(loss: Loss) -> Loss:
     return loss
 
 
-class _Pipeline:
-    """The evaluation of a `Model` on meshes with `pp`."""
+def _staged(
+    model: Any, schedule: str | Schedule, microbatches: int
+) -> Callable[[TrainState, list[Tree], Precision, Tensor | None], Loss]:
+    """Return the evaluation of a `Model` on meshes with `pp`."""
+    latest: list[Any] = [None, {}]  # the layout of the latest call, and what receivers have learned of activations
 
-    # It keeps what receivers have learnt of activations, for the layout of the latest call.
-
-    def __init__(self, model: Any, schedule: str | Schedule, microbatches: int) -> None:
-        self._model = model
-        self._schedule = schedule
-        self._microbatches = microbatches
-        self._layout: Layout | None = None
-        self._messages: Messages = {}
-
-    def loss(self, layout: Layout, params: Tree, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
-        """The global loss of parameters in a layout with stages."""
-        if layout is not self._layout:
-            refuse_model(self._model, layout)
-            self._layout = layout
-            self._messages = {}
-        planned = planned_schedule(self._schedule, layout, self._microbatches)
-        known = self._messages
-        total, count = pipeline_loss(
-            self._model, planned, layout, params, pieces, precision=precision, known=known, key=key
-        )
+    def run(state: TrainState, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
+        layout = state.layout
+        if layout is not latest[0]:
+            refuse_model(model, layout)
+            latest[:] = layout, {}
+        plan = planned_schedule(schedule, layout, microbatches)
+        options: dict[str, Any] = {"precision": precision, "known": latest[1], "key": key}
+        total, count = pipeline_loss(model, plan, layout, state.params, pieces, **options)
         return Loss(without_gradients(total), count)
+
+    return run
 
 
 def _mesh_of(params: Tree) -> Mesh | None:

@@ -1,7 +1,4 @@
-"""What ranks compare in the first step of a layout, before the state changes: settings, rows, units, loss and norm.
-
-Guarantee: ranks that differ raise before an update, and none of them is left waiting.
-"""
+"""What ranks compare in the first step of a layout, before the state changes: settings, rows, units, loss and norm."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from fsharding.mesh.failures import is_fake_world
 from fsharding.mesh.unit_order import UnlikeRanks
 from fsharding.sharding.leaf_plan import kind_text
 from fsharding.sharding.named_sharding import hides_owners
+from fsharding.train.first_values import holders
 from fsharding.train.microbatches import uncut, uneven
 from fsharding.train.row_hashes import hash_of_all, hash_rows
 from fsharding.train.state import TrainState, refuse_unlike_replicas
@@ -82,45 +80,26 @@ class FirstStep:
         if (comparison := comparison_of(mesh)) is not None:
             agreement.order.compare(comparison)
 
-    def _numbers(self, own: int) -> list[int]:
-        """Gather a number of all ranks of the mesh, in the order of their group."""
-        return [*numbers_of_all(self._mesh, own).values()]
-
     def _compare_rows(self, batch: Tree) -> None:
         shape = abstract(self._mesh)
-        if all(shape.axis_size(axis) == 1 for axis in (*SAME_ROWS, "cp")):
-            return
-        own = _number_of(batch)
-        if any(shape.axis_size(axis) > 1 for axis in SAME_ROWS):
-            numbers = self._numbers(own)
-            if any(len({numbers[i] for i in places}) > 1 for places in self._places(SAME_ROWS)):
-                raise UnlikeRanks(self._all.ranks)
-        if shape.axis_size("cp") > 1:
+        shared, cuts = any(shape.axis_size(axis) > 1 for axis in SAME_ROWS), shape.axis_size("cp") > 1
+        own = _number_of(batch) if shared or cuts else 0
+        if shared and any(len(numbers) > 1 for numbers in self._along(SAME_ROWS, own)):
+            raise UnlikeRanks(self._all.ranks)
+        if cuts:
             # A batch that is constant along the sequence proves nothing: each rank sends its own index instead of a
             # hash.
             rows = rows_of(batch)
             varied = any(_varies(x) for x in tree.leaves(rows))
-            numbers = self._numbers(_number_of(rows) if varied else self._all.index)
-            if any(len({numbers[i] for i in places}) == 1 for places in self._places(("cp",))):
+            numbers = self._along(("cp",), _number_of(rows) if varied else self._all.index)
+            if any(len(parts) == 1 for parts in numbers):
                 raise _whole_sequences(rows, shape.axis_size("cp"))
 
-    def _places(self, axes: Sequence[str]) -> list[list[int]]:
-        """The ranks, by their places in the group of all, that differ in their coordinates along some axes only."""
-        shape = abstract(self._mesh)
-        result: dict[tuple[int, ...], list[int]] = {}
-        for place, rank in enumerate(self._all.ranks):
-            coordinates = self._coordinates(shape.members.index(rank))
-            key = tuple(i for name, i in coordinates.items() if name not in axes)
-            result.setdefault(key, []).append(place)
-        return list(result.values())
-
-    def _coordinates(self, number: int) -> dict[str, int]:
-        """The coordinates of a member of the mesh, by its number in order."""
-        shape = abstract(self._mesh)
-        result = dict[str, int]()
-        for name, size in reversed([*zip(shape.names, shape.sizes, strict=True)]):
-            number, result[name] = divmod(number, size)
-        return {name: result[name] for name in shape.names}
+    def _along(self, axes: Sequence[str], own: int) -> list[set[int]]:
+        """Gather a number of all ranks: the different ones of each set of ranks that only these axes tell apart."""
+        shape, numbers = abstract(self._mesh), numbers_of_all(self._mesh, own)
+        rest = [name for name in shape.names if name not in axes]
+        return [{numbers[rank] for rank in ranks} for ranks in holders(shape, rest)]
 
     def refuse_ignored_axes(self, loss: Tensor, norm: Tensor) -> None:
         """Compare the loss and the gradient norm over all ranks; a loss function that ignores an axis has several."""
@@ -128,27 +107,24 @@ class FirstStep:
         if not self._compares or not axes or _compat.is_fake(loss):
             return
         own = struct.unpack("<q", struct.pack("<ff", float(loss), float(norm)))[0]
-        pairs = [struct.unpack("<ff", struct.pack("<q", number)) for number in self._numbers(own)]
-        if not all(map(math.isfinite, (x for pair in pairs for x in pair))):
+        numbers = numbers_of_all(self._mesh, own)
+        pairs = {rank: struct.unpack("<ff", struct.pack("<q", number)) for rank, number in numbers.items()}
+        if not all(map(math.isfinite, (x for pair in pairs.values() for x in pair))):
             return
-        (loss_0, norm_0), *others = pairs
+        loss_0, norm_0 = next(iter(pairs.values()))
         if all(
-            math.isclose(a, loss_0, rel_tol=_CLOSE) and math.isclose(b, norm_0, rel_tol=_CLOSE_NORM) for a, b in others
+            math.isclose(a, loss_0, rel_tol=_CLOSE) and math.isclose(b, norm_0, rel_tol=_CLOSE_NORM)
+            for a, b in pairs.values()
         ):
             return
-        raise self._ignored(axes, pairs)
-
-    def _ignored(self, axes: Sequence[str], pairs: Sequence[tuple[float, float]]) -> RankError:
-        shape = abstract(self._mesh)
-        rows: list[str] = []
-        for rank, (loss, norm) in zip(self._all.ranks, pairs, strict=True):
-            place = self._coordinates(shape.members.index(rank))
+        shape, rows = abstract(self._mesh), list[str]()
+        for rank, (a, b) in pairs.items():
+            place = shape.coordinate(shape.members.index(rank))
             where = ", ".join(f"{axis}={place[axis]}" for axis in axes)
-            rows.append(f"rank {rank} ({where}): loss {loss:.7g}, gradient norm {norm:.7g}")
+            rows.append(f"rank {rank} ({where}): loss {a:.7g}, gradient norm {b:.7g}")
         over = " and ".join(axes)
         rule = f"computes other losses or gradients along {over}: the loss function ignores the axis."
-        mend = [_MENDS[axis] for axis in axes]
-        return RankError(message(rule, rows, "\n".join(mend)), ranks=self._all.ranks)
+        raise RankError(message(rule, rows, "\n".join(_MENDS[axis] for axis in axes)), ranks=self._all.ranks)
 
 
 _MENDS = {

@@ -1,7 +1,4 @@
-"""First values that every rank holds in full: equal on all ranks of a mesh, or those of its first rank.
-
-Guarantee: what is sharded afterwards is one tensor, whichever rank a shard comes from.
-"""
+"""First values that every rank holds in full: equal on all ranks of a mesh, or those of its first rank."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from fsharding.sharding.named_sharding import home_of, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.buffers import sync_buffers
 
-__all__ = ["Sync", "same_replicas", "same_values"]
+__all__ = ["Sync", "holders", "same_replicas", "same_values"]
 
 Sync: TypeAlias = Literal["rank0"]
 """Whose values every rank gets where ranks may have different ones: those of the first rank of the mesh."""
@@ -74,7 +71,7 @@ def same_replicas(leaves: Mapping[str, Tensor], mesh: Mesh, *, asked: bool = Tru
         axes = _cut_over(x, mesh)
         if math.prod(map(abstract(mesh).axis_size, axes)) < abstract(mesh).size:
             facts.setdefault(axes, {})[path] = f"{typeof(x)} of checksum {checksum(local_of(x)):016x}"
-    classes = {axes: _holders(abstract(mesh), axes) for axes in sorted(facts)}
+    classes = {axes: holders(abstract(mesh), axes) for axes in sorted(facts)}
     with naming_lost(public_name(), mesh):
         numbers = {axes: numbers_of_all(mesh, digest(facts[axes])) for axes in classes}
         if not any(len({numbers[axes][rank] for rank in same}) > 1 for axes in classes for same in classes[axes]):
@@ -151,8 +148,8 @@ def _cut_over(x: Tensor, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in shape.names if axis in used and shape.axis_size(axis) > 1)
 
 
-def _holders(shape: AbstractMesh, apart: Sequence[str]) -> list[list[int]]:
-    """Return the sets of ranks that have the same coordinates along some axes."""
+def holders(shape: AbstractMesh, apart: Sequence[str]) -> list[list[int]]:
+    """Return the sets of ranks that have the same coordinates along the axes `apart`."""
     first = [shape.names.index(axis) for axis in apart]
     places = torch.tensor(shape.members).view(shape.sizes).movedim(first, [*range(len(first))])
     return places.reshape(places.shape[: len(first)].numel(), -1).tolist()

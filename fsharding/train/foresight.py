@@ -1,8 +1,4 @@
-"""Predict the traffic and the memory of a train step without devices, other ranks, or memory for tensors.
-
-Guarantee: a real rank at the same coordinate sends the same calls and bytes over every set of axes, and an accelerator
-allocates the same tensors, but for workspaces of its kernels and single numbers.
-"""
+"""Predict the traffic and the memory of a train step without devices, other ranks, or memory for tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Counts where the host reads a device: each such read waits until the device has computed the value.
-
-Guarantee: code that reads nothing under the count issues the same operations whatever the values of its tensors are.
-"""
+"""Counts where the host reads a device: each such read waits until the device has computed the value."""
 
 from __future__ import annotations
 

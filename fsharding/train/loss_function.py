@@ -1,7 +1,4 @@
-"""A loss function as a step calls it: with a random key and buffers where it takes them, and a loss that is scaled.
-
-Guarantee: where there is no key, as in evaluation, a function gets None for one.
-"""
+"""A loss function as a step calls it: with a random key and buffers where it takes them, its loss scaled."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
-from fsharding.base.calls import public_name
-from fsharding.base.errors import TransformError, listed, report
+from fsharding.base.errors import TransformError, listed, message
 from fsharding.base.public import kind_of
 from fsharding.base.tree import Tree
 from fsharding.formats.precision import scaled_loss
@@ -39,7 +35,6 @@ class Beside(NamedTuple):
 class LossFunction(NamedTuple):
     """A loss function, and how a step calls it."""
 
-    function: str  # the public function, for errors
     loss_fn: Callable[..., Any]  # `(params, batch, **keywords) -> result`, as the user wrote it
     takes_key: bool  # whether it has a parameter `key`, which it is given by name
     takes_buffers: bool  # whether it has a parameter `buffers`; then it returns `(loss, buffers)`
@@ -52,11 +47,11 @@ class LossFunction(NamedTuple):
         try:
             signature = inspect.signature(loss_fn)
         except (TypeError, ValueError):  # a callable without a signature
-            return cls(public_name(), loss_fn, False, False, has_aux, None)
+            return cls(loss_fn, False, False, has_aux, None)
         takes = {name for name in ("key", "buffers") if _is_asked(signature.parameters.get(name))}
         kept = [parameter for name, parameter in signature.parameters.items() if name not in takes]
         bound = signature.replace(parameters=kept)
-        return cls(public_name(), loss_fn, "key" in takes, "buffers" in takes, has_aux, bound)
+        return cls(loss_fn, "key" in takes, "buffers" in takes, has_aux, bound)
 
     def key(self, state: TrainState) -> Tensor | None:
         """The random key of a step; None for a function that takes none."""
@@ -94,7 +89,7 @@ class LossFunction(NamedTuple):
             mend = f"Return ({self.results})"
             mend += ", or leave has_aux out." if self.has_aux else "; loss may be (sum, weight)."
             rule = f"needs ({self.results}); got {results_text(result)}."
-            raise TransformError(report(f"{self.function} {rule}", mend=mend))
+            raise TransformError(message(rule, mend=mend))
         buffers = self._checked(parts[1], before) if self.takes_buffers else {}
         return parts[0], Beside(parts[-1] if self.has_aux else None, buffers)
 
@@ -103,7 +98,7 @@ class LossFunction(NamedTuple):
         if not isinstance(buffers, Mapping):
             mend = "Return the buffers that net(params, x, buffers=buffers) returns, or a dict of tensors by name."
             rule = f"needs ({self.results}), with buffers as a dict; got {kind_of(buffers)}."
-            raise TransformError(report(f"{self.function} {rule}", mend=mend))
+            raise TransformError(message(rule, mend=mend))
         after = cast("Mapping[Any, Any]", buffers)
         rows = [f"buffers.{name} is missing" for name in before if name not in after]
         rows += [f"buffers.{name} is new" for name in after if name not in before]
@@ -115,7 +110,7 @@ class LossFunction(NamedTuple):
         if rows:
             rule = "has a loss function that returns other buffers than it was given."
             mend = f"Return a tensor of the same shape and dtype for each of {listed([*before])}."
-            raise TransformError(report(f"{self.function} {rule}", rows, mend))
+            raise TransformError(message(rule, rows, mend))
         return {name: after[name].detach().clone() for name in before}
 
 

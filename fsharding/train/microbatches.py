@@ -1,15 +1,10 @@
-"""Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank.
-
-Guarantee: the parts of all data ranks, concatenated, are the global batch; the microbatches of a rank, concatenated,
-are its part.
-"""
+"""Batches along dim 0: the part of a rank in a global batch, and microbatches in the part of a rank."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -113,33 +108,29 @@ def _register_containers(batch: Tree) -> None:
     """Make the dataclasses and mappings of a batch nodes of our trees, so that their tensors are its leaves."""
     while new := {type(x) for x in tree.leaves(batch) if _is_container(x)}:
         for kind in new:
-            if dataclasses.is_dataclass(kind):
-                names = tuple(field.name for field in dataclasses.fields(kind) if field.init)
-                tree.register_node(
-                    kind, _fields_of(names), functools.partial(_made_of_fields, kind, names), fields=True
-                )
-            else:
-                tree.register_node(kind, _items_of, functools.partial(_made_of_items, kind))
+            _register(kind)
 
 
 def _is_container(x: Any) -> bool:
     return isinstance(x, Mapping) or (dataclasses.is_dataclass(x) and not isinstance(x, type | Tensor))
 
 
-def _fields_of(names: tuple[str, ...]) -> Callable[[Any], Any]:
-    return lambda x: (tuple(getattr(x, name) for name in names), None, names)
-
-
-def _made_of_fields(kind: Any, names: tuple[str, ...], _: None, children: Iterable[Any]) -> Any:
-    return kind(**dict(zip(names, children, strict=True)))
-
-
-def _items_of(x: Mapping[Any, Any]) -> Any:
-    return tuple(x.values()), tuple(x.keys()), tuple(map(str, x))
-
-
-def _made_of_items(kind: Any, keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
-    return kind(dict(zip(keys, children, strict=True)))
+def _register(kind: Any) -> None:
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else None
+    if fields is None:
+        tree.register_node(
+            kind,
+            lambda x: (tuple(x.values()), tuple(x.keys()), tuple(map(str, x))),
+            lambda keys, children: kind(dict(zip(keys, children, strict=True))),
+        )
+        return
+    names = tuple(field.name for field in fields if field.init)
+    tree.register_node(
+        kind,
+        lambda x: (tuple(getattr(x, name) for name in names), None, names),
+        lambda _, children: kind(**dict(zip(names, children, strict=True))),
+        fields=True,
+    )
 
 
 def uncut(

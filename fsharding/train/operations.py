@@ -1,8 +1,4 @@
-"""The operations of a call as a value: which kernels it starts, on which shapes and numbers, and from which lines.
-
-Guarantee: a call that can be captured has the same rows whenever it is made, reads nothing, and takes nothing from the
-host.
-"""
+"""The operations of a call as a value: which kernels it starts, on which shapes and numbers, from which lines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`reshard`: the same values in another layout, on any other mesh over the same ranks or some of them.
-
-Guarantee: `reshard(reshard(x, A), B) == reshard(x, B)`, there and back is the identity, and a step commutes with it;
-bitwise.
-"""
+"""`reshard`: the same values in another layout, on any other mesh over the same ranks or some of them."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from fsharding.mesh.meeting import meet
 from fsharding.optim.base import GradientTransformation
 from fsharding.sharding import boxes
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, typeof
+from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, home_of, typeof
 from fsharding.train import reshard_leaves
 from fsharding.train.first_values import Sync, same_values
 from fsharding.train.reshard_leaves import Moving
@@ -112,26 +108,25 @@ def _run(moved: list[Moving], rebuild: reshard_leaves.Rebuild, *, given: Tree = 
         return rebuild([])
     meshes = reshard_leaves.devices(moved)
     with naming_lost(public_name(), meshes[0]):
-        return _move(moved, rebuild, meshes, given=given, budget=budget)
-
-
-def _move(
-    moved: list[Moving], rebuild: reshard_leaves.Rebuild, meshes: Sequence[Mesh], *, given: Tree, budget: int
-) -> Any:
-    plan = plan_routes(tuple(m.leaf for m in moved), budget)
-    group = _group(meshes, plan.ranks)
-    if group is None:
-        return rebuild([m.value if m.plain and m.value is not None else torch.empty(0, dtype=m.dtype) for m in moved])
-    device = torch.device(meshes[0].device_type)  # pyright: ignore[reportAttributeAccessIssue]
-    _agree(plan, group, device)
-    donate = given is not None
-    dtypes = [m.dtype for m in moved]
-    sources = [x if (x := m.value) is None or m.plain else on_device(x, device.type) for m in moved]
-    if donate:
-        reshard_leaves.let_go(moved)
-        _give_up(given)
-    values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
-    return rebuild([x.cpu() if m.plain else to_memory(x, m.target) for m, x in zip(moved, values, strict=True)])
+        plan = plan_routes(tuple(m.leaf for m in moved), budget)
+        group = _group(meshes, plan.ranks)
+        if group is None:
+            nothing = (torch.empty(0, dtype=m.dtype) for m in moved)
+            return rebuild(
+                [m.value if m.plain and m.value is not None else x for m, x in zip(moved, nothing, strict=True)]
+            )
+        device = torch.device(meshes[0].device_type)  # pyright: ignore[reportAttributeAccessIssue]
+        _agree(plan, group, device)
+        dtypes = [m.dtype for m in moved]
+        sources = [m.value if m.value is None or m.plain else on_device(m.value, device.type) for m in moved]
+        if given is not None:
+            # From here on `sources` alone keeps a tensor, and `exchange` drops each after its last piece was sent.
+            for m in moved:
+                m.value = None
+            _give_up(given)
+        donate = given is not None
+        values = exchange(plan, sources, dtypes, rank=own_rank(), group=group, device=device, donate=donate)
+        return rebuild([x.cpu() if m.plain else to_memory(x, m.target) for m, x in zip(moved, values, strict=True)])
 
 
 def _give_up(tree_or_state: Tree) -> None:
@@ -266,7 +261,7 @@ def unshard(values: Tree, *, source: Any = None) -> Tree:
         check_state(values)
     known, _ = reshard_leaves.origins(values, source)
     targets = [
-        NamedSharding(reshard_leaves.home(x, s)) if isinstance(x, DTensor) else None
+        NamedSharding(home_of(x).mesh if s is None else s.mesh) if isinstance(x, DTensor) else None
         for x, s in zip(flat, known, strict=True)
     ]
     sizes = None if source is not None or isinstance(values, TrainState) else _sizes(values)
@@ -281,7 +276,7 @@ def _sizes(values: Tree) -> list[tuple[int, ...] | None] | None:
     staged = [x for x in tree.leaves(values) if isinstance(x, DTensor) and reshard_leaves.is_staged(x)]
     if not staged:
         return None
-    with naming_lost(public_name(), reshard_leaves.home(staged[0], None)):
+    with naming_lost(public_name(), home_of(staged[0]).mesh):
         return reshard_leaves.sizes_of_staged(values)
 
 
@@ -321,17 +316,8 @@ class Explanation:
     def __str__(self) -> str:
         head = ("leaf", "type", "from", "to", "how", f"sent by rank {self.rank}", "sent in all")
         table = [head, *(tuple(f"{x:,}" if isinstance(x, int) else x for x in row) for row in self.rows)]
-        table.append(
-            (
-                f"{len(self.paths)} leaves",
-                "",
-                "",
-                "",
-                f"{len(self.plan.rounds)} rounds",
-                f"{self.sent:,}",
-                f"{self.total:,}",
-            )
-        )
+        total = f"{self.sent:,}", f"{self.total:,}"
+        table.append((f"{len(self.paths)} leaves", "", "", "", f"{len(self.plan.rounds)} rounds", *total))
         widths = [max(len(row[i]) for row in table) for i in range(len(head))]
         lines = [
             "  ".join(x.rjust(w) if i > 4 else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))

@@ -1,7 +1,4 @@
-"""The leaves that a reshard moves: where each one is, where it goes, and how the state or tree is rebuilt of them.
-
-Guarantee: whatever is derived from the main parameters is what a step would have derived.
-"""
+"""The leaves that a reshard moves: where each one is, where it goes, and how the state or tree is rebuilt of them."""
 
 from __future__ import annotations
 
@@ -29,24 +26,13 @@ from fsharding.sharding.entries import Moment, entry_at, places
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_plan import LeafLayout, type_text
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, home_of, local_of, sharding_of, typeof
-from fsharding.train.state import STATE_FIELDS, TrainState, rounding_key
+from fsharding.train.state import TrainState, rounding_key
 from fsharding.train.state_check import check_state
 
 __all__ = [
-    "Moving",
-    "Rebuild",
-    "check_same_model",
-    "devices",
-    "home",
-    "is_staged",
-    "let_go",
-    "of_layouts",
-    "of_state",
-    "of_tree",
-    "origins",
-    "shardings",
-    "sizes_of_staged",
-]
+    "Moving", "Rebuild", "check_same_model", "devices", "is_staged", "of_layouts", "of_state", "of_tree",
+    "origins", "shardings", "sizes_of_staged",
+]  # fmt: skip
 
 Rebuild = Callable[[Sequence[Tensor]], Any]
 
@@ -107,92 +93,73 @@ def check_same_model(a: Layout, b: Layout) -> None:
         raise LayoutError(message("cannot move a state to the layout of another one.", rows, mend))
 
 
-class _Parameter(NamedTuple):
-    """A parameter on its way, and its main copy where the new layout keeps one apart."""
+class _Source(NamedTuple):
+    """A leaf that the values of another one can be made of."""
 
-    params: Moving
-    main: Moving | None
+    dtype: torch.dtype
+    sharding: NamedSharding
+    value: Any  # a DTensor; None when only the plan is wanted
 
-
-def _parameter(
-    old: LeafLayout, new: LeafLayout, a: Layout, b: Layout, params: Any, main: Any, key: Tensor | None
-) -> _Parameter:
-    kept = a.param_dtype(old), old.params, params
-    full = (a.precision.main_dtype(old.init), old.main, main) if a.has_main and old.trainable else kept
-    wanted = b.param_dtype(new)
-    format = b.rounds(new)
-    same = a.rounds(old) == format and (format is None or a.precision.keep == b.precision.keep)
-    source = kept if kept[0] == wanted and same else full
-    if format is not None and not same:
-        # It is rounded before it is sent, where its main copy is.
-        at = [] if source[2] is None else [AtRest(source[2], old, source[1], format)]
-        source = wanted, source[1], next(iter(round_leaves(at, b.precision, key)), None)
-
-    def moving(
-        field: str, have: tuple[torch.dtype, NamedSharding, Any], to: NamedSharding, dtype: torch.dtype
-    ) -> Moving:
-        value = None if have[2] is None else local_of(have[2])
-        return Moving(new.path_in(field), new.shape, have[1], to, dtype, value)
-
-    moved = moving("params", source, new.params, wanted)
-    if not b.has_main or not new.trainable:
-        return _Parameter(moved, None)
-    return _Parameter(moved, moving("main", full, new.main, b.precision.main_dtype(new.init)))
+    def to(self, path: str, leaf: LeafLayout, sharding: NamedSharding, dtype: torch.dtype) -> Moving:
+        """Move it to a place of the new layout."""
+        value = None if self.value is None else local_of(self.value)
+        return Moving(path, leaf.shape, self.sharding, sharding, dtype, value)
 
 
-def of_layouts(a: Layout, b: Layout) -> list[Moving]:
-    """The parameters of a state in `a` on their way to `b`, main copies after each; without values."""
-    return [m for pair in _parameters(a, b, None) for m in pair if m is not None]
-
-
-def _parameters(a: Layout, b: Layout, state: TrainState | None) -> list[_Parameter]:
-    """The parameters of a state in `a` on their way to `b`, in the order of `b`; with values if there is a state."""
+def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Moving]:
+    """The parameters of a state in `a` on their way to `b`, main copies after each; with values if there is a state."""
     check_same_model(a, b)
-    params: list[Any] = [None] * len(a.leaves)
-    main: list[Any] = [None] * len(a.leaves)
-    if state is not None:
-        params = tree.leaves(state.params)
-        main = main if state.main is None else tree.flatten_up_to(a.structure, state.main)
+    values = {} if state is None else tree.named_leaves({"params": state.params, "main": state.main})
     key = None if state is None else rounding_key(state.key, state.step, b)
-    olds = {leaf.path: (leaf, p, copy) for leaf, p, copy in zip(a.leaves, params, main, strict=True)}
-    pairs = ((new, *olds[new.path]) for new in b.leaves)
-    return [_parameter(old, new, a, b, p, copy, key) for new, old, p, copy in pairs]
+    olds = {leaf.path: leaf for leaf in a.leaves}
+    moved: list[Moving] = []
+    for new in b.leaves:
+        old, format, wanted = olds[new.path], b.rounds(new), b.param_dtype(new)
+        source = kept = _Source(a.param_dtype(old), old.params, values.get(old.path_in("params")))
+        full = _Source(a.precision.main_dtype(old.init), old.main, values.get(old.path_in("main")))
+        full = full if a.has_main and old.trainable else kept
+        same = a.rounds(old) == format and (format is None or a.precision.keep == b.precision.keep)
+        if kept.dtype != wanted or not same:
+            source = full
+        if format is not None and not same:
+            # It is rounded before it is sent, where its main copy is.
+            at = [] if source.value is None else [AtRest(source.value, old, source.sharding, format)]
+            source = _Source(wanted, source.sharding, next(iter(round_leaves(at, b.precision, key)), None))
+        moved.append(source.to(new.path_in("params"), new, new.params, wanted))
+        if b.has_main and new.trainable:
+            moved.append(full.to(new.path_in("main"), new, new.main, b.precision.main_dtype(new.init)))
+    return moved
 
 
 def of_state(state: TrainState, layout: Layout) -> tuple[list[Moving], Rebuild]:
     """Every leaf of a state on its way to a layout, and what makes the new state of the moved local tensors."""
     old = state.layout
     check_state(state)
-    parameters = _parameters(old, layout, state)
-    rest: dict[str, Any] = {"opt_state": state.opt_state, "step": state.step, "key": state.key}
-    rest["buffers"] = state.buffers
+    moved = of_layouts(old, layout, state)
+    rest: dict[str, Any] = {name: getattr(state, name) for name in ("opt_state", "step", "key", "buffers")}
     scaled = layout.precision.loss_scale is not None
     if scaled and state.loss_scale is not None:
         rest["loss_scale"] = state.loss_scale
-    flat, spec = tree.flatten(rest)
+    (flat, spec), paths = tree.flatten(rest), tree.paths(rest)
     ranks = sorted({*abstract(old.mesh).members, *abstract(layout.mesh).members})
     known = _moment_pairs(state, layout)
-    others = [
-        _other(path, x, known.get(path), old, layout, ranks) for path, x in zip(tree.paths(rest), flat, strict=True)
-    ]
-    moved = [*(m for pair in parameters for m in pair if m is not None), *others]
+    moved += [_other(path, x, known.get(path), old, layout, ranks) for path, x in zip(paths, flat, strict=True)]
+    # What `rebuild` closes over holds no tensor but those of `moved`, which are let go if the state is donated.
     device = getattr(layout.mesh, "device_type", "cpu")
 
     def rebuild(values: Sequence[Tensor]) -> TrainState:
-        placed = iter([_placed(m, x) for m, x in zip(moved, values, strict=True)])
-        pairs = [(next(placed), next(placed) if pair.main is not None else None) for pair in parameters]
-        fields = tree.unflatten(spec, list(placed))
-        scale = fields.get("loss_scale") or layout.precision.init_scale()
-        return TrainState(
-            step=fields["step"],
-            params=tree.unflatten(layout.structure, [x for x, _ in pairs]),
-            main=tree.unflatten(layout.structure, [copy for _, copy in pairs]) if layout.has_main else None,
-            opt_state=fields["opt_state"],
-            loss_scale=scale if scaled else None,
-            key=fields["key"],
-            layout=layout,
-            buffers=tree.map(lambda x: x.to(device), fields["buffers"]),
+        placed = {m.path: _placed(m, x) for m, x in zip(moved, values, strict=True)}
+        params, main = (
+            tree.unflatten(layout.structure, [placed.get(leaf.path_in(field)) for leaf in layout.leaves])
+            for field in ("params", "main")
         )
+        fields = tree.unflatten(spec, [placed[path] for path in paths])
+        scale = fields.pop("loss_scale", None) or layout.precision.init_scale()
+        fields["buffers"] = tree.map(lambda x: x.to(device), fields["buffers"])
+        return TrainState(
+            **fields, params=params, main=main if layout.has_main else None, loss_scale=scale if scaled else None,
+            layout=layout,
+        )  # fmt: skip
 
     return moved, rebuild
 
@@ -203,8 +170,7 @@ def _moment_pairs(state: TrainState, layout: Layout) -> dict[str, tuple[Moment, 
     leaves = {leaf.path: leaf for leaf in layout.leaves}
     result: dict[str, tuple[Moment, Moment]] = {}
     for path, old in state.layout.moments(state.opt_state).items():
-        place = found[path]
-        new = entry_at(old.path, place, leaves[place.param], old.shape, old.dtype)
+        new = entry_at(old.path, found[path], leaves[found[path].param], old.shape, old.dtype)
         assert new is not None, "the layouts are of one model"
         result[old.path] = old, new
     return result
@@ -247,11 +213,9 @@ def of_tree(
     flat, spec = tree.flatten(values)
     targets, shapes = shardings(spec, layout)
     sources, known = origins(values, source)
-    moved: list[Moving] = []
-    places: list[int] = []
+    moved: dict[int, Moving] = {}  # by number of the leaf
     rows: list[str] = []
-    paths = tree.paths(values)
-    for i, (path, x) in enumerate(zip(paths, flat, strict=True)):
+    for i, (path, x) in enumerate(zip(tree.paths(values), flat, strict=True)):
         target = targets[i]
         if target is None or not isinstance(x, DTensor | Local):
             continue
@@ -268,8 +232,7 @@ def of_tree(
         elif here.local_shape(shape) != tuple(local.shape) or not _is_at(x, here):
             rows.append(f"{path}: {here} of {list(shape)} is not what this rank holds, {list(local.shape)}")
         else:
-            places.append(i)
-            moved.append(Moving(path, tuple(shape), here, target.simplified(), local.dtype, local))
+            moved[i] = Moving(path, tuple(shape), here, target.simplified(), local.dtype, local)
     if rows:
         mend = f"Pass the layout in which the leaves are: {public_name()}(..., source=layout)."
         if all("unreduced" in row for row in rows):
@@ -277,15 +240,15 @@ def of_tree(
         raise LayoutError(message(f"cannot move {len(rows)} leaves.", rows, mend))
 
     in_flight = [isinstance(x, Local) for x in flat]
-    kept = [None if i in {*places} else x for i, x in enumerate(flat)]
+    kept = [None if i in moved else x for i, x in enumerate(flat)]
 
     def rebuild(locals_: Sequence[Tensor]) -> Tree:
         result = list(kept)
-        for i, m, local in zip(places, moved, locals_, strict=True):
+        for (i, m), local in zip(moved.items(), locals_, strict=True):
             result[i] = Local(_held(m, local), m.target, m.shape) if in_flight[i] else _placed(m, local)
         return tree.unflatten(spec, result)
 
-    return moved, rebuild
+    return [*moved.values()], rebuild
 
 
 def is_staged(x: DTensor) -> bool:
@@ -332,21 +295,10 @@ def origins(values: Tree, source: Any) -> tuple[list[NamedSharding | None], list
         return shardings(spec, source)
     if not isinstance(values, TrainState):
         return [None] * len(flat), [None] * len(flat)
-    known = [origin for field in STATE_FIELDS for origin in _origins_in(values, field)]
-    return [where for where, _ in known], [shape for _, shape in known]
-
-
-def _origins_in(state: TrainState, field: str) -> list[tuple[NamedSharding | None, tuple[int, ...] | None]]:
-    """By leaf of one field of a state, its sharding and global shape; None for one that is on no mesh of the layout."""
-    leaves = state.layout.leaves
-    values = getattr(state, field)
-    if field == "params":
-        return [(leaf.params, leaf.shape) for leaf in leaves]
-    if field == "main":
-        return [(leaf.main, leaf.shape) for leaf in leaves if leaf.trainable and values is not None]
-    known = state.layout.moments(values) if field == "opt_state" else {}
+    moments = values.layout.moments(values.opt_state)
+    known = {entry.path: entry for entry in (*values.layout.entries(), *moments.values())}
     found = [known.get(path) for path in tree.paths(values)]
-    return [(None, None) if entry is None else (entry.sharding, entry.shape) for entry in found]
+    return [None if x is None else x.sharding for x in found], [None if x is None else x.shape for x in found]
 
 
 def shardings(spec: Any, layout: Any) -> tuple[list[NamedSharding | None], list[tuple[int, ...] | None]]:
@@ -374,14 +326,3 @@ def devices(moved: Sequence[Moving]) -> list[Mesh]:
         text = f"cannot move anything from or to the abstract mesh {lost[0]}."
         raise LayoutError(message(text, mend="Plan the layout on a mesh of fs.make_mesh."))
     return list(result)
-
-
-def let_go(moved: Sequence[Moving]) -> None:
-    """Drop references to values that have moved on."""
-    for m in moved:
-        m.value = None
-
-
-def home(x: DTensor, sharding: NamedSharding | None) -> Mesh:
-    """The mesh of a leaf: what was said of it, or what it says itself."""
-    return home_of(x).mesh if sharding is None else sharding.mesh

@@ -1,8 +1,4 @@
-"""Hashes of a rank's rows, computed where they are: ranks that have to read the same rows compare them.
-
-Guarantee: equal leaves have equal hashes on every rank; leaves that differ in an element, its position, shape or dtype
-have different ones, except with probability 2^-64 if they were not constructed to collide.
-"""
+"""Hashes of a rank's rows, computed where they are: ranks that have to read the same rows compare them."""
 
 from __future__ import annotations
 
@@ -43,6 +39,8 @@ def hash_of_all(hashes: Mapping[str, Tensor]) -> Tensor | None:
 
 @torch.no_grad()
 def _hash_of(x: Tensor) -> Tensor:
+    # Leaves that differ in an element, its position, shape or dtype have the same hash with probability 2^-64, unless
+    # they were constructed to collide.
     bits = x.detach().contiguous().reshape(-1)
     bits = bits.view(_INTEGERS[min(bits.itemsize, 8)])
     # A sum of products with odd numbers: each element that changes alone changes it.

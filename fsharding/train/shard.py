@@ -1,7 +1,4 @@
-"""What data is to a training loop: a pure function of step and shard.
-
-Guarantee: the parts of all shards, one after the other, are the batch of one shard.
-"""
+"""What data is to a training loop: a pure function of step and shard."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The state of a run: parameters, optimizer, key, and the layout that says where all of it lives.
-
-Guarantee: the first state is bitwise the same in every layout.
-"""
+"""The state of a run: parameters, optimizer, key, and the layout that says where all of it lives."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,12 +200,12 @@ def _shown(x: Any) -> str:
     return f"{x.item():,}" if is_number else type(x).__name__
 
 
-class _Seal:
+class _Seal(NamedTuple):
     """How often each parameter of a state had been changed in place when the state was made."""
 
-    def __init__(self, params: Tree) -> None:
-        self.params, self.leaves = params, tree.leaves(params)
-        self.versions = _compat.versions_of(self.leaves)
+    params: Tree  # the very tree: a state that was given another one has no seal
+    leaves: list[Any]
+    versions: list[Any]
 
 
 _SEAL = "_seal"
@@ -217,7 +214,8 @@ _SEAL = "_seal"
 def sealed(state: TrainState) -> TrainState:
     """Record the parameters' version counters on the state, and return it. States made by `replace` have no record."""
     if not torch.is_inference_mode_enabled():  # there, tensors do not count
-        vars(state)[_SEAL] = _Seal(state.params)
+        leaves = tree.leaves(state.params)
+        vars(state)[_SEAL] = _Seal(state.params, leaves, _compat.versions_of(leaves))
     return state
 
 
@@ -249,7 +247,7 @@ def refuse_changed(state: TrainState) -> None:
 def refuse_unlike_replicas(state: TrainState) -> None:
     """Compare what several ranks hold of a state that was made by `replace` on some rank. Collective."""
     seal: _Seal | None = vars(state).get(_SEAL)
-    named = tree.named_leaves({name: getattr(state, name) for name in STATE_FIELDS}).items()
+    named = tree.named_leaves(state).items()
     held = {path: x for path, x in named if isinstance(x, DTensor) or path.startswith("buffers.")}
     same_replicas(held, state.layout.mesh, asked=seal is None or seal.params is not state.params)
 
@@ -359,15 +357,15 @@ def init_state(
     """
     if is_optimizer(model) and not is_optimizer(opt):
         raise refuse("a model, then an optimizer", model, "Swap the two.")
-    if not hasattr(model, "init") and issubclass(type(model), dict | list | tuple):
+    make = getattr(model, "init", model)
+    if issubclass(type(make), dict | list | tuple):
         mend = "Of parameters that are there: fs.state_from_params(params, opt, key, layout)."
-        raise refuse("a Model, or a function of a key", model, mend)
-    if not hasattr(model, "init"):
-        check_function("a Model, or a function of a key", model, 1, exactly=True)
+        raise refuse("a Model, or a function of a key", make, mend)
+    check_function("a Model, or a function of a key", make, 1, exactly=True)
     _check_start(opt, key, layout)
     with _compat.with_values():
         init_key, run_key = random.split(key).unbind(0)
-        draws = model.init(init_key) if hasattr(model, "init") else model(init_key)
+        draws = make(init_key)
         _refuse_shared_draws(draws)
         first = _first_buffers(getattr(model, "init_buffers", dict)() if buffers is None else buffers)
         named = {f"params.{path}" if path else "params": x for path, x in tree.named_leaves(draws).items()}
@@ -380,13 +378,22 @@ def init_state(
     take_room(layout, _planned(layout, opt))
     params = init_params(draws, layout, whole=whole)
     main = init_params(draws, layout, "main", whole) if layout.has_main else None
-    step = torch.zeros((), dtype=torch.int64)
     if main is not None and any(layout.rounds(leaf) is not None for leaf in layout.leaves):
-        params = spread(main, params, layout, donate=True, key=rounding_key(run_key, step, layout))
-    trained = main if main is not None else _slices(params, layout)
-    opt_state = _first_moments(opt, trained, layout)
-    scale = layout.precision.init_scale()
-    return sealed(TrainState(step, params, main, opt_state, scale, run_key, layout, _placed(first, layout)))
+        params = spread(main, params, layout, donate=True, key=rounding_key(run_key, _no_updates(), layout))
+    return _first_state(params, main, opt, run_key, layout, first)
+
+
+def _no_updates() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _first_state(
+    params: Tree, main: Tree, opt: GradientTransformation, key: Tensor, layout: Layout, buffers: Buffers
+) -> TrainState:
+    """Make the state before the first step, of parameters and of main parameters that are kept apart, or None."""
+    opt_state = _first_moments(opt, main if main is not None else _slices(params, layout), layout)
+    scale, placed = layout.precision.init_scale(), _placed(buffers, layout)
+    return sealed(TrainState(_no_updates(), params, main, opt_state, scale, key, layout, placed))
 
 
 def _planned(layout: Layout, opt: GradientTransformation) -> Iterator[Planned]:
@@ -435,11 +442,11 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
 
         return tree.map_with_path(place, state)
 
-    paths = [leaf.path for leaf in layout.leaves if leaf.trainable]
-    away = [leaf.moments.is_away for leaf in layout.leaves if leaf.trainable]
-    nbytes = [local_of(x).nbytes for x in tree.leaves(trained)]
-    sizes = {path: n if is_away else 0 for path, n, is_away in zip(paths, nbytes, away, strict=True)}
-    return start_in_windows(start, trained, sizes) if opt.with_context().by_element else start(trained)
+    if not opt.with_context().by_element:
+        return start(trained)
+    away = {leaf.path for leaf in layout.leaves if leaf.moments.is_away}
+    sizes = {path: local_of(x).nbytes if path in away else 0 for path, x in tree.named_leaves(trained).items()}
+    return start_in_windows(start, trained, sizes)
 
 
 def _refuse_shared_draws(draws: Tree) -> None:
@@ -502,23 +509,17 @@ def state_from_params(
     given = tree.flatten_up_to(layout.structure, params, ("the layout", "params"))
     wanted = ((leaf.home.shape_at_rest(leaf.shape), layout.precision.main_dtype(leaf.init)) for leaf in layout.leaves)
     check_fit(layout, given, wanted)
-    main = tree.unflatten(
-        layout.structure, [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
-    )
+    trained = [x if leaf.trainable else None for x, leaf in zip(given, layout.leaves, strict=True)]
+    main = tree.unflatten(layout.structure, trained)
     check_main(main, params, layout)
-    step = torch.zeros((), dtype=torch.int64)
     run_key = random.split(key)[1].clone()
     first = _first_buffers({} if buffers is None else buffers)
     named = {f"buffers.{name}": x for name, x in first.items()}
     same_values(named, layout.mesh, facts={"key": str(run_key.tolist())}, mend="")
     same_replicas({f"params.{path}": x for path, x in tree.named_leaves(params).items()}, layout.mesh)
     take_room(layout, _planned(layout, opt))
-    computed = spread(main, params, layout, key=rounding_key(run_key, step, layout))
-    kept = main if layout.has_main else None
-    trained = _slices(computed, layout) if kept is None else kept
-    opt_state = _first_moments(opt, trained, layout)
-    scale = layout.precision.init_scale()
-    return sealed(TrainState(step, computed, kept, opt_state, scale, run_key, layout, _placed(first, layout)))
+    computed = spread(main, params, layout, key=rounding_key(run_key, _no_updates(), layout))
+    return _first_state(computed, main if layout.has_main else None, opt, run_key, layout, first)
 
 
 def refrozen(state: TrainState, layout: Layout, opt: GradientTransformation) -> TrainState:

@@ -1,7 +1,4 @@
-"""Check that a state matches its layout, leaf by leaf.
-
-Guarantee: every step, save and reshard begins with it.
-"""
+"""Check that a state matches its layout, leaf by leaf; every step, save and reshard begins with it."""
 
 from __future__ import annotations
 
@@ -23,9 +20,6 @@ from fsharding.sharding.named_sharding import LeafType, Local, NamedSharding, sh
 
 __all__ = ["StateCheck", "check_leaves", "check_main", "check_numbers", "check_state"]
 
-Want = tuple[tuple[int, ...], torch.dtype | None, NamedSharding]
-"""Global shape, dtype (None takes any) and sharding."""
-
 
 class StateCheck:
     """Checks the states of one layout, again and again."""
@@ -41,7 +35,7 @@ class StateCheck:
         """Compares a state with its layout. Each rank looks at its own leaves; nothing is sent."""
         rows = _numbers(state)
         mends = [_NUMBERS] if rows else []
-        for field, find in (("params", _params), ("main", _main), ("opt_state", _moments), ("buffers", _buffers)):
+        for field, (find, mend) in _FIELDS.items():
             values = getattr(state, field)
             leaves, structure = tree.flatten(values)
             glances = [_compat.glance(x) for x in leaves]
@@ -52,19 +46,10 @@ class StateCheck:
             if not result:
                 self._seen[field] = structure, glances
             rows += result
-            mends += [_MENDS[field]] if result else []
+            mends += [mend] if result else []
         if rows:
             text = f"got a state of which {len(rows)} leaves are not what its layout says."
             raise LayoutError(message(text, rows, "\n".join(mends)))
-
-
-_MENDS = {
-    "params": "Bring them there: state.replace(params=fs.shard(params, state.layout)) for whole tensors, fs.reshard for"
-    " DTensors.",
-    "main": "Bring main parameters there: fs.shard(main, state.layout.main) for whole ones, fs.reshard for DTensors.",
-    "opt_state": "Bring moments there: fs.shard(moments, state.layout.main) for whole ones, fs.reshard for DTensors.",
-    "buffers": "Keep buffers as a flat dict of plain tensors on the device of the mesh, the same on every rank.",
-}
 
 
 _NUMBERS = "Keep step as a 0-d int64, and key as fs.random.key makes it, on the CPU."
@@ -75,9 +60,9 @@ def check_state(state: Any) -> None:
     StateCheck(state.layout)(state)
 
 
-def check_leaves(values: Tree, layout: Layout, kind: str = "params") -> None:
-    """Compares a tree of parameters with a layout."""
-    _refuse(_rows(values, layout, kind), kind)
+def check_leaves(params: Tree, layout: Layout) -> None:
+    """Compare a tree of parameters with a layout."""
+    _refuse(_parameters(params, layout), "params")
 
 
 def check_numbers(state: Any) -> None:
@@ -93,10 +78,10 @@ def check_main(main: Tree, params: Tree, layout: Layout) -> None:
     rows: list[str] = []
     for leaf, x, other in zip(layout.leaves, mains, others, strict=True):
         if leaf.trainable and x is not None:
-            rows += _objection(leaf.path, x, (leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main))
+            rows += _objection(leaf.path, x, leaf.shape, layout.precision.main_dtype(leaf.init), leaf.main)
         else:
             x = other if x is None else x
-            rows += _objection(leaf.path, x, (leaf.shape, layout.param_dtype(leaf), leaf.params))
+            rows += _objection(leaf.path, x, leaf.shape, layout.param_dtype(leaf), leaf.params)
     _refuse(rows, "main")
 
 
@@ -119,39 +104,33 @@ def _numbers(state: Any) -> list[str]:
     return rows
 
 
-def _params(values: Tree, layout: Layout) -> list[str]:
-    return _rows(values, layout, "params")
+def _parameters(values: Tree, layout: Layout, field: str = "params") -> list[str]:
+    """Compare parameters, or main parameters, with the entries of a layout."""
+    leaves = tree.flatten_up_to(layout.structure, values, ("the layout", f"state.{field}"))
+    found = {leaf.path_in(field): x for leaf, x in zip(layout.leaves, leaves, strict=True)}
+    rows: list[str] = []
+    for entry in layout.entries():
+        if entry.path in found and entry.sharding is not None:
+            rows += _objection(entry.path, found.pop(entry.path), entry.shape, entry.dtype, entry.sharding)
+    frozen = "the layout has it frozen, without a main copy"
+    return rows + [f"{path} is {_kind(x)}; {frozen}" for path, x in found.items() if x is not None]
 
 
 def _main(values: Tree, layout: Layout) -> list[str]:
     if layout.has_main == (values is not None):
-        return [] if values is None else _rows(values, layout, "main")
+        return [] if values is None else _parameters(values, layout, "main")
     return ["main is None, but the layout keeps main parameters apart" if values is None else "main is not kept apart"]
 
 
-def _rows(values: Tree, layout: Layout, kind: str) -> list[str]:
-    leaves = tree.flatten_up_to(layout.structure, values, ("the layout", f"state.{kind}"))
-    result: list[str] = []
-    for leaf, x in zip(layout.leaves, leaves, strict=True):
-        path = leaf.path_in(kind)
-        if kind == "main" and not leaf.trainable:
-            result += [f"{path} is {_kind(x)}; the layout has it frozen, without a main copy"] if x is not None else []
-            continue
-        dtype = layout.param_dtype(leaf) if kind == "params" else layout.precision.main_dtype(leaf.init)
-        result += _objection(path, x, (leaf.shape, dtype, getattr(leaf, kind)))
-    return result
-
-
 def _moments(values: Tree, layout: Layout) -> list[str]:
-    result: list[str] = []
     known = layout.moments(values)
+    rows: list[str] = []
     for path, x in tree.named_leaves(values).items():
-        entry = known.get(path)
-        if entry is not None:
-            result += _objection(entry.path, x, (entry.shape, None, entry.sharding))
+        if (entry := known.get(path)) is not None:
+            rows += _objection(entry.path, x, entry.shape, entry.dtype, entry.sharding)
         elif isinstance(x, DTensor):
-            result += _objection(f"opt_state.{path}", x, (tuple(x.shape), None, sharding_of(x)))
-    return result
+            rows += _objection(f"opt_state.{path}", x, tuple(x.shape), x.dtype, sharding_of(x))
+    return rows
 
 
 def _buffers(values: Any, layout: Layout) -> list[str]:
@@ -167,11 +146,8 @@ def _buffers(values: Any, layout: Layout) -> list[str]:
     return [f"buffers.{name} is {_kind(x)}" + (f" on {x.device}" if isinstance(x, Tensor) else "") for name, x in odd]
 
 
-def _objection(path: str, x: Any, want: Want) -> Sequence[str]:
-    """One row if a leaf is something else than what is wanted of it."""
-    shape, dtype, sharding = want
-    if not isinstance(x, Tensor) or dtype is None:
-        dtype = getattr(x, "dtype", None) or dtype or torch.float32
+def _objection(path: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, sharding: NamedSharding) -> Sequence[str]:
+    """Return one row if a leaf is something else than what is wanted of it."""
     wanted = LeafType(shape, dtype, sharding)
     if not isinstance(x, DTensor):
         return [f"{path} is {_kind(x)}; the layout says {wanted}"]
@@ -198,3 +174,25 @@ def _kind(x: Any) -> str:
     if isinstance(x, Local):
         return f"{typeof(x)} in flight"
     return f"a plain tensor {typeof(x)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+_FIELDS = {
+    "params": (
+        _parameters,
+        "Bring them there: state.replace(params=fs.shard(params, state.layout)) for whole tensors, fs.reshard for"
+        " DTensors.",
+    ),
+    "main": (
+        _main,
+        "Bring main parameters there: fs.shard(main, state.layout.main) for whole ones, fs.reshard for DTensors.",
+    ),
+    "opt_state": (
+        _moments,
+        "Bring moments there: fs.shard(moments, state.layout.main) for whole ones, fs.reshard for DTensors.",
+    ),
+    "buffers": (
+        _buffers,
+        "Keep buffers as a flat dict of plain tensors on the device of the mesh, the same on every rank.",
+    ),
+}
+"""What finds wrong leaves of each field of a state, and how to mend them."""

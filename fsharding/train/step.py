@@ -1,13 +1,9 @@
-"""The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces.
-
-Guarantee: the layout never changes a loss, nor does `check`.
-"""
+"""The train step as a pure function `(state, batch) -> (state, metrics)`, built from the public pieces."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack, cast
@@ -31,7 +27,6 @@ from fsharding.base.public import (
     check_function,
     check_optimizer,
     is_optimizer,
-    kind_of,
     missing_name,
     public,
     refuse,
@@ -50,12 +45,10 @@ from fsharding.mesh.failures import naming_lost, unlike_ranks
 from fsharding.mesh.unit_order import COUNTED, SAME_KEYS, SAME_RATES, UnitOrder
 from fsharding.models.stacks import first_units, scan_stacks
 from fsharding.ops.capacity import FULL, counting_drops, is_full
-from fsharding.optim.base import GradientTransformation, UpdateContext, multiply, next_count, where_finite
+from fsharding.optim.base import GradientTransformation, UpdateContext, where_finite
 from fsharding.optim.clip import LeafSquares, square_sums
-from fsharding.optim.router_bias import split_loads, update_against_load
+from fsharding.optim.router_bias import against_load, split_loads
 from fsharding.optim.schedules import noting_rates
-from fsharding.optim.updates import add_updates, apply_gradients
-from fsharding.optim.windows import through_windows
 from fsharding.pipeline.executor import Messages, pipeline_grads
 from fsharding.pipeline.schedule import Schedule, plan_schedule
 from fsharding.sharding.entries import state_structure
@@ -67,18 +60,10 @@ from fsharding.train.first_step import FirstStep, agree_on_setup, words_of_rows
 from fsharding.train.loss_function import LossFunction, scaled
 from fsharding.train.microbatches import split_batch
 from fsharding.train.row_hashes import hash_of_all, hash_rows
-from fsharding.train.state import (
-    Buffers,
-    TrainState,
-    donated_if_written,
-    main_of,
-    refuse_changed,
-    rounding_key,
-    sealed,
-    spread,
-)
+from fsharding.train.state import Buffers, TrainState, refuse_changed, rounding_key, sealed
 from fsharding.train.state_check import StateCheck, check_numbers
 from fsharding.train.step_options import StepOptions, StepSettings, takes_step_options
+from fsharding.train.update import update_facts, updated
 from fsharding.train.verdict import GOOD, REFUSED, SKIPPED, UNLIKE, PendingVerdict, verdict_of
 from fsharding.transforms import policies
 from fsharding.transforms.first_call import FirstCall
@@ -88,8 +73,8 @@ from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.value_and_grad import is_divisor, loss_and_grads, refuse_backward
 
 __all__ = [
-    "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "make_train_step", "model_loss",
-    "planned_schedule", "refuse_model",
+    "Metrics", "StepPlan", "TrainStep", "UncheckedMetrics", "Verdict", "check_model", "make_train_step",
+    "model_loss", "planned_schedule", "refuse_model",
 ]  # fmt: skip
 
 
@@ -260,7 +245,10 @@ def make_train_step(
         (1, True)
     """
     settings = StepSettings(**options)
-    _check_model(model, opt, has_aux=settings.has_aux)
+    if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
+        raise refuse("a model, then an optimizer", model, "Swap the two.")
+    check_model(model, has_aux=settings.has_aux)
+    check_optimizer(opt)
     settings.refuse_wrong()
     if precision is not None:
         check_precision(precision)
@@ -272,7 +260,7 @@ class StepPlan:
     """The decisions of a step for one layout, and what it keeps between calls in that layout."""
 
     # `layout` is without devices, so that ranks agree on it once, however often meshes are made and collected. Of all
-    # plans of a step only that of the latest call has a `check`, which refers to the mesh, and buffers.
+    # plans of a step only that of the latest call has `check` and `facts`, which refer to the mesh, and buffers.
 
     layout: Layout  # on an abstract mesh
     precision: Precision  # dtypes of compute and wire
@@ -284,11 +272,12 @@ class StepPlan:
     first: FirstCall | None = None  # the checks of the first step; None afterwards
     rates: Sequence[float] = ()  # of the last update on this mesh
     check: StateCheck | None = None  # of states in this layout; None after the step was called with another layout
+    facts: UpdateContext | None = None  # what the layout says about every update, as long as there is a `check`
 
     def release(self) -> None:
         """Frees the gradient buffers and the mesh."""
         self.buffers.close()
-        self.check = None
+        self.check = self.facts = None
 
 
 _COMPILE = (
@@ -349,7 +338,7 @@ class TrainStep:
         self._unchecked: PendingVerdict | None = None
         self._is_model = hasattr(model, "block")
         loss_fn = model_loss(model, policy=settings.policy) if self._is_model else model
-        self._loss_fn = call_as("train step", LossFunction.of, loss_fn, has_aux=settings.has_aux)
+        self._loss_fn = LossFunction.of(loss_fn, has_aux=settings.has_aux)
         self._bias_rates: dict[str, float] = dict(model.balanced) if self._is_model else {}
         self._drops: bool = self._is_model and model.drops
         self._facts = _facts(model, opt, precision, settings)
@@ -368,12 +357,7 @@ class TrainStep:
     @public
     @_compat.never_inlined
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """Run one step; `make_train_step` says what it raises.
-
-        Args:
-            state: in any layout; not to be used again if the step was made with `donate=True`.
-            batch: this rank's part, a tree of tensors `[B, ...]`.
-        """
+        """Run one step on a state and this rank's part of a batch; see `make_train_step`."""
         refuse_compiled(_COMPILE)
         if not isinstance(state, TrainState):
             raise _other_state(state, batch)
@@ -397,26 +381,22 @@ class TrainStep:
         if first is not None:
             first.refuse_ignored_axes(verdict.loss, verdict.norm)
             plan.first = None
-        # A step without values counts.
+        # None where the host does not read the verdict; a step without values counts.
         result = None if not plan.check_now else GOOD if _compat.is_fake(verdict.code) else int(verdict.code)
         agreement.settle(verdict.loss.device)
         if result in (REFUSED, UNLIKE):
             # All ranks get here, so a collective can find the parameters that were not finite before the step.
             bad = _bad_parameters(state) if result == REFUSED else []
             raise verdict.refusal(number, mesh, bad)(result)
-        report = verdict.loss, verdict.norm, verdict.sums.weight
-        if result is not None:
-            metrics = Metrics(*report, skipped=result == SKIPPED, aux=verdict.sums.aux)
-            vars(metrics)["dropped"] = verdict.dropped
-            if metrics.skipped:
-                return self._skipped(plan, state), metrics
-            return sealed(self.update(plan, state, verdict, None)), metrics
-        metrics = UncheckedMetrics(*report, skipped=verdict.finite.logical_not(), aux=verdict.sums.aux)
+        skipped = verdict.finite.logical_not() if result is None else result == SKIPPED
+        kind = UncheckedMetrics if result is None else Metrics
+        metrics = kind(verdict.loss, verdict.norm, verdict.sums.weight, skipped, verdict.sums.aux)
         vars(metrics)["dropped"] = verdict.dropped
-        if not _compat.is_fake(verdict.code):
-            self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
-            vars(metrics)["verdict"] = self._unchecked
-        return sealed(self.update(plan, state, verdict, verdict.finite)), metrics
+        if result is None and not _compat.is_fake(verdict.code):
+            vars(metrics)["verdict"] = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
+        if result == SKIPPED:
+            return self._skipped(plan, state), metrics
+        return sealed(self.update(plan, state, verdict, verdict.finite if result is None else None)), metrics
 
     def agreement(self, plan: StepPlan, state: TrainState, batch: Tree, bit: Tensor | None = None) -> StepAgreement:
         """What the ranks of a step agree on: stopping, units, key, the last rates, and rows along `SAME_ROWS`."""
@@ -465,31 +445,21 @@ class TrainStep:
 
     def update(self, plan: StepPlan, state: TrainState, verdict: Verdict, counts: Tensor | None) -> TrainState:
         """The second half of a step: the state after it. The host reads nothing."""
-        layout = state.layout
-        loss_scale = state.loss_scale
-        with donated_if_written(state) if self._settings.donate else nullcontext():
-            with _compat.region("optimizer"), noting_rates() as plan.rates:
-                main, opt_state = self._optimized(state, verdict, counts)
-            with _compat.region("spread"):
-                step_after = next_count(state.step, counts)
-                rounding = rounding_key(state.key, step_after, layout)
-                params = spread(main, state.params, layout, donate=self._settings.donate, key=rounding)
-        if self._settings.donate:
-            state = state.donate()
-        if loss_scale is not None:
-            after_scale = plan.precision.next_scale(loss_scale, finite=True if counts is None else counts)
+        assert plan.facts is not None
+        facts = replace(plan.facts, donate=self.donates, norm=verdict.norm, finite=counts)
+        opt = against_load(self._opt, verdict.loads, self._bias_rates) if self._bias_rates else self._opt
+        with noting_rates() as plan.rates:
+            after = updated(state, verdict.grads, opt, facts, verdict.to_mean)
+        changes: dict[str, Any] = {}
+        if after.loss_scale is not None:
+            scale = plan.precision.next_scale(after.loss_scale, finite=True if counts is None else counts)
             # A step that is refused at the smallest scale also keeps the count of good steps.
-            loss_scale = where_finite(None if counts is None else verdict.code < REFUSED, after_scale, loss_scale)
-        written = {name: x for name, x in state.buffers.items() if name in verdict.sums.buffers}
-        buffers = {**state.buffers, **where_finite(counts, {**verdict.sums.buffers}, written)}
-        return state.replace(
-            step=step_after,
-            params=params,
-            main=main if state.main is not None else None,
-            opt_state=opt_state,
-            loss_scale=loss_scale,
-            buffers=buffers,
-        )
+            kept = None if counts is None else verdict.code < REFUSED
+            changes["loss_scale"] = where_finite(kept, scale, after.loss_scale)
+        if new := {**verdict.sums.buffers}:
+            old = {name: x for name, x in after.buffers.items() if name in new}
+            changes["buffers"] = {**after.buffers, **where_finite(counts, new, old)}
+        return after.replace(**changes) if changes else after
 
     def prepare(self, layout: Layout) -> StepPlan:
         """Decide for a new layout, on which all ranks agree, how the step computes in it, or refuse it."""
@@ -521,7 +491,8 @@ class TrainStep:
                 plan.first = FirstCall(layout.mesh)
                 _refuse_other_state(self._opt, state)
                 self._plans.append(plan)
-            plan.check, plan.rates = StateCheck(layout), ()  # The ranks of another mesh had no update together.
+            plan.check, plan.facts = StateCheck(layout), update_facts(layout)
+            plan.rates = ()  # The ranks of another mesh had no update together.
         assert plan.check is not None
         plan.check(state)
         for other in self._plans:
@@ -537,53 +508,32 @@ class TrainStep:
         loss_scale: Tensor | None,
         agreement: StepAgreement,
     ) -> Sums:
-        """Forward and backward of all microbatches, through the pipeline or one after the other."""
-        if plan.schedule is None:
-            return self._accumulate(plan, state, microbatches, loss_scale, agreement)
-        rounding = rounding_key(state.key, state.step, state.layout, plan.precision)
-        grads, loss, weight = pipeline_grads(
-            self._model,
-            plan.schedule,
-            state.layout,
-            state.params,
-            microbatches,
-            precision=plan.precision,
-            policy=self._settings.policy,
-            scale=loss_scale,
-            known=plan.messages,
-            agreement=agreement,
-            key=rounding,
-            prefetch_depth=self._settings.prefetch_depth,
-        )
-        return Sums(grads, loss, weight)
-
-    def _accumulate(
-        self,
-        plan: StepPlan,
-        state: TrainState,
-        microbatches: list[Tree],
-        loss_scale: Tensor | None,
-        agreement: StepAgreement,
-    ) -> Sums:
-        """Adds up the gradients of microbatches; the last microbatch's go where the optimizer wants the sum."""
-        layout = state.layout
+        """Add up losses and gradients of all microbatches, through the pipeline or one after the other."""
+        layout, depth = state.layout, self._settings.prefetch_depth
+        rounding = rounding_key(state.key, state.step, layout, plan.precision)
+        if plan.schedule is not None:
+            sums = pipeline_grads(
+                self._model, plan.schedule, layout, state.params, microbatches, precision=plan.precision,
+                policy=self._settings.policy, scale=loss_scale, known=plan.messages, agreement=agreement, key=rounding,
+                prefetch_depth=depth,
+            )  # fmt: skip
+            return Sums(*sums)
         loss_fn = self._loss_fn
         key = loss_fn.key(state)
         buffers = loss_fn.buffers(state)
-        rounding = rounding_key(state.key, state.step, layout, plan.precision)
         grads: Tree = None
         losses: list[Tensor] = []
         weights: list[Tensor] = []
         auxes: list[Any] = []
         for i, microbatch in enumerate(microbatches):
-            last = i + 1 == len(microbatches)
+            last = i + 1 == len(microbatches)  # whose gradients go where the optimizer wants the sum
             fn = loss_fn.bound(buffers, fold_in(key, i) if key is not None else None)
             sums = loss_and_grads(
                 scaled(fn if plan.first is None else plan.first.watched(fn, has_aux=True), loss_scale),
                 state.params,
                 (microbatch,),
                 GradsTo(layout.reduced if last else layout.grads, grads, plan.buffers),
-                RunOptions(plan.precision, rounding, i, self._settings.prefetch_depth),
+                RunOptions(plan.precision, rounding, i, depth),
                 has_aux=True,
                 agreement=lambda _: agreement if last else None,  # noqa: B023
                 first=plan.first,
@@ -597,37 +547,11 @@ class TrainStep:
         buffers = sync_buffers(buffers, layout.mesh)
         return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes), buffers)
 
-    def _optimized(self, state: TrainState, verdict: Verdict, finite: Tensor | None) -> tuple[Tree, Tree]:
-        """The main parameters and the optimizer state after an update, or as they were where `finite` is false."""
-        main = main_of(state)
-        context = UpdateContext(
-            donate=self._settings.donate, norm=verdict.norm, shardings=state.layout.main, finite=finite, key=state.key,
-            step=state.step, rounding=state.layout.precision.rounding, on_host=state.layout.updated_on_host,
-            may_be_away=state.layout.is_away, stacked=state.layout.stacked,
-        )  # fmt: skip
-        if not self._bias_rates:
-            return apply_gradients(self._opt, verdict.grads, state.opt_state, main, context, scale=verdict.to_mean)
-        # The verdict is still on the device, so the old values are kept for a refused step.
-        kept = replace(context, donate=context.donate and finite is None, finite=None)
-
-        def change(
-            grads: Tree, before: Tree, main: Tree, context: UpdateContext, to_mean: float | Tensor
-        ) -> tuple[Tree, Tree]:
-            # Biases of routers are updated between the optimizer and the sum, so the two cannot be one pass.
-            grads = multiply(grads, to_mean, donate=self._settings.donate)
-            updates, opt_state = self._opt.update(grads, before, main, context)
-            updates = update_against_load(updates, verdict.loads, self._bias_rates)
-            new_main = add_updates(main, updates, context, donate=context.donate)
-            return where_finite(finite, new_main, main), where_finite(finite, opt_state, before)
-
-        values = verdict.grads, state.opt_state, main
-        return through_windows(change, *values, kept, verdict.to_mean, by_element=self._opt.by_element)
-
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
         assert state.loss_scale is not None
         smaller = plan.precision.next_scale(state.loss_scale, finite=False)
-        unchanged = state.donate() if self._settings.donate else tree.map(copied, state)
+        unchanged = state.donate() if self.donates else tree.map(copied, state)
         return unchanged.replace(loss_scale=smaller)
 
 
@@ -646,26 +570,19 @@ def _facts(
     of_loss = {name: text for name, text in of_loss.items() if not name.startswith("model.config")}
     schedule = settings.schedule if hasattr(model, "block") else ""
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
-    facts = {
-        "microbatches": str(settings.microbatches),
-        "schedule": planned,
-        "policy": settings.policy.name,
-        "precision": str(precision),
-    }
-    late = {"check": str(settings.check), "prefetch_depth": str(settings.prefetch_depth)}
-    return {**facts, **of_loss, **facts_of("optimizer", opt.update), **late}
+    named = ("microbatches", "check", "prefetch_depth")
+    facts = {name: str(getattr(settings, name)) for name in named}
+    facts |= {"schedule": planned, "policy": settings.policy.name, "precision": str(precision)}
+    return {**facts, **of_loss, **facts_of("optimizer", opt.update)}
 
 
-def _check_model(model: Any, opt: Any, *, has_aux: bool) -> None:
-    """Refuses a model and an optimizer that are none, and aux of a `Model`."""
-    if is_optimizer(model) and not hasattr(model, "block") and not is_optimizer(opt):
-        raise refuse("a model, then an optimizer", model, "Swap the two.")
+def check_model(model: Any, *, has_aux: bool) -> None:
+    """Refuses what is neither a `Model` nor a loss function, and aux of a `Model`."""
     if not hasattr(model, "block"):
         check_function("a Model, or a loss function (params, batch)", model, 2)
     elif has_aux:
         mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
         raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
-    check_optimizer(opt)
 
 
 def _other_state(state: Any, batch: Any) -> ArgumentError:
@@ -676,7 +593,7 @@ def _other_state(state: Any, batch: Any) -> ArgumentError:
         mend = "A step returns two things: state, metrics = step(state, batch)."
     else:
         mend = "Make one with fs.init_state, or fs.state_from_params(params, opt, key, layout) of parameters."
-    return ArgumentError(message(f"takes a TrainState, got {kind_of(state)}.", mend=mend))
+    return refuse("a TrainState", state, mend)
 
 
 def _loss_scale(state: TrainState, precision: Precision) -> Tensor | None:
@@ -738,12 +655,12 @@ def _refusal_of_weight(number: int, weight: float) -> str:
         return report(f"train step refused: {FULL}.", [f"step {number}"], mend)
     row = f"step {number}: the weights of all microbatches and data ranks sum to {weight:g}"
     if weight == 0:
-        rule = "refused: no token of this batch counts, so its loss has no mean."
-        mend = "The state is as before. Leave such batches out before you call the step."
+        rule = "no token of this batch counts, so its loss has no mean."
+        mend = "Leave such batches out before you call the step."
     else:
-        rule = f"refused: the weight of this batch is {weight:g}."
-        mend = "The state is as before. Return (sum, weight) with the number of tokens that count as the weight."
-    return report(f"train step {rule}", [row], mend)
+        rule = f"the weight of this batch is {weight:g}."
+        mend = "Return (sum, weight) with the number of tokens that count as the weight."
+    return report(f"train step refused: {rule}", [row], f"The state is as before. {mend}")
 
 
 def _refuse_other_state(opt: GradientTransformation, state: TrainState) -> None:

@@ -1,7 +1,4 @@
-"""The options of a train step, which `setup` and `make_train_step` take as keywords.
-
-Guarantee: an option is documented once, in `StepOptions`, and has its default once, in `StepSettings`.
-"""
+"""The options of a train step: each has its text once, in `StepOptions`, and its default in `StepSettings`."""
 
 from __future__ import annotations
 

@@ -1,20 +1,23 @@
-"""`update`: one optimizer update of a whole state, for train steps that are written out by hand.
-
-Guarantee: with the gradients of `value_and_grad(loss_fn, grads=state.layout.main)`, the state of `make_train_step`.
-"""
+"""The second half of a step, from gradients to the next state: of `make_train_step`, and of one written by hand."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+from torch import Tensor
 
 from fsharding.base import _compat, tree
 from fsharding.base.errors import ArgumentError, message
 from fsharding.base.public import check_optimizer, is_optimizer, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
 from fsharding.comm.redistribute import redistribute
-from fsharding.optim.base import GradientTransformation, UpdateContext, refuse_no_gradients
+from fsharding.optim.base import GradientTransformation, UpdateContext, next_count, refuse_no_gradients
 from fsharding.optim.updates import apply_gradients
-from fsharding.train.state import TrainState, main_of, rounding_key, sealed, spread
+from fsharding.sharding.layout import Layout
+from fsharding.train.state import TrainState, donated_if_written, main_of, rounding_key, sealed, spread
 
-__all__ = ["update"]
+__all__ = ["update", "update_facts", "updated"]
 
 
 @public
@@ -57,14 +60,30 @@ def update(state: TrainState, grads: Tree, opt: GradientTransformation) -> Train
     refuse_no_gradients(grads, state.opt_state)
     layout = state.layout
     reduced, main = (tree.prune(x, grads, ("the layout", "grads")) for x in (layout.reduced, layout.main))
-    placed = redistribute(grads, reduced)
-    rounding = layout.precision.rounding
-    context = UpdateContext(
-        shardings=main, key=state.key, step=state.step, rounding=rounding, on_host=layout.updated_on_host,
+    return sealed(updated(state, redistribute(grads, reduced), opt, replace(update_facts(layout), shardings=main)))
+
+
+def update_facts(layout: Layout) -> UpdateContext:
+    """Return what a layout says about every update in it."""
+    return UpdateContext(
+        shardings=layout.main, rounding=layout.precision.rounding, on_host=layout.updated_on_host,
         may_be_away=layout.is_away, stacked=layout.stacked,
     )  # fmt: skip
-    main, opt_state = apply_gradients(opt, placed, state.opt_state, main_of(state), context)
-    step = state.step + 1
-    params = spread(main, state.params, layout, key=rounding_key(state.key, step, layout))
+
+
+def updated(
+    state: TrainState, grads: Tree, opt: GradientTransformation, facts: UpdateContext, scale: float | Tensor = 1.0
+) -> TrainState:
+    """Update a state by gradients that are where the optimizer wants them; `facts` are those that no state tells."""
+    layout, donate = state.layout, facts.donate
+    context = replace(facts, key=state.key, step=state.step)
+    with donated_if_written(state) if donate else nullcontext():
+        with _compat.region("optimizer"):
+            main, opt_state = apply_gradients(opt, grads, state.opt_state, main_of(state), context, scale=scale)
+        with _compat.region("spread"):
+            step = next_count(state.step, facts.finite)
+            key = rounding_key(state.key, step, layout)
+            params = spread(main, state.params, layout, donate=donate, key=key)
     kept = main if state.main is not None else None
-    return sealed(state.replace(step=step, params=params, main=kept, opt_state=opt_state))
+    before = state.donate() if donate else state
+    return before.replace(step=step, params=params, main=kept, opt_state=opt_state)

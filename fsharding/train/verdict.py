@@ -1,7 +1,4 @@
-"""Whether a step counts: a number that the device computes, and its way to the host.
-
-Guarantee: all ranks have the same number, since loss and norm are the same on all.
-"""
+"""Whether a step counts: a number that the device computes, the same on all ranks, and its way to the host."""
 
 from __future__ import annotations
 

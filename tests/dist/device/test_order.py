@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import fsharding as fs
+from bench.timelines import write_trace
 from fsharding.base.errors import NonFiniteError
 from fsharding.comm.streams import DeviceStreams
-from fsharding.train.timeline import Rates, timeline_of, write_trace
+from fsharding.train.timeline import Rates, timeline_of
 from tests.decoders import DecoderCase
 from tests.helpers import full
 from tests.odd_units import NAMES, SIZE, init, loss_of

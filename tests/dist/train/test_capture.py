@@ -231,7 +231,7 @@ def test_other_batches_and_layouts_are_refused():
     other, _ = alone(squares, strategy="zero0")
     assert refusal(graph, other, BATCH, kind=LayoutError).startswith("captured step got a state in another layout.")
     assert refusal(graph, state.params, BATCH) == (
-        "captured step takes a TrainState.\nCall it as the step itself: state, metrics = step(state, batch); it got a dict."
+        "captured step takes a TrainState, got a dict.\nCall it as the step itself: state, metrics = step(state, batch)."
     )
     state, _ = graph(state, BATCH)
     with torch.no_grad():
