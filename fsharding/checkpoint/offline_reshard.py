@@ -67,8 +67,8 @@ def reshard_checkpoint(
             message("got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
         )
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())))
-    folder, manifest = directory.found(source)
     where = directory.real_path(target)
+    folder, manifest = directory.found(source)
     if folder == where:
         rule = f"cannot write {where} over itself."
         raise CheckpointError(message(rule, mend="Give another directory."))

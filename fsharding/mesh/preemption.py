@@ -24,7 +24,7 @@ from fsharding.mesh.device_mesh import Mesh, everyone, world_size
 from fsharding.mesh.failures import naming_lost
 from fsharding.mesh.rendezvous import under_launcher
 
-__all__ = ["SIGNALS", "Watch", "agree", "handling", "parse_deadline", "pending", "requested", "watch"]
+__all__ = ["SIGNALS", "Watch", "agree", "parse_deadline", "pending", "requested", "watch"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they kill: SIGTERM, and SIGUSR1 where one asks Slurm for it."""

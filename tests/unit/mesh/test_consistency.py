@@ -22,9 +22,9 @@ def settings(**changes):
 def test_an_optimizer_is_told_by_what_it_closes_over():
     facts = settings(weight_decay=0.1)
     assert facts["optimizer"] == "ContextTransformation"
-    assert facts["optimizer.update"] == "chain.update"
-    assert facts["optimizer.update.members.0.update.factor.max_norm"] == "1.0"
-    assert facts["optimizer.update.members.1.update.driver.rate.peak"] == "0.0003"
+    assert facts["optimizer.update.change"] == "chain.change"
+    assert facts["optimizer.update.change.members.0.update.change.factor.max_norm"] == "1.0"
+    assert facts["optimizer.update.change.members.1.update.change.rate.peak"] == "0.0003"
     differing = {name for name, text in settings(weight_decay=0.2).items() if facts[name] != text}
     assert {name.rpartition(".")[2] for name in differing} == {"weight_decay"}
     assert settings(weight_decay=0.1) == facts and digest(facts) == digest(dict(reversed(facts.items())))
