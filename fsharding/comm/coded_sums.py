@@ -20,7 +20,7 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.codes import is_packed
 from fsharding.comm.handles import Rows
-from fsharding.comm.reduce import Fill, Noise, copy_terms, sum_rows, sums_at_once
+from fsharding.comm.reduce import Fill, Noise, SumLayout, copy_terms, sum_rows, sums_at_once
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
@@ -45,31 +45,13 @@ class TermPlan(NamedTuple):
     parts: range
 
 
-@dataclass(frozen=True)
-class QuantizedTerms:
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTerms(SumLayout):
     """Terms that are sent as quantized values and scales. A term that is not finite makes all of its block NaN."""
 
     format: Blocks  # of the terms
     terms: tuple[TermPlan, ...]  # one for each leaf
     codes: Bucket  # what is sent: bytes of quantized values and scales
-    sums: Bucket  # the leaves, and who adds which piece
-    scatter: bool  # see `SumLayout`
-    at_once: bool  # see `SumLayout`
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `SumLayout`."""
-        return torch.uint8
-
-    @property
-    def width(self) -> int:
-        """See `SumLayout`."""
-        return self.codes.width
-
-    @property
-    def part_width(self) -> int:
-        """See `SumLayout`."""
-        return self.sums.width
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
         """See `SumLayout`: each leaf once, with its complete term."""
@@ -110,7 +92,7 @@ class QuantizedTerms:
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
         """See `SumLayout`; sums are taken in float32 at least."""
         member = self._member(group)
-        shapes = [slot.piece_shape(member) for slot in self.sums.slots]
+        shapes = [slot.piece_shape(member) for slot in self.bucket.slots]
         outs = [_compat.fresh(shape, dtype, rows[0].device) for shape in shapes] if into is None else [*into]
         for i, out in enumerate(outs):
             self._sum(i, rows, group, out)
@@ -118,14 +100,14 @@ class QuantizedTerms:
 
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
         """See `SumLayout`."""
-        for i, piece in enumerate(buckets.piece_views(own, self.sums, self._member(group))):
+        for i, piece in enumerate(buckets.piece_views(own, self.bucket, self._member(group))):
             self._sum(i, rows, group, piece)
 
     def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
         """See `SumLayout`."""
         if into is None:
-            into = buckets.whole_views(_compat.fresh((self.sums.size,), rows[0].dtype, rows[0].device), self.sums)
-        return buckets.fill(rows, list(into), self.sums)
+            into = buckets.whole_views(_compat.fresh((self.bucket.size,), rows[0].dtype, rows[0].device), self.bucket)
+        return buckets.fill(rows, list(into), self.bucket)
 
     def _member(self, group: Group) -> int:
         """The member whose pieces this one adds."""
@@ -144,7 +126,7 @@ class QuantizedTerms:
         self, i: int, rows: Rows, members: Sequence[int], piece: int, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
         """The tree of `sum_rows` over some members, of which only a few terms are wide at a time."""
-        size = math.prod(self.sums.slots[i].piece_shape(piece))
+        size = math.prod(self.bucket.slots[i].piece_shape(piece))
         if len(members) == 1 or len(members) * size <= _BLOCK:
             terms = self._decoded(i, rows, members, piece, dtype)
             return sum_rows(terms, range(len(members)), dtype, out=out, donate=True)
@@ -160,7 +142,7 @@ class QuantizedTerms:
         codes = parts[0]
         blocks = parts[1].view(format.scale_dtype).squeeze(-1)
         if term.packed:
-            codes = codec.unpack(codes, self.sums.slots[i].piece_shape(piece)[-1])
+            codes = codec.unpack(codes, self.bucket.slots[i].piece_shape(piece)[-1])
         outer = None
         if format.has_outer:
             outer = parts[2].view(torch.float32).squeeze(-1)
@@ -227,8 +209,17 @@ def _plan(
             )
         terms.append(TermPlan(shape, dim, format.sizes(shape), (sent[0], sent[1]), packed, range(first, len(parts))))
     codes = plan_bucket(tuple(parts), axis_sizes)
-    sums = plan_bucket(leaves, axis_sizes)
-    return QuantizedTerms(format, tuple(terms), codes, sums, scatter, at_once)
+    bucket = plan_bucket(leaves, axis_sizes)
+    return QuantizedTerms(
+        bucket=bucket,
+        dtype=torch.uint8,
+        scatter=scatter,
+        width=codes.width,
+        part_width=None if scatter or at_once else bucket.width,
+        format=format,
+        terms=tuple(terms),
+        codes=codes,
+    )
 
 
 def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:

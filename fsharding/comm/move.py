@@ -17,8 +17,7 @@ from fsharding.base import _compat, tree
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.handles import FreshMemory, Handle, Memory, Places, Reduction, done, nowhere
-from fsharding.comm.native_sums import native_reduction
-from fsharding.comm.reduce import Noise, PlainTerms, SumLayout
+from fsharding.comm.reduce import Noise, SumLayout
 from fsharding.comm.step_agreement import compare_plans
 from fsharding.comm.steps import LeafSteps, begins_with_sum, steps_of
 from fsharding.comm.transport import transport_for
@@ -43,15 +42,14 @@ class Move:
 
     mesh: Mesh
     leaves: tuple[LeafSteps, ...]  # whose steps differ in dims only
-    wires: tuple[Wire, ...]  # how each leaf is sent in the first step; a sum has one wire for all
+    wires: tuple[Wire, ...]  # how each leaf is sent in the first step; a sum has one wire for all, see `SumWire`
     dtype: torch.dtype  # of sums, and of what steps after the first one send
-    native: bool = False  # sums are the backend's own, see `comm.native_sums`; their wire is plain
     large: bool = False  # leaves are worth being added one by one
 
     @functools.cached_property
     def outline(self) -> str:
         """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
-        return repr(([leaf.steps for leaf in self.leaves], self.wires, self.dtype, self.native, self.large))
+        return repr(([leaf.steps for leaf in self.leaves], self.wires, self.dtype, self.large))
 
     @property
     def is_empty(self) -> bool:
@@ -75,8 +73,9 @@ class Move:
 
     @functools.cached_property
     def unrounded(self) -> Move:
-        """The same move of values that are sent in `dtype`."""
-        return replace(self, wires=(Plain(self.dtype),) * len(self.leaves))
+        """The same move of values that are sent in `dtype`; a backend that adds the first terms adds all."""
+        native = any(wire.native for wire in self.wires)
+        return replace(self, wires=(Plain(self.dtype, native),) * len(self.leaves))
 
     @functools.cached_property
     def parts(self) -> tuple[Parts, ...]:
@@ -105,7 +104,7 @@ class Move:
     def has_slots(self, leaf: Tensor) -> bool:
         """Whether a kernel can write a large leaf to where it is sent from. Collective the first time."""
         # An encoded term has no slot: it is encoded when all of it is there.
-        if self.native or not self.sums_first or not isinstance(self.terms, PlainTerms):
+        if not self.sums_first or not self.terms.as_is:
             return False
         transport = transport_for(reduction_group(self.mesh, self.axes), leaf.device)
         return transport.has_slots(leaf.numel(), scatter=self.terms.scatter)
@@ -230,12 +229,11 @@ def plan_move(
     wire: Wire,
     dtype: torch.dtype,
     *,
-    native: bool = False,
     large: bool = False,
 ) -> Move:
     """Plan a move of leaves, at least one, whose steps differ in dims only, all by one wire."""
     leaves = tuple(steps_of(*leaf) for leaf in zip(sources, targets, shapes, strict=True))
-    return Move(sources[0].mesh, leaves, (wire,) * len(leaves), dtype, native, large)
+    return Move(sources[0].mesh, leaves, (wire,) * len(leaves), dtype, large)
 
 
 class Filling:
@@ -256,13 +254,8 @@ class Filling:
         """By leaf, where the first step is no sum."""
         self._first: Reduction | None = None
         if move.sums_first:
-            group = reduction_group(move.mesh, move.axes)
-            terms = move.terms
-            if move.native and group.process_group is not None and isinstance(terms, PlainTerms):
-                self._first = native_reduction(terms, group, device, move.dtype, memory)
-            else:
-                transport = transport_for(group, device)
-                self._first = transport.reduction(terms, move.dtype, large=move.large, memory=memory, noise=noise)
+            transport = transport_for(reduction_group(move.mesh, move.axes), device)
+            self._first = transport.reduction(move.terms, move.dtype, large=move.large, memory=memory, noise=noise)
 
     @property
     def sends(self) -> bool:

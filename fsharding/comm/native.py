@@ -1,4 +1,4 @@
-"""The collectives of a process group's own backend: NCCL, or gloo.
+"""How tensors are sent inside a group of ranks, by the collectives of its backend: NCCL, or gloo.
 
 Guarantee: every transport gives these results and counts these bytes, for ordered and for native sums.
 """
@@ -18,13 +18,13 @@ from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Reduction, Rows, Works
-from fsharding.comm.reduce import Noise, OrderedSum, SumLayout
+from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Places, Reduction, Rows, Works, nowhere
+from fsharding.comm.reduce import Noise, SumLayout
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
-__all__ = ["Message", "Native", "Offer", "as_bytes", "receive", "receive_object", "send", "send_object"]
+__all__ = ["Message", "Native", "Offer", "RowSum", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
 
 class Message(NamedTuple):
@@ -48,9 +48,11 @@ class Offer(NamedTuple):
 
 
 class Native:
-    """A group's own collectives; see `Transport`."""
+    """How tensors are sent inside one group, all of whose members make the same calls in the same order."""
 
-    name = "native"
+    # Other transports derive from it, and override what they do better; each call says what it has to do.
+
+    name = "native"  # by which `make_mesh` is asked for it
     worth = 1 << 14
     """Bytes of a piece from which a leaf is gathered to where it is whole: smaller messages cost more than copies."""
 
@@ -67,7 +69,8 @@ class Native:
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
     ) -> Handle[Tensor]:
-        """See `Transport`."""
+        """Start to gather full leaves into a flat buffer of the bucket, and cast this rank's shards on the way."""
+        # Other members may read the memory of the result, so it must not be written.
         memory = memory or FreshMemory(self.device)
         if self._gathers_in_place(bucket, shards, dtype):
             flat = memory.empty(bucket.size, dtype)
@@ -83,7 +86,7 @@ class Native:
     def all_gather_into(
         self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Handle[Sequence[Tensor]]:
-        """See `Transport`."""
+        """Start to gather full leaves into contiguous tensors of this rank's own; shards may be pieces of these."""
         # Which collective runs must not follow from addresses: a rank may have its shards there already, others not.
         if self._gathers_in_place(bucket, shards, leaves[0].dtype):
             return self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)).then(lambda _: leaves)
@@ -146,16 +149,16 @@ class Native:
         memory: Memory | None = None,
         noise: Noise | None = None,
     ) -> Reduction:
-        """See `Transport`."""
-        return OrderedSum(terms, self, sum_dtype, memory, noise)
+        """Return a sum over the members, of which nothing is sent; `large` leaves are added one by one."""
+        return RowSum(terms, self, sum_dtype, memory, noise)
 
     def has_slots(self, size: int, *, scatter: bool) -> bool:
-        """See `Transport`: what is sent are rows, which no kernel writes."""
+        """Whether a `large` reduction of so many elements has slots: of rows that are sent, no kernel writes any."""
         return False
 
     # ------------------------------------------------------------------------------------------------------------ rows
     def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """See `Transport`."""
+        """An all-gather of one row [width] from each member."""
         rows = self._rows(width, dtype, memory)
         own = self._own_row(rows)
         return Exchange(own, lambda: Handle(self._gather(own, rows), lambda _: rows))
@@ -167,7 +170,7 @@ class Native:
         return _compat.fresh((rows.shape[1],), rows.dtype, self.device)
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """See `Transport`."""
+        """An exchange of one row [width] between each two members."""
         sent = self._rows(width, dtype, memory)
 
         def send() -> Handle[Rows]:
@@ -176,6 +179,37 @@ class Native:
             return Handle(self._all_to_all(sent, received), lambda _: received)
 
         return Exchange(sent, send)
+
+    def add_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None, *, scatter: bool) -> Exchange:
+        """The backend's sum of one row [width] from each member, which all receive; with `scatter`, of one for each."""
+        start = self._reduce_scatter if scatter else self._all_reduce
+        members = self.group.size if scatter else 1
+        own = (memory or FreshMemory(self.device)).empty(members * width, dtype).view(members, width)
+        return Exchange(own, lambda: start(own))
+
+    def _all_reduce(self, row: Tensor) -> Handle[Rows]:
+        group = self.group
+        k, n = group.size, row.numel()
+        if n == 0:
+            return Handle(Works(), lambda _: row)
+        record_sent(2 * (k - 1) * -(-n // k) * row.element_size(), group.axes)
+        with among(group.ranks):
+            work = _started(dist.all_reduce(row, group=group.process_group, async_op=True))
+        return Handle(Works((work,), (), (group.ranks,)), lambda _: row)
+
+    def _reduce_scatter(self, rows: Tensor) -> Handle[Rows]:
+        group = self.group
+        total = _compat.fresh((1, rows.shape[1]), rows.dtype, rows.device)
+        if rows.numel() == 0:
+            return Handle(Works(), lambda _: total)
+        record_sent((group.size - 1) * rows[0].nbytes, group.axes)
+        if not group.in_order:
+            rows = rows.index_select(0, index_of(group.by_rank, rows.device))
+        assert group.process_group is not None
+        flat = rows.view(-1)
+        with among(group.ranks):
+            work = _started(_compat.reduce_scatter_single(total[0], flat, group=group.process_group, async_op=True))
+        return Handle(Works((work,), (rows,), (group.ranks,)), lambda _: total)
 
     def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
         memory = memory or FreshMemory(self.device)
@@ -222,7 +256,7 @@ class Native:
             return _started(dist.all_to_all_single(out, x, *sizes, group=self.group.process_group, async_op=True))
 
     def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
-        """See `Transport`."""
+        """Start an uneven all-to-all: the next `send[i]` rows of x go to member i, `receive[i]` come from it."""
         group = self.group
         received = x.new_empty(sum(receive), *x.shape[1:])
         if group.process_group is None:
@@ -246,7 +280,7 @@ class Native:
 
     # -------------------------------------------------------------------------------------------------------- messages
     def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
-        """See `Transport`."""
+        """Start point-to-point messages of any sizes, in the order in which each peer lists its receives."""
         group = self.group
         if sends:
             record_sent(sum(m.data.nbytes for m in sends), group.axes)
@@ -265,6 +299,57 @@ class Native:
         buffers = tuple(m.data for m in (*sends, *receives))
         sent = Works(tuple(works), buffers, tuple(peers) or ((),), message_limit(group, self.device))
         return Handle(sent, lambda _: None)
+
+
+# ------------------------------------------------------------------------------------------------------ sums of rows
+class RowSum:
+    """A `Reduction` whose terms are sent as rows, which members or their backend add: see `SumLayout`."""
+
+    def __init__(
+        self,
+        terms: SumLayout,  # how they are sent and added
+        transport: Native,
+        sum_dtype: torch.dtype,
+        memory: Memory | None = None,
+        noise: Noise | None = None,
+    ) -> None:
+        self._layout = terms
+        self._transport = transport
+        self._sum_dtype = sum_dtype
+        if terms.native:
+            self._exchange = transport.add_rows(terms.width, terms.dtype, memory, scatter=terms.scatter)
+        elif terms.at_once:
+            self._exchange = transport.gather_rows(terms.width, terms.dtype)
+        else:
+            self._exchange = transport.all_to_all(terms.width, terms.dtype, memory)
+        self._fill = terms.filling(self._exchange.own, noise)
+
+    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
+        """See `Reduction`."""
+        self._fill(leaves, terms)
+
+    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
+        """See `Reduction`: rows have pieces of a leaf, and a kernel needs the full one."""
+        return None
+
+    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
+        """See `Reduction`."""
+        handle = self._exchange.start()
+        if self._layout.part_width is None:
+            return handle.then(lambda rows: self._sum(rows, places()))
+        return Handle(handle, lambda rows: self._sum_parts(rows, places(), handle), communicates=True)
+
+    @torch.no_grad()
+    def _sum(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
+        return self._layout.sum(rows, self._transport.group, self._sum_dtype, into)
+
+    @torch.no_grad()
+    def _sum_parts(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
+        assert self._layout.part_width is not None
+        parts = self._transport.gather_rows(self._layout.part_width, self._sum_dtype)
+        self._layout.sum_part(rows, self._transport.group, parts.own)
+        handle.release()  # before the second round: other members may wait for these rows
+        return parts.start().then(lambda rows: self._layout.join(rows, into)).wait()
 
 
 # -------------------------------------------------------------------------------------------------- between two ranks

@@ -114,7 +114,7 @@ def send(
     kinds = nothing if dtypes is None else tree.flatten_up_to(spec, dtypes, ("values", "dtypes"))
     homes = nothing if into is None else tree.flatten_up_to(spec, into, ("values", "into"))
     given: list[Any] = nothing if sources is None else tree.flatten_up_to(spec, sources)
-    sending = _Sending(leaves, targets)
+    sending = _Sending(leaves, targets, native=native)
     wrong: list[int] = []
     for i, (leaf, target, dtype) in enumerate(zip(leaves, targets, kinds, strict=True)):
         if not isinstance(leaf, DTensor) or target is None:
@@ -137,15 +137,16 @@ def send(
         named = tree.paths(values)
         rows = [f"{named[i]}: from {sharding_of(leaves[i])} to {targets[i].simplified()}" for i in wrong]
         raise LayoutError(message(text, rows))
-    return sending.start(queue, native=native).then(lambda _: tree.unflatten(spec, sending.rebuilt()))
+    return sending.start(queue).then(lambda _: tree.unflatten(spec, sending.rebuilt()))
 
 
 class _Sending:
     """Leaves of a tree that are sent, and their results."""
 
-    def __init__(self, leaves: Sequence[Any], targets: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], targets: Sequence[Any], *, native: bool) -> None:
         self.result = list(leaves)  # of each leaf; until it is there, the leaf
         self._targets = targets
+        self._native = native
         self._sent: list[_Sent] = []
         self._encoded: list[_Sent] = []
         self._ends: dict[int, Tensor] = {}  # results of leaves that are encoded on their way, until they are placed
@@ -170,9 +171,9 @@ class _Sending:
             self.result[i] = like(leaf, local) if way.stays else way.target.at_rest(local, tuple(leaf.shape))
             return
         room = memory_for(home, steps.received, dtype, torch.device(device_type)) if reuses else None
-        self._sent.append(_Sent(i, local, steps, Plain(dtype), steps.size * dtype.itemsize, room))
+        self._sent.append(_Sent(i, local, steps, Plain(dtype, self._native), steps.size * dtype.itemsize, room))
 
-    def start(self, queue: BucketQueue, *, native: bool) -> Handle[None]:
+    def start(self, queue: BucketQueue) -> Handle[None]:
         """Encode leaves that stay, and queue the others. Return a handle that waits for all."""
         last: Handle[None] = done(lambda: None)
         # Nothing is in a bucket before all ranks have agreed how leaves are encoded.
@@ -180,8 +181,7 @@ class _Sending:
         batches += [(batch, self._take) for batch in _batches(self._sent)]
         self._encoded = self._sent = []  # a bucket that has been sent lets its shards go
         for batch, take in batches:
-            start = functools.partial(_start, batch, take, native=native)
-            last = queue.add(sum(s.bytes for s in batch), start)
+            last = queue.add(sum(s.bytes for s in batch), functools.partial(_start, batch, take))
         return last
 
     def _take(self, batch: list[_Sent], moved: Moved) -> None:
@@ -203,10 +203,10 @@ def _nothing(batch: list[_Sent], moved: Moved) -> None:
     """Do nothing with results that are in their place."""
 
 
-def _start(batch: list[_Sent], then: Callable[[list[_Sent], Moved], None], *, native: bool = False) -> Handle[None]:
+def _start(batch: list[_Sent], then: Callable[[list[_Sent], Moved], None]) -> Handle[None]:
     """Start to send leaves together, or encode them where they are; `then` gets the results."""
     mesh = batch[0].steps.source.mesh
-    move = Move(mesh, tuple(s.steps for s in batch), tuple(s.wire for s in batch), batch[0].wire.dtype, native)
+    move = Move(mesh, tuple(s.steps for s in batch), tuple(s.wire for s in batch), batch[0].wire.dtype)
     homes = [s.home for s in batch if s.home is not None] or None
 
     def noise(number: int) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,12 +20,11 @@ from fsharding.base import _compat
 from fsharding.base.dtypes import wide
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
-from fsharding.comm.handles import Exchange, Handle, Memory, Places, Rows, nowhere
+from fsharding.comm.handles import Rows
 from fsharding.mesh.device_mesh import Group, index_of
 
 __all__ = [
-    "Fill", "Noise", "OrderedSum", "PlainTerms", "RowTransport", "SumLayout", "copy_terms", "plain_terms", "sum_pieces",
-    "sum_rows", "sums_at_once",
+    "Fill", "Noise", "PlainTerms", "SumLayout", "copy_terms", "plain_terms", "sum_pieces", "sum_rows", "sums_at_once",
 ]  # fmt: skip
 
 Noise: TypeAlias = Callable[[int], Tensor]
@@ -147,74 +147,44 @@ Fill: TypeAlias = Callable[[Sequence[int], Sequence[Tensor | None]], None]
 """Copies the terms of some leaves to where they are sent from; None counts as zeros."""
 
 
-class SumLayout(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class SumLayout(ABC):
     """How the terms of some leaves are sent, and how received rows of them are added."""
 
-    @property
-    def scatter(self) -> bool:
-        """Whether each member gets the sums of its own pieces; else all get the sums of full leaves."""
-        ...
+    bucket: Bucket  # the leaves; if members get the sums of full leaves, as the one that adds them has them
+    dtype: torch.dtype  # of what is sent
+    scatter: bool  # each member gets the sums of its own pieces; else all get the sums of full leaves
+    width: int  # elements of a row: what is sent to a member
+    # elements of the sums that a member adds for all, which takes a second round, a gather of these sums; None where a
+    # member receives all the terms that it wants the sum of
+    part_width: int | None = None
+    native: bool = False  # the backend adds the terms, in its own order and in `dtype`
+    as_is: bool = False  # a term is sent as it lies in a full leaf: others may read it, and kernels write it, there
 
     @property
     def at_once(self) -> bool:
-        """Whether every member receives all terms and adds them itself; else it adds a part, and gathers the others."""
-        ...
+        """Whether all members are sent the same row."""
+        return not self.scatter and self.part_width is None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of what is sent."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Elements of a row: what is sent to a member."""
-        ...
-
-    @property
-    def part_width(self) -> int:
-        """Elements of the sums that a member adds for all, where these take a second round."""
-        ...
-
+    @abstractmethod
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
         """Return what fills the rows `own` that are sent: [members, width], or [width] if all members get the same."""
-        ...
 
+    @abstractmethod
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
         """Add rows, one from each member; a buffer may be overwritten. Return sums of leaves, or of own pieces."""
-        ...
 
+    @abstractmethod
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
         """Add received rows into the part [part_width] that this member adds for all."""
-        ...
 
+    @abstractmethod
     def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
         """Make the sums of leaves of the parts of all members; `into` is as in `sum`."""
-        ...
 
 
-@dataclass(frozen=True)
-class PlainTerms:
-    """Terms that are sent in a dtype."""
-
-    bucket: Bucket  # the leaves; without `scatter`, as one member has them
-    dtype: torch.dtype  # of the terms on the wire
-    scatter: bool  # see `SumLayout`
-    members: int  # how many there are
-
-    @property
-    def at_once(self) -> bool:
-        """See `SumLayout`."""
-        return not self.scatter and sums_at_once(self.bucket.width, self.members)
-
-    @property
-    def width(self) -> int:
-        """See `SumLayout`."""
-        return self.bucket.width if self.scatter or self.at_once else self.part_width
-
-    @property
-    def part_width(self) -> int:
-        """See `SumLayout`: leaves are cut as one flat row."""
-        return -(-self.bucket.width // self.members)
+class PlainTerms(SumLayout):
+    """Terms that are sent in a dtype. If members add in parts, all leaves are cut as one flat row."""
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
         """See `SumLayout`."""
@@ -222,13 +192,17 @@ class PlainTerms:
         if self.scatter:
             return lambda leaves, terms: buckets.copy_in(terms, own, [slots[i] for i in leaves])
         flat = own.view(-1)
-        flat[self.bucket.width :].zero_()
+        if flat.numel() > self.bucket.width:
+            flat[self.bucket.width :].zero_()
         views = buckets.piece_views(flat, self.bucket, 0)
         return lambda leaves, terms: copy_terms([views[i] for i in leaves], terms)
 
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """See `SumLayout`."""
-        return sum_pieces(rows, self.bucket, group.index if self.scatter else 0, group.terms, dtype, into)
+        """See `SumLayout`. What the backend has added is one row, of which nothing is left to add."""
+        member = group.index if self.scatter else 0
+        if self.native:
+            return buckets.piece_views(rows[0].to(dtype), self.bucket, member)
+        return sum_pieces(rows, self.bucket, member, group.terms, dtype, into)
 
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
         """See `SumLayout`."""
@@ -242,74 +216,22 @@ class PlainTerms:
 
 @functools.lru_cache(maxsize=4096)
 def plain_terms(
-    leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], dtype: torch.dtype, *, scatter: bool
+    leaves: tuple[tuple[tuple[int, ...], int], ...],
+    axis_sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    scatter: bool,
+    native: bool = False,
 ) -> PlainTerms:
     """Lay out terms that are sent in a dtype: (shape, sharded dim) of each; the dim counts with `scatter` only."""
     members = math.prod(axis_sizes)
+    native = native and members > 1
+    kind = functools.partial(PlainTerms, dtype=dtype, scatter=scatter, native=native, as_is=not native)
     if scatter:
-        return PlainTerms(buckets.plan_bucket(leaves, axis_sizes), dtype, True, members)
-    return PlainTerms(buckets.plan_bucket(tuple((shape, 0) for shape, _ in leaves), ()), dtype, False, members)
-
-
-# ------------------------------------------------------------------------------------------------------ sums of rows
-class RowTransport(Protocol):
-    """A transport, as far as sums need it."""
-
-    group: Group
-
-    def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """An all-gather of one row from each member."""
-        ...
-
-    def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """An exchange of one row between each two members."""
-        ...
-
-
-class OrderedSum:
-    """A `Reduction` in the order of the members: rows of terms are exchanged, and added by `sum_rows`."""
-
-    def __init__(
-        self,
-        terms: SumLayout,  # how they are sent and added
-        transport: RowTransport,
-        sum_dtype: torch.dtype,
-        memory: Memory | None = None,
-        noise: Noise | None = None,
-    ) -> None:
-        self._layout = terms
-        self._transport = transport
-        self._sum_dtype = sum_dtype
-        if terms.at_once:
-            self._exchange = transport.gather_rows(terms.width, terms.dtype)
-        else:
-            self._exchange = transport.all_to_all(terms.width, terms.dtype, memory)
-        self._fill = terms.filling(self._exchange.own, noise)
-
-    def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """See `Reduction`."""
-        self._fill(leaves, terms)
-
-    def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """See `Reduction`: rows have pieces of a leaf, and a kernel needs the full one."""
-        return None
-
-    def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
-        """See `Reduction`: sums that members add in parts take a second round, a gather of these."""
-        handle = self._exchange.start()
-        if self._layout.scatter or self._layout.at_once:
-            return Handle(handle, lambda rows: self._sum(rows, places(), handle))
-        return Handle(handle, lambda rows: self._sum_parts(rows, places(), handle), communicates=True)
-
-    @torch.no_grad()
-    def _sum(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
-        sums = self._layout.sum(rows, self._transport.group, self._sum_dtype, into)
-        handle.release()
-        return sums
-
-    @torch.no_grad()
-    def _sum_parts(self, rows: Rows, into: Sequence[Tensor] | None, handle: Handle[Rows]) -> list[Tensor]:
-        parts = self._transport.gather_rows(self._layout.part_width, self._sum_dtype)
-        self._layout.sum_part(rows, self._transport.group, parts.own)
-        handle.release()
-        return parts.start().then(lambda rows: self._layout.join(rows, into)).wait()
+        bucket = buckets.plan_bucket(leaves, axis_sizes)
+        return kind(bucket=bucket, width=bucket.width)
+    bucket = buckets.plan_bucket(tuple((shape, 0) for shape, _ in leaves), ())
+    if native or sums_at_once(bucket.width, members):
+        return kind(bucket=bucket, width=bucket.width)
+    part = -(-bucket.width // members)
+    return kind(bucket=bucket, width=part, part_width=part)

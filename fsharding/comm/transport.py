@@ -1,4 +1,4 @@
-"""Transports: how tensors are sent inside one group of ranks, and which transport a group uses.
+"""Which transport a group of ranks uses: see `Native`, from which all of them derive.
 
 Guarantee: all transports give the same bits and count the same bytes.
 """
@@ -6,73 +6,20 @@ Guarantee: all transports give the same bits and count the same bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsharding.base.errors import MeshError, message
 from fsharding.base.registry import find, names_of
-from fsharding.comm.bucket import Bucket
-from fsharding.comm.handles import Exchange, Handle, Memory, Reduction
+from fsharding.comm.handles import Handle
 from fsharding.comm.native import Message, Native
-from fsharding.comm.reduce import Noise, SumLayout, plain_terms
+from fsharding.comm.reduce import plain_terms
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group
 
-__all__ = ["Choice", "Transport", "choice_for", "send_recv", "start_sum", "transport_for"]
-
-
-class Transport(Protocol):
-    """How tensors travel inside one group. All its members make the same calls in the same order."""
-
-    name: str  # "native", "pairwise" or "shared_memory"
-    group: Group  # the members
-
-    def all_gather(
-        self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
-    ) -> Handle[Tensor]:
-        """Start to gather full leaves into a flat buffer of the bucket, and cast this rank's shards on the way."""
-        # Other members may read the memory of the result, so it must not be written.
-        ...
-
-    def all_gather_into(
-        self, bucket: Bucket, shards: Sequence[Tensor], leaves: Sequence[Tensor]
-    ) -> Handle[Sequence[Tensor]]:
-        """Starts to gather whole leaves into contiguous tensors of this rank's own; shards may be pieces of these."""
-        ...
-
-    def reduction(
-        self,
-        terms: SumLayout,
-        sum_dtype: torch.dtype,
-        *,
-        large: bool = False,
-        memory: Memory | None = None,
-        noise: Noise | None = None,
-    ) -> Reduction:
-        """Return a sum over the members, of which nothing is sent; `large` leaves are added one by one."""
-        ...
-
-    def has_slots(self, size: int, *, scatter: bool) -> bool:
-        """Whether a `large` reduction of so many elements has slots, which a kernel may write."""
-        ...
-
-    def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """An all-gather of one row [width] from each member."""
-        ...
-
-    def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """An exchange of one row [width] between each two members."""
-        ...
-
-    def all_to_all_v(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle[Tensor]:
-        """Start an uneven all-to-all: the next `send[i]` rows of x go to member i, `receive[i]` come from it."""
-        ...
-
-    def send_recv(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle[None]:
-        """Start point-to-point messages of any sizes, in the order in which each peer lists its receives."""
-        ...
+__all__ = ["Choice", "choice_for", "send_recv", "start_sum", "transport_for"]
 
 
 class Choice(NamedTuple):
@@ -85,7 +32,7 @@ class Choice(NamedTuple):
         return f"{self.kind.name} ({self.reason})"
 
 
-def transport_for(group: Group, device: torch.device) -> Transport:
+def transport_for(group: Group, device: torch.device) -> Native:
     """The transport of a group for tensors on a device. Collective over the group the first time."""
     known = group.transports.get(device.type)
     if known is None:
@@ -96,7 +43,7 @@ def transport_for(group: Group, device: torch.device) -> Transport:
 def send_recv(
     sends: Sequence[Message], receives: Sequence[Message], group: Group, device: torch.device
 ) -> Handle[None]:
-    """Start point-to-point messages between ranks of a group; see `Transport.send_recv`."""
+    """Start point-to-point messages between ranks of a group; see `Native.send_recv`."""
     # All transports send messages in the same way, so none is chosen, and nothing is collective: a rank may send to
     # another one while the rest of the group does something else, as in a pipeline.
     return Native(group, device).send_recv(sends, receives)

@@ -56,6 +56,11 @@ class Wire(Protocol):
         """Dtype of the decoded leaf."""
         ...
 
+    @property
+    def native(self) -> bool:
+        """Whether sums on the way are the backend's own."""
+        ...
+
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
         """Plan what is sent of a leaf of a global shape, which is gathered along `dim`."""
         ...
@@ -74,7 +79,7 @@ class Wire(Protocol):
 
 
 class SumWire(Protocol):
-    """How the terms of a sum are sent."""
+    """How the terms of a sum are sent and added."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,6 +112,7 @@ class Plain(NamedTuple):
     """A leaf, or a term of a sum, is sent in a dtype."""
 
     dtype: torch.dtype
+    native: bool = False  # the backend adds terms, in this dtype and its own order; else members do, in a tree
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
         """See `Wire`."""
@@ -127,7 +133,7 @@ class Plain(NamedTuple):
 
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
         """See `SumWire`."""
-        return plain_terms(leaves, axis_sizes, self.dtype, scatter=scatter)
+        return plain_terms(leaves, axis_sizes, self.dtype, scatter=scatter, native=self.native)
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,11 @@ class Quantizing:
     format: Blocks
     stays: bool = False  # a gathered leaf stays quantized; otherwise it is dequantized
     strict: bool = False  # see `Quantized`
+
+    @property
+    def native(self) -> bool:
+        """See `Wire`: no backend adds quantized values."""
+        return False
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
         """See `Wire`."""

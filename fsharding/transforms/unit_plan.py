@@ -226,17 +226,17 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         first = target.first_wire if begins_with_sum(steps or late_steps) else None
         native = target.native and first is None
         # A backend adds what is sent, where ordered sums widen it.
-        terms = target.wire or Plain(target.dtype if native else leaf.wire.dtype)
-        sums = target.wire or Plain(target.dtype)
+        sums = Plain((target.wire or target).dtype, native)
+        terms = sums if target.wire or native else Plain(leaf.wire.dtype)
         wires = (first or terms, sums) if steps else (terms, first or sums)
-        result.setdefault((kinds_of(steps), kinds_of(late_steps), target.dtype, *wires, native), []).append(i)
+        result.setdefault((kinds_of(steps), kinds_of(late_steps), target.dtype, *wires), []).append(i)
     buckets: list[ReduceBucket] = []
-    for (_, _, dtype, wire, late_wire, native), members in result.items():
+    for (_, _, dtype, wire, late_wire), members in result.items():
         sources, middles, targets = ([routes[i][place] for i in members] for place in range(3))
         shapes = [leaves[i].shape for i in members]
-        early = plan_move(sources, middles, shapes, wire, dtype, native=native)
+        early = plan_move(sources, middles, shapes, wire, dtype)
         is_large = early.sums_first and any(_elements(leaves[i]) >= large for i in members)
-        late = plan_move(middles, targets, shapes, late_wire, dtype, native=native)
+        late = plan_move(middles, targets, shapes, late_wire, dtype)
         buckets.append(ReduceBucket(tuple(members), replace(early, large=is_large), late))
     return tuple(buckets)
 

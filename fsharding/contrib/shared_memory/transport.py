@@ -25,7 +25,7 @@ from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Exchange, Handle, Memory, Places, Reduction, Rows, nowhere
 from fsharding.comm.native import Offer, as_bytes
-from fsharding.comm.reduce import Noise, PlainTerms, SumLayout, copy_terms, sum_rows, sums_at_once
+from fsharding.comm.reduce import Noise, SumLayout, copy_terms, sum_rows, sums_at_once
 from fsharding.contrib.pairwise import Pairwise, swap_rows
 from fsharding.contrib.shared_memory import segments
 from fsharding.contrib.shared_memory.pipes import MemberError, Pipes
@@ -365,7 +365,7 @@ class SharedMemory(Pairwise):
     def all_gather(
         self, bucket: Bucket, shards: Sequence[Tensor], dtype: torch.dtype, memory: Memory | None = None
     ) -> Handle[Tensor]:
-        """See `Transport`: each member writes its pieces to where they are in whole leaves, and nothing is copied."""
+        """See `Native`: each member writes its pieces to where they are in whole leaves, and nothing is copied."""
         if bucket.width == 0:
             return super().all_gather(bucket, shards, dtype, memory)
         joint = Joint(bucket.size * dtype.itemsize, self.group)
@@ -387,24 +387,24 @@ class SharedMemory(Pairwise):
         memory: Memory | None = None,
         noise: Noise | None = None,
     ) -> Reduction:
-        """See `Transport`: members read what they need out of the others' full leaves, where these are large."""
-        if large and isinstance(terms, PlainTerms) and self.has_slots(terms.bucket.width, scatter=terms.scatter):
+        """See `Native`: members read what they need out of the others' full leaves, where these are large."""
+        if large and terms.as_is and self.has_slots(terms.bucket.width, scatter=terms.scatter):
             return _LeafReduction(terms, self.group, sum_dtype)
         return super().reduction(terms, sum_dtype, large=large, memory=memory, noise=noise)
 
     def has_slots(self, size: int, *, scatter: bool) -> bool:
-        """See `Transport`."""
+        """See `Native`."""
         return size > 0 and (scatter or sums_at_once(size, self.group.size))
 
     def gather_rows(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """See `Transport`."""
+        """See `Native`."""
         if width == 0:
             return super().gather_rows(width, dtype, memory)
         own = segments.take(width * dtype.itemsize).view(dtype)
         return Exchange(own, lambda: self._show(own, own.nbytes, lambda rows: rows))
 
     def all_to_all(self, width: int, dtype: torch.dtype, memory: Memory | None = None) -> Exchange:
-        """See `Transport`."""
+        """See `Native`."""
         if width == 0:
             return super().all_to_all(width, dtype, memory)
         group = self.group
@@ -423,7 +423,7 @@ class _LeafReduction:
 
     # With `scatter` each member reads the pieces of its own, else the leaves.
 
-    def __init__(self, terms: PlainTerms, group: Group, sum_dtype: torch.dtype) -> None:
+    def __init__(self, terms: SumLayout, group: Group, sum_dtype: torch.dtype) -> None:
         self._bucket = terms.bucket
         self._scatter = terms.scatter
         self._group = group

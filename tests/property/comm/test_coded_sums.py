@@ -13,7 +13,8 @@ from fsharding import formats
 from fsharding.comm import coded_sums
 from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
 from fsharding.comm.handles import Handle
-from fsharding.comm.reduce import OrderedSum, sum_rows
+from fsharding.comm.native import RowSum
+from fsharding.comm.reduce import sum_rows
 from fsharding.formats import E2M1, E4M3, E5M2, Blocks, codec
 from fsharding.mesh.device_mesh import Group
 from tests.helpers import examples
@@ -74,12 +75,12 @@ def summed(plan, terms, order, *, stacked, into):
 
     def run(member):
         seat = Seat(table, Group(tuple(range(members)), member, None, order))
-        reduction = OrderedSum(plan, seat, torch.float32)
+        reduction = RowSum(plan, seat, torch.float32)
         reduction.add([*range(len(terms[member]))][::-1], terms[member][::-1])
         places = None
         if into:
             piece = member if plan.scatter else 0
-            shapes = [s.piece_shape(piece) if plan.scatter else s.shape for s in plan.sums.slots]
+            shapes = [s.piece_shape(piece) if plan.scatter else s.shape for s in plan.bucket.slots]
             places = [torch.full(shape, torch.nan) for shape in shapes]
         return reduction.start(lambda: places).wait()
 
@@ -145,7 +146,7 @@ def test_a_sum_is_that_of_terms_that_were_rounded_whole(case, scatter, wide_at_a
         for member, got in enumerate(found):
             piece = want
             if scatter:
-                start, stop = plan.sums.slots[i].piece(member)
+                start, stop = plan.bucket.slots[i].piece(member)
                 piece = want.narrow(dim, start, stop - start)
             assert torch.equal(got[i].contiguous().view(torch.int32), piece.contiguous().view(torch.int32)), (
                 shape,
@@ -168,7 +169,7 @@ def test_an_error_is_a_share_of_the_largest_magnitude(seed, case):
 def test_no_cut_goes_through_a_block_whose_scale_is_sent(case):
     leaves, sizes, format, _ = case
     plan = plan_cut_sums(leaves, sizes, format)
-    for (shape, dim), term, slot in zip(leaves, plan.terms, plan.sums.slots, strict=True):
+    for (shape, dim), term, slot in zip(leaves, plan.terms, plan.bucket.slots, strict=True):
         for place in (0, 1):
             size, inner = shape[len(shape) - 2 + place], term.sent[place]
             inside = term.block[place] % inner == 0 or term.block[place] >= size
