@@ -6,14 +6,15 @@ Guarantee: the live bytes of each owner are known exactly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.comm.streams import OneStream, Streams, streams_for
+from fsharding.comm.handles import Memory
+from fsharding.comm.streams import Streams, streams_for
 
 __all__ = ["Pool", "PoolMemory"]
 
@@ -50,7 +51,7 @@ class Pool:
         self._buffers: list[_Buffer] = []
         self._adopted: list[tuple[_compat.WeakStorage, int, object]] = []
         self._idle = 0
-        self._streams: Streams = OneStream()
+        self._streams = Streams()
 
     def take(
         self,
@@ -101,7 +102,7 @@ class Pool:
 
     def memory(self, device: torch.device, owner: object | None = None) -> PoolMemory:
         """The pool as the `Memory` of an owner."""
-        return PoolMemory(self, device, owner)
+        return PoolMemory(device, self, owner)
 
     def alive(self) -> dict[int, int]:
         """Bytes alive by id of their owner."""
@@ -137,11 +138,11 @@ class Pool:
         self.peak_bytes = max(self.peak_bytes, sum(alive.values()))
 
 
-class PoolMemory(NamedTuple):
+@dataclass(frozen=True)
+class PoolMemory(Memory):
     """A pool as the `Memory` of an owner, whose bytes are counted; None for bytes that are not counted."""
 
     pool: Pool
-    device: torch.device
     owner: object | None
     user: object | None = None
 
@@ -150,11 +151,11 @@ class PoolMemory(NamedTuple):
         return self.pool.take(size, dtype, self.device, self.owner, self.user)
 
     def of_one_user(self) -> PoolMemory:
-        """The same, for a user that calls `retire`."""
-        return self._replace(user=object())
+        """See `Memory`."""
+        return replace(self, user=object())
 
     def retire(self) -> None:
-        """See `Pool.retire`, of the buffers that were taken from here."""
+        """See `Memory`."""
         self.pool.retire(self.user)
 
     def adopt(self, x: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from fsharding.base import _compat
 from fsharding.mesh.failures import among
 
 __all__ = [
-    "Exchange", "FreshMemory", "Handle", "Memory", "Places", "Reduction", "Rows", "Work", "Works", "done", "nowhere",
+    "Exchange", "Handle", "Memory", "Places", "Reduction", "Rows", "Work", "Works", "done", "nowhere",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -150,26 +150,22 @@ class Reduction(Protocol):
         ...
 
 
-class Memory(Protocol):
-    """Where buffers come from."""
-
-    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer with garbage inside."""
-        ...
-
-    def adopt(self, x: Tensor) -> None:
-        """Counts a buffer that comes from somewhere else, as long as it is viewed."""
-        ...
-
-
-class FreshMemory(NamedTuple):
-    """New memory for each buffer."""
+@dataclass(frozen=True)
+class Memory:
+    """Where buffers come from. Here each is new; a `Pool` hands out those that are no longer used."""
 
     device: torch.device
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """See `Memory`."""
+        """A flat buffer with garbage inside."""
         return _compat.fresh((size,), dtype, self.device)
 
     def adopt(self, x: Tensor) -> None:
-        """See `Memory`; nothing is counted."""
+        """Count a buffer that comes from somewhere else, as long as it is viewed."""
+
+    def of_one_user(self) -> Memory:
+        """The same, for a user that calls `retire`."""
+        return self
+
+    def retire(self) -> None:
+        """Let buffers that were taken from here and are free be used again, when the current stream has come here."""

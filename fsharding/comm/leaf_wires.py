@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from fsharding.base import tree
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.tree import Tree
-from fsharding.comm.wires import Plain, Quantizing, SumWire, Wire
+from fsharding.comm.wires import Plain, Quantizing, Wire
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
@@ -55,30 +55,26 @@ class UnitWire(NamedTuple):
     seen: Callable[[Tensor], Quantized] | None = None
 
 
-class LeafWires(Protocol):
-    """How the leaves of a tree are sent."""
+class LeafWires:
+    """How the leaves of a tree are sent. Here each is cast to the dtype that the call computes in."""
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
         """Inside, `note` is told of all that a loss function dequantizes, so that autograd may save less."""
-        ...
+        return nullcontext()
 
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
         """Return how a leaf of a unit, of this full shape, is gathered."""
-        ...
+        return UnitWire(Plain(dtype))
 
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> SumWire | None:
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
         """Return the wire of the terms of its gradient; None for the wire of later sums."""
-        ...
+        return None
 
-    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Draw the numbers by which the shard of a leaf, of this sharding and full shape in the unit, is rounded."""
-        ...
-
-    def term_noise(
-        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device
+    def noise(
+        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
     ) -> Tensor:
-        """Draw the numbers by which a term of its gradient is rounded; arguments as in `noise`."""
-        ...
+        """Draw the numbers by which a shard of a leaf, or of a term of its gradient, of a full shape is rounded."""
+        raise AssertionError("nothing is rounded")
 
 
 def wires_of(
@@ -86,7 +82,7 @@ def wires_of(
 ) -> LeafWires:
     """Return how the leaves of a tree are sent in one call; `key` for keyed rounding is another one in each step."""
     if not precision.has_formats:
-        return _PlainWires()
+        return LeafWires()
     return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
 
 
@@ -100,26 +96,8 @@ class _OfNumbers(NamedTuple):
         return Quantized.of_numbers(node, self.format, strict=self.strict)
 
 
-class _PlainWires:
-    """Every leaf is cast to the dtype that the call computes in, and nothing is rounded to a format."""
-
-    def noting(self, note: Note) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
-        return UnitWire(Plain(dtype))
-
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> SumWire | None:
-        return None
-
-    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
-        raise AssertionError
-
-    term_noise = noise
-
-
 @dataclass(frozen=True)
-class _FormatWires:
+class _FormatWires(LeafWires):
     """Leaves that a precision gives a format are sent in it."""
 
     precision: Precision  # with `gather`, or a format in `reduce`
@@ -144,7 +122,7 @@ class _FormatWires:
         # Products in backward sum along the other dim, so backward gathers the leaf in blocks along it.
         return UnitWire(wire, again=replace(wire, format=format.across(shape)))
 
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> SumWire | None:
+    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
         format = self.precision.reduce_format(self.leaves[index.leaf].path, ndim)
         return None if format is None or self._keeps(index) else Quantizing(dtype, format)
 
@@ -154,25 +132,13 @@ class _FormatWires:
         leaf = self.leaves[index.leaf]
         return leaf.first + index.row in self.precision.kept_rows(leaf.path, leaf.layers)
 
-    def noise(self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._noise(self.key, index, sharding, shape, device)
-
-    def term_noise(
-        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device
+    def noise(
+        self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
     ) -> Tensor:
-        if self.term_key is None:
+        key = self.term_key if of_term else self.key
+        if of_term and key is None:
             rule = f"rounds terms of the gradient of {self.leaves[index.leaf].path} by key, and has none."
             raise ConfigError(message(rule, mend=_GIVE_A_KEY))
-        return self._noise(self.term_key, index, sharding, shape, device)
-
-    def _noise(
-        self,
-        key: Tensor | None,
-        index: LeafIndex,
-        sharding: NamedSharding,
-        shape: Sequence[int],
-        device: torch.device,
-    ) -> Tensor:
         leaf = self.leaves[index.leaf]
         ranges = list(sharding.grid(tuple(shape)) or ())
         if index.row is None:

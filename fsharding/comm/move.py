@@ -16,12 +16,12 @@ from torch import Tensor
 from fsharding.base import _compat, tree
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.handles import FreshMemory, Handle, Memory, Places, Reduction, done, nowhere
+from fsharding.comm.handles import Handle, Memory, Places, Reduction, done, nowhere
 from fsharding.comm.reduce import Noise, SumLayout
 from fsharding.comm.step_agreement import compare_plans
 from fsharding.comm.steps import LeafSteps, begins_with_sum, steps_of
 from fsharding.comm.transport import transport_for
-from fsharding.comm.wires import Parts, Plain, SumWire, WholeLeaf, Wire
+from fsharding.comm.wires import Parts, Plain, WholeLeaf, Wire
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
@@ -42,7 +42,7 @@ class Move:
 
     mesh: Mesh
     leaves: tuple[LeafSteps, ...]  # whose steps differ in dims only
-    wires: tuple[Wire, ...]  # how each leaf is sent in the first step; a sum has one wire for all, see `SumWire`
+    wires: tuple[Wire, ...]  # how each leaf is sent in the first step; a sum has one wire for all
     dtype: torch.dtype  # of sums, and of what steps after the first one send
     large: bool = False  # leaves are worth being added one by one
 
@@ -98,8 +98,7 @@ class Move:
         """The layout of terms, if the first step is a sum."""
         step = self.leaves[0].steps[0]
         cuts = tuple((leaf.local, leaf.steps[0].dim) for leaf in self.leaves)
-        sums = cast(SumWire, self.wires[0])
-        return sums.terms(cuts, axis_sizes(self.mesh, step.axes), scatter=step.kind == "scatter")
+        return self.wires[0].terms(cuts, axis_sizes(self.mesh, step.axes), scatter=step.kind == "scatter")
 
     def has_slots(self, leaf: Tensor) -> bool:
         """Whether a kernel can write a large leaf to where it is sent from. Collective the first time."""
@@ -165,7 +164,7 @@ class Move:
         device = leaves[0].device
         dtype = self.parts[0].dtype
         if not self.axes:
-            return done(lambda: self._kept(sent, given, memory or FreshMemory(device), into))
+            return done(lambda: self._kept(sent, given, memory or Memory(device), into))
         group = axis_group(self.mesh, self.axes)
         compare_plans(group, device.type, lambda: self.outline)
         transport = transport_for(group, device)
@@ -205,7 +204,7 @@ class Move:
         if self.decoded is not None:
             buffers = []
             if outs is None:
-                memory = memory or FreshMemory(received[0].device)
+                memory = memory or Memory(received[0].device)
                 buffers = [memory.empty(self.decoded.size, self.wires[0].dtype)]
                 outs = buckets.whole_views(buffers[0], self.decoded)
         results = list[WholeLeaf]()

@@ -18,7 +18,7 @@ from fsharding.base import _compat
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket
 from fsharding.comm.counters import record_sent
-from fsharding.comm.handles import Exchange, FreshMemory, Handle, Memory, Places, Reduction, Rows, Works, nowhere
+from fsharding.comm.handles import Exchange, Handle, Memory, Places, Reduction, Rows, Works, nowhere
 from fsharding.comm.reduce import Noise, SumLayout
 from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
@@ -71,7 +71,7 @@ class Native:
     ) -> Handle[Tensor]:
         """Start to gather full leaves into a flat buffer of the bucket, and cast this rank's shards on the way."""
         # Other members may read the memory of the result, so it must not be written.
-        memory = memory or FreshMemory(self.device)
+        memory = memory or Memory(self.device)
         if self._gathers_in_place(bucket, shards, dtype):
             flat = memory.empty(bucket.size, dtype)
             return self._start_in_place(bucket, shards, buckets.whole_views(flat, bucket), memory).then(lambda _: flat)
@@ -89,7 +89,7 @@ class Native:
         """Start to gather full leaves into contiguous tensors of this rank's own; shards may be pieces of these."""
         # Which collective runs must not follow from addresses: a rank may have its shards there already, others not.
         if self._gathers_in_place(bucket, shards, leaves[0].dtype):
-            return self._start_in_place(bucket, shards, leaves, FreshMemory(self.device)).then(lambda _: leaves)
+            return self._start_in_place(bucket, shards, leaves, Memory(self.device)).then(lambda _: leaves)
         own = buckets.pieces_of(leaves, bucket, self.group.index)
         there = self.group.index if all(map(_compat.is_same_view, own, shards)) else None
         rows = self._start_gather(bucket, shards, leaves[0].dtype, None)
@@ -184,7 +184,7 @@ class Native:
         """The backend's sum of one row [width] from each member, which all receive; with `scatter`, of one for each."""
         start = self._reduce_scatter if scatter else self._all_reduce
         members = self.group.size if scatter else 1
-        own = (memory or FreshMemory(self.device)).empty(members * width, dtype).view(members, width)
+        own = (memory or Memory(self.device)).empty(members * width, dtype).view(members, width)
         return Exchange(own, lambda: start(own))
 
     def _all_reduce(self, row: Tensor) -> Handle[Rows]:
@@ -212,7 +212,7 @@ class Native:
         return Handle(Works((work,), (rows,), (group.ranks,)), lambda _: total)
 
     def _rows(self, width: int, dtype: torch.dtype, memory: Memory | None) -> Tensor:
-        memory = memory or FreshMemory(self.device)
+        memory = memory or Memory(self.device)
         size = self.group.size
         return memory.empty(size * width, dtype).view(size, width)
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsharding.base import _compat, tree
 from fsharding.comm.handles import Works
-from fsharding.comm.streams import StreamName, use_streams
+from fsharding.comm.streams import StreamName, Streams, use_streams
 from fsharding.sharding.named_sharding import local_of
 
 __all__ = [
@@ -80,7 +80,7 @@ class Row(NamedTuple):
         return f"{self.stream}: {self.kind} {self.text}{sets}"
 
 
-class RecordingStreams:
+class RecordingStreams(Streams):
     """`Streams` that note what they are given."""
 
     several = True
@@ -126,9 +126,6 @@ class RecordingStreams:
         for stream in (COMPUTE, "gather", "reduce"):
             if stream != self._current[-1]:
                 self.wait(self._record(stream, "all"))
-
-    def settle(self, event: Any) -> None:
-        """See `Streams`."""
 
     # ------------------------------------------------------------------------------------------------------- operations
     def _look_for_freed(self) -> None:

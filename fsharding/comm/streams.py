@@ -22,73 +22,48 @@ import functools
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from fsharding.base import devices
 from fsharding.base.scoped import scoped
 
-__all__ = ["DeviceStreams", "OneStream", "StreamName", "Streams", "streams_for", "use_streams"]
+__all__ = ["DeviceStreams", "StreamName", "Streams", "streams_for", "use_streams"]
 
 StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
 """The streams besides the compute stream, which is the current one outside of them; `out` and `in` copy to the host."""
 
 
-class Streams(Protocol):
-    """The streams of a device; `several` is False if there is the compute stream alone."""
+_NOTHING = nullcontext()
 
-    several: bool
+
+class Streams:
+    """The streams of a device. Here, as on a CPU, there is the compute stream alone: all runs in program order."""
+
+    several = False  # whether there are others
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream the current one inside: operations and allocations belong to it."""
-        ...
-
-    def record(self, of: str) -> Any:
-        """Record an event on the current stream of what has happened then, in a word for logs; None for one stream."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Have the current stream wait for an event before everything that follows."""
-        ...
-
-    def wait_all(self) -> None:
-        """Have the current stream wait for everything that the compute, gather and reduce streams have been given."""
-        ...
-
-    def settle(self, event: Any) -> None:
-        """Have the host wait for an event."""
-        ...
-
-
-class OneStream:
-    """The stream of a CPU: everything runs in program order."""
-
-    several = False
-
-    def on(self, name: StreamName) -> AbstractContextManager[Any]:
-        """See `Streams`."""
         return _NOTHING
 
     def record(self, of: str) -> Any:
-        """See `Streams`."""
-        return None
+        """Record an event on the current stream of what has happened then, in a word for logs; None for one stream."""
 
     def wait(self, event: Any) -> None:
-        """See `Streams`."""
+        """Have the current stream wait for an event before everything that follows."""
 
     def wait_all(self) -> None:
-        """See `Streams`."""
+        """Have the current stream wait for everything that the compute, gather and reduce streams have been given."""
 
     def settle(self, event: Any) -> None:
-        """See `Streams`."""
+        """Have the host wait for an event."""
 
 
-_NOTHING = nullcontext()
-_ONE = OneStream()
+_ONE = Streams()
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """Streams besides the current one, of higher priority, since others wait for their work."""
 
     several = True
@@ -155,5 +130,5 @@ def _streams(device: torch.device) -> Streams:
 
 
 def use_streams(streams: Streams) -> AbstractContextManager[None]:
-    """Have every device use these streams inside the `with` block: `OneStream()` runs everything in program order."""
+    """Have every device use these streams inside the `with` block: `Streams()` runs everything in program order."""
     return scoped(_chosen, streams)

@@ -10,46 +10,15 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, devices
-from fsharding.sharding.memory_kinds import HERE, Lacking, LocalLeaf, Tier, tier_named
+from fsharding.sharding.memory_kinds import Tier, tier_named
 
-__all__ = ["DEVICE", "HOST", "compute_device", "pinned", "rows_together", "tier_of", "tier_on", "written"]
+__all__ = ["DEVICE", "HOST", "compute_device", "pinned", "rows_together", "tier_of", "tier_on"]
 
 _TOGETHER = 2 << 20
 """Elements of small rows that are copied together."""
 
 
-class _Device:
-    """The memory that is computed with: a tensor is where it should be."""
-
-    name: ClassVar[str] = HERE
-    text: ClassVar[str] = "the device"
-    can_fail: ClassVar[bool] = False
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Tier`."""
-        return _compat.fresh(shape, dtype, device)
-
-    def put(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """See `Tier`; `into` is always written."""
-        return x if into is None else written(into, x)
-
-    def get(self, x: Tensor, device: torch.device) -> Tensor:
-        """See `Tier`."""
-        return x
-
-    def prefetch(self, x: Tensor, device: torch.device) -> None:
-        """See `Tier`."""
-
-    def settle(self, x: Tensor, device: torch.device) -> None:
-        """See `Tier`; streams wait for each other."""
-
-    def reserve(
-        self, state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf], donated: Sequence[Tensor], lacking: Lacking
-    ) -> None:
-        """See `Tier`; a device refuses when it is out of memory."""
-
-
-class _Host(_Device):
+class _Host(Tier):
     """Pinned memory of the host, for a device that has memory of its own."""
 
     name: ClassVar[str] = "host"
@@ -65,7 +34,7 @@ class _Host(_Device):
         if x.is_cpu and not fits and (_compat.is_fake(x) or x.is_pinned()):
             return x
         there = into if into is not None and fits else pinned(tuple(x.shape), x.dtype)
-        return written(there, x) if x.is_cpu else there.copy_(x, non_blocking=True)
+        return super().put(x, there) if x.is_cpu else there.copy_(x, non_blocking=True)
 
     def get(self, x: Tensor, device: torch.device) -> Tensor:
         """See `Tier`."""
@@ -80,8 +49,8 @@ class _Host(_Device):
             stream.synchronize()
 
 
-DEVICE: Tier = _Device()
-HOST: Tier = _Host()
+DEVICE = Tier()
+HOST = _Host()
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -108,11 +77,6 @@ def tier_on(name: str, device_type: str) -> Tier:
 def compute_device(device_type: str) -> torch.device:
     """Return the device of this process with its index, as tensors have it."""
     return torch.empty(0, device=device_type).device
-
-
-def written(home: Tensor, x: Tensor) -> Tensor:
-    """Copy a tensor to memory, unless it is that memory; return the memory."""
-    return home if _compat.is_same_view(home, x) else home.copy_(x)
 
 
 def rows_together(shape: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from fsharding.formats.quantized import Quantized
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["CutLeaves", "LeafWire", "Parts", "Plain", "Quantizing", "SumWire", "WholeLeaf", "Wire"]
+__all__ = ["CutLeaves", "LeafWire", "Parts", "Plain", "Quantizing", "WholeLeaf", "Wire"]
 
 
 CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
@@ -49,16 +49,16 @@ class Parts(NamedTuple):
 
 
 class Wire(Protocol):
-    """How a leaf is gathered. Collective over the mesh where ranks have to agree on what they send."""
+    """How a leaf is gathered, or the terms of a sum are sent. Collective over the mesh where ranks have to agree."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the decoded leaf."""
+        """Dtype of a leaf or a term before it is encoded, and of one that was decoded."""
         ...
 
     @property
     def native(self) -> bool:
-        """Whether sums on the way are the backend's own."""
+        """Whether a backend adds the terms of sums, in their dtype and its own order; else members do, in a tree."""
         ...
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
@@ -75,15 +75,6 @@ class Wire(Protocol):
 
     def decode(self, parts: Parts, received: Sequence[Tensor], agreed: Any, out: Tensor | None) -> WholeLeaf:
         """Make the leaf of what was received, in `out` if `parts.decoded` is a shape."""
-        ...
-
-
-class SumWire(Protocol):
-    """How the terms of a sum are sent and added."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of a term."""
         ...
 
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
@@ -112,7 +103,7 @@ class Plain(NamedTuple):
     """A leaf, or a term of a sum, is sent in a dtype."""
 
     dtype: torch.dtype
-    native: bool = False  # the backend adds terms, in this dtype and its own order; else members do, in a tree
+    native: bool = False  # see `Wire`
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
         """See `Wire`."""
@@ -132,7 +123,7 @@ class Plain(NamedTuple):
         return received[0]
 
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
-        """See `SumWire`."""
+        """See `Wire`."""
         return plain_terms(leaves, axis_sizes, self.dtype, scatter=scatter, native=self.native)
 
 
@@ -178,7 +169,7 @@ class Quantizing:
         )  # fmt: skip
 
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
-        """See `SumWire`."""
+        """See `Wire`."""
         if scatter:
             return plan_cut_sums(leaves, axis_sizes, self.format)
         return plan_whole_sums(tuple(shape for shape, _ in leaves), math.prod(axis_sizes), self.format)

@@ -293,7 +293,7 @@ def planned_extents(state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf]) -> l
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors
-class _Disk:
+class _Disk(Tier):
     """The tier. A device copies through pinned memory; threads read and write the file."""
 
     name: ClassVar[str] = "disk"

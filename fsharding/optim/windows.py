@@ -30,7 +30,7 @@ from fsharding.base.errors import ConfigError, listed, message
 from fsharding.base.tree import Tree
 from fsharding.comm.leaf_memory import copied, is_away, tier_at_rest
 from fsharding.comm.redistribute import in_buckets
-from fsharding.comm.tier import DEVICE, compute_device, rows_together, tier_of, written
+from fsharding.comm.tier import DEVICE, compute_device, rows_together, tier_of
 from fsharding.comm.transfers import Transfer, Transfers
 from fsharding.optim.base import UpdateContext, like_leaf
 from fsharding.optim.chunked_update import rounds_by_key, rounds_moments
@@ -352,7 +352,7 @@ class _Windows:
         homes = {path: home for path in local if (home := self._home(path, window)) is not None}
         given = {path: x for path, x in local.items() if path in self._tiers}
         there = self._copies[window.on_host].send(given, self._tiers, homes)
-        there |= {path: written(home, local[path]) for path, home in homes.items() if path not in there}
+        there |= {path: DEVICE.put(local[path], home) for path, home in homes.items() if path not in there}
         rest = tree.map_with_path(lambda path, x: like_leaf(x, there[path]) if path in there else x, values)
         for path, x in state_leaves(rest).items():
             if self._rows(path, window) is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias, cast
+from typing import ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from fsharding.base import _compat
 from fsharding.base.errors import ConfigError, did_you_mean, listed, message
 from fsharding.base.registry import find, names_of
 from fsharding.sharding.leaf_names import begins
@@ -29,41 +30,39 @@ LocalLeaf: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # the local shape of
 Lacking: TypeAlias = Callable[[bool], list[int]]
 
 
-class Tier(Protocol):
-    """A kind of memory. Copies are ordered by the current stream; the host waits for none but in `settle`."""
+class Tier:
+    """A kind of memory. Here it is the device's, where a tensor is computed with, and nothing is ever copied."""
 
-    name: ClassVar[str]  # as users write it
-    text: ClassVar[str]  # in a sentence
+    # Copies are ordered by the current stream; the host waits for none but in `settle`.
+    name: ClassVar[str] = HERE  # as users write it
+    text: ClassVar[str] = "the device"  # in a sentence
     # a copy may fail or take long. So its tensors are never written in place, and reads start earlier
-    can_fail: ClassVar[bool]
+    can_fail: ClassVar[bool] = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory to be filled by the host or the device; `put` of it is then cheapest."""
-        ...
+        return _compat.fresh(shape, dtype, device)
 
     def put(self, x: Tensor, into: Tensor | None = None) -> Tensor:
         """Start to copy a tensor to the tier; `into` may be written if the tier cannot fail and it fits."""
-        ...
+        return x if into is None or _compat.is_same_view(into, x) else into.copy_(x)
 
     def get(self, x: Tensor, device: torch.device) -> Tensor:
         """Copy a tensor of the tier to a device."""
-        ...
+        return x
 
     def prefetch(self, x: Tensor, device: torch.device) -> None:
         """Start what the next `get` of the same tensor would have the host wait for."""
-        ...
 
     def settle(self, x: Tensor, device: torch.device) -> None:
         """Have the host wait until a tensor, which was put from a device on the current stream, is there."""
-        ...
 
     def reserve(
         self, state: Sequence[LocalLeaf], grads: Sequence[LocalLeaf], donated: Sequence[Tensor], lacking: Lacking
     ) -> None:
-        """Take room for a state and its gradients, or raise on every rank."""
+        """Take room for a state and its gradients, or raise on every rank; a device raises when it is out of memory."""
         # Tensors that are donated are freed before the state is written. Each rank tells the others by `lacking`
         # whether it lacks room, and gets the ranks that do.
-        ...
 
 
 @functools.cache

@@ -330,11 +330,12 @@ class GatherContext:
 
     def _noise(self, unit: GatheredUnit, leaf: int) -> Tensor:
         node = unit.leaves[leaf]
-        return self._wires.noise(unit.index[leaf], node.sharding, node.shape, self._device)
+        return self._wires.noise(unit.index[leaf], node.sharding, node.shape, self._device, of_term=False)
 
     def _term_noise(self, unit: GatheredUnit, leaf: int) -> Tensor:
         node = unit.leaves[leaf]
-        return self._wires.term_noise(unit.index[leaf], whole(node.sharding), node.shape, self._device)
+        sharding = whole(node.sharding)
+        return self._wires.noise(unit.index[leaf], sharding, node.shape, self._device, of_term=True)
 
     @torch.no_grad()
     def _use(self, unit: GatheredUnit, policy: Policy) -> list[WholeLeaf]:

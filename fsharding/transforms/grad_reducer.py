@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
-from fsharding.comm.buffer_pool import Pool, PoolMemory
+from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.grad_memory import GradMemory
 from fsharding.comm.handles import Handle, Memory, Places, done, nowhere
 from fsharding.comm.leaf_memory import on_device
@@ -194,7 +194,7 @@ class GradReducer:
             self._streams.wait(event)
         reduced.clear()
         for memory in memories:
-            if isinstance(memory, PoolMemory):
+            if memory is not None:
                 memory.retire()
 
     @contextmanager
@@ -221,9 +221,7 @@ class GradReducer:
 
     # ------------------------------------------------------------------------------------------------------ one bucket
     def _make_bucket(self, unit: GatheredUnit, b: ReduceBucket, move: Move) -> Filling:
-        memory = self._wire_memory
-        if self._streams.several and isinstance(memory, PoolMemory):
-            memory = memory.of_one_user()
+        memory = self._wire_memory.of_one_user() if self._streams.several else self._wire_memory
         return move.open(self._device, memory, lambda slot: self._noise(unit, b.leaves[slot]))
 
     def _start(self, bucket: Filling, in_use: _InUse, places: Places = nowhere) -> Handle[list[Tensor]]:

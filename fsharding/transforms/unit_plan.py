@@ -21,7 +21,7 @@ from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.base.scoped import scoped
 from fsharding.comm.move import Move, plan_move
 from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, plan_steps, steps_of
-from fsharding.comm.wires import Plain, SumWire, Wire
+from fsharding.comm.wires import Plain, Wire
 from fsharding.formats.quantized import Quantized
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -60,7 +60,7 @@ class GradTarget:
     dtype: torch.dtype  # dtype of the sum and of the result
     wire: Plain | None = None  # how terms and partial sums are sent; None for their own dtype
     # how the terms of the first sum are sent, if different; that sum is then not native
-    first_wire: SumWire | None = None
+    first_wire: Wire | None = None
     accumulated: NamedSharding | None = None  # sharding of the gradients of earlier microbatches; None without any
     native: bool = False  # use the backend's own reductions
     # assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharding as fs
-from fsharding.comm.streams import DeviceStreams, OneStream, streams_for, use_streams
+from fsharding.comm.streams import DeviceStreams, Streams, streams_for, use_streams
 from fsharding.testing import assert_bitwise_equal
 from tests.helpers import bits
 
@@ -38,7 +38,7 @@ def trained(strategy, precision, **how):
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("level", range(4))
 def test_queues_beside_the_computation_change_no_bit(level, microbatches, precision):
-    with use_streams(OneStream()):
+    with use_streams(Streams()):
         want = trained(fs.zero(level), precision, microbatches=microbatches)
     for depth in (0, 1, 2):
         found = trained(fs.zero(level), precision, microbatches=microbatches, donate=True, prefetch_depth=depth)

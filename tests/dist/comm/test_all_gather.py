@@ -12,7 +12,7 @@ import fsharding as fs
 from fsharding.base.errors import RankError
 from fsharding.comm.bucket import plan_bucket, whole_views
 from fsharding.comm.counters import count_bytes
-from fsharding.comm.handles import FreshMemory
+from fsharding.comm.handles import Memory
 from fsharding.comm.transport import transport_for
 from fsharding.contrib.shared_memory import segments
 from fsharding.mesh.device_mesh import axis_group
@@ -34,7 +34,7 @@ def group_of(ranks, transport="shared_memory"):
     return axis_group(fs.make_mesh(dp=ranks, transport=transport), ("dp",))
 
 
-class Garbage(FreshMemory):
+class Garbage(Memory):
     def empty(self, size, dtype):
         return torch.full((size,), torch.nan, dtype=dtype)
 

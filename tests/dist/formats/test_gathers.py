@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import formats
 from fsharding.base.errors import ConfigError, LayoutError, NonFiniteError
-from fsharding.comm.handles import FreshMemory
+from fsharding.comm.handles import Memory
 from fsharding.comm.move import plan_move
 from fsharding.comm.wires import Quantizing
 from fsharding.formats import Blocks, codec
@@ -59,7 +59,7 @@ def both(sharding, shape, format, seed):
         move = plan_move(
             [sharding], [gathered], [tuple(shape)], Quantizing(torch.float32, format, stays), torch.float32
         )
-        return move.start([shard], FreshMemory(device), noise=noise).wait().leaves[0]
+        return move.start([shard], Memory(device), noise=noise).wait().leaves[0]
 
     coded, got = moved(stays=True), moved(stays=False)
     values = codec.unpack(coded.values, coded.columns) if format.element.bits == 4 else coded.values

@@ -8,7 +8,7 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
-from fsharding.comm.handles import FreshMemory
+from fsharding.comm.handles import Memory
 from fsharding.comm.move import plan_move
 from fsharding.comm.wires import Plain, Quantizing
 from fsharding.formats import codec
@@ -136,7 +136,7 @@ def every_wire(transport):
         format = getattr(wire, "format", None)
         want = [x.to(wire.dtype) if format is None else codec.decode(*codec.coded(x, format), format, wire.dtype)
                 for x in full]  # fmt: skip
-        results = [move.start(shards, FreshMemory(CPU)).wait()]
+        results = [move.start(shards, Memory(CPU)).wait()]
         for leaf in results[0].leaves:
             parts = fs.tree.leaves(leaf)
             storages = {x.untyped_storage().data_ptr() for x in results[0].buffers}

@@ -13,7 +13,7 @@ import torch
 import fsharding as fs
 from fsharding.comm.buffer_pool import Pool
 from fsharding.comm.stream_log import Row, recording_streams
-from fsharding.comm.streams import OneStream, streams_for
+from fsharding.comm.streams import Streams, streams_for
 from fsharding.testing import assert_bitwise_equal
 from fsharding.transforms.unit_plan import large_from
 from tests.helpers import bits, fake_groups_write, fake_ranks, full, slow
@@ -186,7 +186,7 @@ def test_a_buffer_that_somebody_views_is_not_handed_out():
 
 def test_a_cpu_has_one_queue():
     streams = streams_for(CPU)
-    assert isinstance(streams, OneStream) and not streams.several
+    assert type(streams) is Streams and not streams.several
     with streams.on("gather"):
         assert streams.record("nothing") is None
         streams.wait(None)
