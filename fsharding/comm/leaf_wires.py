@@ -1,4 +1,4 @@
-"""Choose the wires of each leaf of a parameter tree, for its gather and its gradient, and draw their rounding noise.
+"""Choose the wires of each leaf of a parameter tree, for gathers, gradients and copies, and draw their rounding noise.
 
 Guarantee: a weight is rounded once, from its main copy, to the same bits under every strategy and on every mesh.
 """
@@ -13,21 +13,29 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsharding.base import tree
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.tree import Tree
-from fsharding.comm.wires import Plain, Quantizing, Wire
+from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.redistribute import send
+from fsharding.comm.wires import LeafWire, Plain, Quantizing, Wire
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
 from fsharding.formats.quantized import Note, Quantized, noting_numbers
 from fsharding.mesh.device_mesh import Mesh, data_rank_and_size
 from fsharding.sharding import random
-from fsharding.sharding.boxes import Runs
-from fsharding.sharding.named_sharding import NamedSharding
+from fsharding.sharding.boxes import Grid, Runs, cut_runs
+from fsharding.sharding.layout import Layout
+from fsharding.sharding.leaf_plan import LeafLayout, is_stacked
+from fsharding.sharding.named_sharding import NamedSharding, to_local
 
-__all__ = ["LeafIndex", "LeafWires", "TreeLeaf", "UnitWire", "check_patterns", "keyed_noise", "wires_of"]
+__all__ = [
+    "LeafIndex", "LeafWires", "TreeLeaf", "UnitWire", "check_patterns", "round_leaf", "round_params", "wires_in_flight",
+    "wires_of", "wires_of_copies",
+]  # fmt: skip
 
 _GIVE_A_KEY = "Give a key, int64[2], that is another one in each step: fs.value_and_grad(..., key=fs.random.key(0))."
 
@@ -163,6 +171,84 @@ def keyed_noise(
     if key is None:
         raise ConfigError(report(f"fs.gather_unit rounds {path} by key, and has none.", mend=_GIVE_A_KEY))
     return uniform_at(key, zlib.crc32(path.encode()), tuple(shape), ranges, device)
+
+
+# -------------------------------------------------------------------------------------------------- parameters at rest
+def wires_of_copies(
+    leaves: Sequence[DTensor | None], layout: Layout, key: Tensor | None
+) -> list[LeafWire | None] | None:
+    """Return how stored low-precision copies are rounded from main parameters; None for leaves without a format."""
+    if layout.precision.gather is None:
+        return None
+    pairs = zip(leaves, layout.leaves, strict=True)
+    return [_at_rest(x, leaf, leaf.main, layout.rounds(leaf), layout.precision, key) for x, leaf in pairs]
+
+
+def wires_in_flight(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> list[LeafWire | None]:
+    """Return how main parameters without a stored copy are rounded when they are gathered; None for other leaves."""
+    rows = zip(tree.leaves(params), layout.leaves, _formats_in_flight(layout, precision), strict=True)
+    return [_at_rest(x, leaf, leaf.params, format, precision, key) for x, leaf, format in rows]
+
+
+def round_params(params: Tree, layout: Layout, precision: Precision, key: Tensor | None) -> Tree:
+    """Round main parameters without a stored copy to the values that a loss function sees; sharded as they were."""
+    formats = _formats_in_flight(layout, precision)
+    if not any(formats):
+        return params
+    # A rank that has nothing of a leaf has no wire for it, and yet the dtype of the others.
+    pairs = [*zip(layout.leaves, formats, strict=True)]
+    homes = [None if format is None else leaf.params for leaf, format in pairs]
+    dtypes = [None if format is None else precision.compute_dtype(leaf.init) for leaf, format in pairs]
+    wires = wires_in_flight(params, layout, precision, key)
+    rounded = send(tree.leaves(params), homes, BucketQueue(0), dtypes=dtypes, wires=wires).wait()
+    return tree.unflatten(layout.structure, rounded)
+
+
+def round_leaf(
+    x: DTensor, leaf: LeafLayout, home: NamedSharding, format: Blocks, precision: Precision, key: Tensor | None
+) -> DTensor:
+    """Round a main parameter at rest, which `home` says where it is, as `round_params` does."""
+    wires = [_at_rest(x, leaf, home, format, precision, key)]
+    return send([x], [home], BucketQueue(0), dtypes=[precision.compute_dtype(leaf.init)], wires=wires).wait()[0]
+
+
+def _formats_in_flight(layout: Layout, precision: Precision) -> list[Blocks | None]:
+    """Return the formats of main parameters that have not been rounded; None for other leaves."""
+    rounds = precision.gather is not None and not precision.rounded
+    return [layout.format_of(leaf) if rounds else None for leaf in layout.leaves]
+
+
+def _at_rest(
+    x: DTensor | None,
+    leaf: LeafLayout,
+    home: NamedSharding,  # where it is, which says what layers of a stack the rank has
+    format: Blocks | None,
+    precision: Precision,
+    key: Tensor | None,
+) -> LeafWire | None:
+    """How a main parameter at rest is rounded; None without a format, and on a rank that has nothing of it."""
+    grid = home.grid(leaf.shape)
+    if x is None or format is None or grid is None:
+        return None
+    kept = precision.kept_rows(leaf.path, leaf.shape[0]) if is_stacked(leaf.names) else ()
+    rows = (row for start, stop in (grid[0] if kept else ()) for row in range(start, stop))
+    places = tuple(place for place, row in enumerate(rows) if row in kept) if kept else None
+    noise = _noise_at_rest(x, leaf, grid, key) if format.keyed else None
+    return LeafWire(Quantizing(precision.compute_dtype(leaf.init), format), places, noise)
+
+
+def _noise_at_rest(x: DTensor, leaf: LeafLayout, grid: Grid, key: Tensor | None) -> Callable[[int, int], Tensor]:
+    """The numbers by which rows of a main parameter at rest are rounded: by their place in the whole leaf."""
+    node = to_local(x)
+    ranges = list(node.sharding.grid(node.shape) or ())
+    shape = tuple(node.shape)
+    if is_stacked(leaf.names):
+        ranges[0] = grid[0]
+        shape = (leaf.shape[0], *shape[1:])
+    device = node.value.device
+    return lambda start, stop: keyed_noise(
+        key, leaf.path, shape, [cut_runs(ranges[0], start, stop), *ranges[1:]], device
+    )
 
 
 def check_patterns(precision: Precision, params: Tree) -> None:

@@ -49,7 +49,8 @@ class _Sent(NamedTuple):
     bytes: int  # of what is received
     home: Tensor | None = None  # memory for the result
     noise: Callable[[], Tensor] | None = None  # draws the numbers for keyed rounding
-    agreed: Any = None
+    agreed: Any = None  # what its wire has agreed on
+    is_result: bool = False  # what is received is the result; a leaf that is encoded has it in memory of its own
 
     def read(self) -> Tensor:
         """Return the local tensor as it is sent: on the device, unless it is only sliced."""
@@ -156,7 +157,7 @@ class _Sending:
     ) -> None:
         """Plan how a leaf is sent; one that stays is placed now. With `reuses`, the memory of `home` may be used."""
         local = local_of(leaf)
-        steps = way.steps
+        steps, stays = way
         device_type = leaf.device_mesh.device_type
         if wire is not None:
             assert wire.wire.dtype == dtype, (wire, dtype)
@@ -168,25 +169,55 @@ class _Sending:
         if not steps.steps:
             target = self._targets[i]
             local = cast_to_memory(local, dtype, target) if is_member(target.mesh) else local.to(dtype)
-            self.result[i] = like(leaf, local) if way.stays else way.target.at_rest(local, tuple(leaf.shape))
+            self.result[i] = like(leaf, local) if stays else target.simplified().at_rest(local, tuple(leaf.shape))
             return
         room = memory_for(home, steps.received, dtype, torch.device(device_type)) if reuses else None
-        self._sent.append(_Sent(i, local, steps, Plain(dtype, self._native), steps.size * dtype.itemsize, room))
+        wire_out = Plain(dtype, self._native)
+        self._sent.append(_Sent(i, local, steps, wire_out, steps.size * dtype.itemsize, room, is_result=True))
 
     def start(self, queue: BucketQueue) -> Handle[None]:
         """Encode leaves that stay, and queue the others. Return a handle that waits for all."""
         last: Handle[None] = done(lambda: None)
         # Nothing is in a bucket before all ranks have agreed how leaves are encoded.
-        batches = [(batch, _nothing) for batch in _batches(_agreed(self._encoded))]
-        batches += [(batch, self._take) for batch in _batches(self._sent)]
+        batches = _batches([*self._agreed(), *self._sent])
         self._encoded = self._sent = []  # a bucket that has been sent lets its shards go
-        for batch, take in batches:
-            last = queue.add(sum(s.bytes for s in batch), functools.partial(_start, batch, take))
+        for batch in batches:
+            last = queue.add(sum(s.bytes for s in batch), functools.partial(self._start, batch))
         return last
+
+    @torch.no_grad()
+    def _agreed(self) -> list[_Sent]:
+        """Agree on how leaves are encoded, all at once; encode those that stay, and return the others."""
+        encoded = self._encoded
+        keyed = [s for s in encoded if not isinstance(s.wire, Plain)]
+        if keyed:
+            parts = [s.steps.parts(s.wire) for s in keyed]
+            agreed = keyed[0].wire.agree(parts, [s.local for s in keyed], keyed[0].steps.source.mesh)
+            known = dict(zip(map(id, keyed), agreed, strict=True))
+            encoded = [s._replace(agreed=known.get(id(s))) for s in encoded]
+        for s in encoded:
+            if not s.steps.steps:
+                self._start([s]).wait()
+        return [s for s in encoded if s.steps.steps]
+
+    def _start(self, batch: list[_Sent]) -> Handle[None]:
+        """Start to send leaves together, or encode them where they are."""
+        mesh = batch[0].steps.source.mesh
+        move = Move(mesh, tuple(s.steps for s in batch), tuple(s.wire for s in batch), batch[0].wire.dtype)
+        homes = [s.home for s in batch if s.home is not None] or None
+
+        def noise(number: int) -> Tensor:
+            draw = batch[number].noise
+            assert draw is not None
+            return draw()
+
+        handle = move.start([s.read() for s in batch], None, homes, noise=noise, agreed=[s.agreed for s in batch])
+        return handle.then(lambda moved: self._take(batch, moved))
 
     def _take(self, batch: list[_Sent], moved: Moved) -> None:
         for s, local in zip(batch, moved.leaves, strict=True):
-            self._place(s.leaf, cast(Tensor, local))
+            if s.is_result:
+                self._place(s.leaf, cast(Tensor, local))
 
     def _place(self, i: int, local: Tensor) -> None:
         target = self._targets[i].simplified()
@@ -199,45 +230,12 @@ class _Sending:
         return self.result
 
 
-def _nothing(batch: list[_Sent], moved: Moved) -> None:
-    """Do nothing with results that are in their place."""
-
-
-def _start(batch: list[_Sent], then: Callable[[list[_Sent], Moved], None]) -> Handle[None]:
-    """Start to send leaves together, or encode them where they are; `then` gets the results."""
-    mesh = batch[0].steps.source.mesh
-    move = Move(mesh, tuple(s.steps for s in batch), tuple(s.wire for s in batch), batch[0].wire.dtype)
-    homes = [s.home for s in batch if s.home is not None] or None
-
-    def noise(number: int) -> Tensor:
-        draw = batch[number].noise
-        assert draw is not None
-        return draw()
-
-    handle = move.start([s.read() for s in batch], None, homes, noise=noise, agreed=[s.agreed for s in batch])
-    return handle.then(lambda moved: then(batch, moved))
-
-
-@torch.no_grad()
-def _agreed(encoded: list[_Sent]) -> list[_Sent]:
-    """Agree on how leaves are encoded, all at once; encode those that stay, and return the others with the result."""
-    keyed = [s for s in encoded if not isinstance(s.wire, Plain)]
-    if keyed:
-        parts = [s.steps.parts(s.wire) for s in keyed]
-        agreed = keyed[0].wire.agree(parts, [s.local for s in keyed], keyed[0].steps.source.mesh)
-        known = dict(zip(map(id, keyed), agreed, strict=True))
-        encoded = [s._replace(agreed=known.get(id(s))) for s in encoded]
-    for s in encoded:
-        if not s.steps.steps:
-            _start([s], _nothing).wait()
-    return [s for s in encoded if s.steps.steps]
-
-
 def _batches(sent: Sequence[_Sent]) -> list[list[_Sent]]:
     """Which leaves are sent together, in the order in which they are."""
     groups: dict[tuple[Any, ...], list[_Sent]] = {}
     for s in sent:
-        groups.setdefault((s.steps.source.mesh, kinds_of(s.steps.steps), s.wire, s.home is None), []).append(s)
+        key = s.steps.source.mesh, kinds_of(s.steps.steps), s.wire, s.home is None, s.is_result
+        groups.setdefault(key, []).append(s)
     return [batch for group in groups.values() for batch in in_buckets(group, lambda s: s.bytes, BUCKET_BYTES)]
 
 
@@ -245,7 +243,6 @@ class _Way(NamedTuple):
     """How a leaf gets from one sharding to another."""
 
     steps: LeafSteps
-    target: NamedSharding  # with assignments, without axes of size 1
     stays: bool  # the leaf is there already
 
 
@@ -260,7 +257,7 @@ def _way(leaf: DTensor, target: NamedSharding) -> _Way | None:
 def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ...]) -> _Way | None:
     rest = target.simplified()
     if not is_member(rest.mesh):
-        return _Way(LeafSteps(rest, rest, shape, ()), rest, False)
+        return _Way(LeafSteps(rest, rest, shape, ()), False)
     stays = (source.mesh, rest.placements()) == (rest.device_mesh(), source.placements())
     # On the slices of the mesh that own an assigned leaf, it is cut as any other.
     target = rest.slice_of_mesh()
@@ -270,7 +267,7 @@ def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ..
     steps = steps_of(replace(source, mesh=target.mesh), target, shape)
     if any(axis not in source.data_axes for step in steps.steps for axis in step.axes):
         return None
-    return _Way(steps, rest, stays)
+    return _Way(steps, stays)
 
 
 _cached_way = cache_on_its_mesh()(_find_way)
@@ -278,7 +275,7 @@ _cached_way = cache_on_its_mesh()(_find_way)
 
 def _of_term(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> _Way:
     """Return how an unreduced leaf gets to a sharding."""
-    return _Way(steps_of(source.slice_of_mesh(), target.slice_of_mesh(), shape), target.simplified(), False)
+    return _Way(steps_of(source.slice_of_mesh(), target.slice_of_mesh(), shape), False)
 
 
 # ---------------------------------------------------------------------------------------------------- encoded leaves

@@ -17,8 +17,8 @@ from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.events import note
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.leaf_memory import to_memory
+from fsharding.comm.leaf_wires import round_params, wires_in_flight
 from fsharding.comm.redistribute import BUCKET_BYTES, send
-from fsharding.comm.rounded_params import round_params, wires_in_flight
 from fsharding.comm.wires import LeafWire
 from fsharding.mesh.device_mesh import axis_group, axis_index
 from fsharding.models.stacks import map_stacks, stacks_of

@@ -16,8 +16,8 @@ from fsharding.base.errors import LayoutError, message
 from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.comm import reshard_plan
+from fsharding.comm.leaf_wires import round_leaf
 from fsharding.comm.reshard_plan import MovedLeaf
-from fsharding.comm.rounded_params import AtRest, round_leaves
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.consistency import gather_numbers
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, is_member
@@ -123,8 +123,9 @@ def of_layouts(a: Layout, b: Layout, state: TrainState | None = None) -> list[Mo
             source = full
         if format is not None and not same:
             # It is rounded before it is sent, where its main copy is.
-            at = [] if source.value is None else [AtRest(source.value, old, source.sharding, format)]
-            source = _Source(wanted, source.sharding, next(iter(round_leaves(at, b.precision, key)), None))
+            x, home = source.value, source.sharding
+            value = None if x is None else round_leaf(x, old, home, format, b.precision, key)
+            source = _Source(wanted, home, value)
         moved.append(source.to(new.path_in("params"), new, new.params, wanted))
         if b.has_main and new.trainable:
             moved.append(full.to(new.path_in("main"), new, new.main, b.precision.main_dtype(new.init)))

@@ -37,8 +37,8 @@ from fsharding.base.public import (
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.leaf_memory import copied, to_memory
+from fsharding.comm.leaf_wires import wires_of_copies
 from fsharding.comm.redistribute import redistribute, send
-from fsharding.comm.rounded_params import wires_of_copies
 from fsharding.comm.tier_room import Planned, take_room
 from fsharding.formats.precision import Precision, ScaleState
 from fsharding.mesh.abstract_mesh import AbstractMesh
