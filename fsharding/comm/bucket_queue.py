@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from fsharding.comm.events import note
+from fsharding.comm.counters import note
 from fsharding.comm.handles import Handle
 
 __all__ = ["BucketQueue"]

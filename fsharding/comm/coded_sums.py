@@ -27,7 +27,7 @@ from fsharding.formats.codec import Scales
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.sharding import boxes
 
-__all__ = ["QuantizedTerms", "TermPlan", "plan_cut_sums", "plan_whole_sums"]
+__all__ = ["quantized_terms"]
 
 _BLOCK = 1 << 20
 """Elements of the terms of one leaf that are widened at a time."""
@@ -54,7 +54,7 @@ class QuantizedTerms(SumLayout):
     codes: Bucket  # what is sent: bytes of quantized values and scales
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
-        """See `SumLayout`: each leaf once, with its complete term."""
+        # Each leaf is added once, with its complete term: it is quantized when it is added.
         assert (noise is not None) or not self.format.keyed, self.format
         views = buckets.piece_views(own, self.codes, 0) if self.at_once else []
 
@@ -90,7 +90,6 @@ class QuantizedTerms(SumLayout):
         return result
 
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """See `SumLayout`; sums are taken in float32 at least."""
         member = self._member(group)
         shapes = [slot.piece_shape(member) for slot in self.bucket.slots]
         outs = [_compat.fresh(shape, dtype, rows[0].device) for shape in shapes] if into is None else [*into]
@@ -99,12 +98,10 @@ class QuantizedTerms(SumLayout):
         return outs
 
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
-        """See `SumLayout`."""
         for i, piece in enumerate(buckets.piece_views(own, self.bucket, self._member(group))):
             self._sum(i, rows, group, piece)
 
     def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """See `SumLayout`."""
         if into is None:
             into = buckets.whole_views(_compat.fresh((self.bucket.size,), rows[0].dtype, rows[0].device), self.bucket)
         return buckets.fill(rows, list(into), self.bucket)
@@ -165,31 +162,17 @@ class QuantizedTerms(SumLayout):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_cut_sums(
-    leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], format: Blocks
+def quantized_terms(
+    leaves: tuple[tuple[tuple[int, ...], int], ...], axis_sizes: tuple[int, ...], format: Blocks, *, scatter: bool
 ) -> QuantizedTerms:
-    """Plan sums of terms of some (shape, sharded dim), of at least two dims; each member gets its pieces."""
-    return _plan(leaves, axis_sizes, format, scatter=True, at_once=False)
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_whole_sums(shapes: tuple[tuple[int, ...], ...], members: int, format: Blocks) -> QuantizedTerms:
-    """Plan sums of terms of at least two dims that all members receive."""
-    # If they are small, every member adds all terms; otherwise each adds its shards, and gathers those of the others.
-    if sums_at_once(sum(map(math.prod, shapes)), members):
-        return _plan(tuple((shape, 0) for shape in shapes), (), format, scatter=False, at_once=True)
-    leaves = tuple((shape, _dim_to_cut(shape, members, format)) for shape in shapes)
-    return _plan(leaves, (members,), format, scatter=False, at_once=False)
-
-
-def _plan(
-    leaves: tuple[tuple[tuple[int, ...], int], ...],
-    axis_sizes: tuple[int, ...],
-    format: Blocks,
-    *,
-    scatter: bool,
-    at_once: bool,
-) -> QuantizedTerms:
+    """Lay out terms of some (shape, sharded dim), of at least two dims; the dim counts with `scatter` only."""
+    at_once = False
+    if not scatter:
+        # If they are small, every member adds all terms; otherwise each adds its pieces, and gathers the others.
+        members = math.prod(axis_sizes)
+        at_once = sums_at_once(sum(math.prod(shape) for shape, _ in leaves), members)
+        leaves = tuple((shape, 0 if at_once else _dim_to_cut(shape, members, format)) for shape, _ in leaves)
+        axis_sizes = () if at_once else (members,)
     parts: list[tuple[tuple[int, ...], int]] = []
     terms: list[TermPlan] = []
     for shape, dim in leaves:

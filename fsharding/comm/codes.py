@@ -27,7 +27,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = [
-    "CodePlan", "Coded", "decode", "encode", "gathered_bytes", "is_packed", "largest_of_ranks", "largest_over",
+    "CodePlan", "decode", "encode", "gathered_bytes", "is_packed", "largest_of_ranks", "largest_over",
     "plan_codes", "received", "sent_shapes", "shared_scales",
 ]  # fmt: skip
 
@@ -50,13 +50,6 @@ class CodePlan(NamedTuple):
     scales_travel: bool  # scales of blocks are gathered; otherwise every rank has computed all of them
     outer_travels: bool  # scales of matrices are gathered
     packed: bool  # two 4-bit values share a byte
-
-
-class Coded(NamedTuple):
-    """Quantized values, and the scales of the blocks that they touch."""
-
-    codes: Tensor
-    scales: Scales
 
 
 @cache_on_mesh(1024)
@@ -226,7 +219,7 @@ def largest_of_ranks(x: Tensor, ranks: Sequence[int], group: dist.ProcessGroup |
     return bits.view(torch.float32)
 
 
-def received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> Coded:
+def received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> tuple[Tensor, Scales]:
     """Return the values, of 4 bits two in a byte, and scales of a gathered leaf; scales not sent are as `given`."""
     rest = iter(parts)
     codes = next(rest)
@@ -239,7 +232,7 @@ def received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> Coded:
     outer = given.outer
     if plan.outer_travels and outer is not None:
         outer = next(rest).contiguous().view(torch.float32).squeeze(-1)
-    return Coded(codes, Scales(blocks, outer))
+    return codes, Scales(blocks, outer)
 
 
 def decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Count the gathers, reductions and peak memory of a step, and the bytes that a rank sends.
+"""Count the gathers, reductions and peak memory of a step, and the bytes that a rank sends; record the order of events.
 
-Guarantee: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages.
+Guarantee: the counts equal torch's own `CommDebugMode`, and the peak equals the sum of the live storages. Recording
+changes nothing, and nothing is recorded outside of a block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import NamedTuple
 
 from fsharding.base.scoped import scoped
 
-__all__ = ["Counts", "Sent", "Traffic", "count_bytes", "record", "record_sent", "record_collectives", "uncounted"]
+__all__ = [
+    "Counts", "Event", "Sent", "Traffic", "count_bytes", "following", "note", "record", "record_collectives",
+    "record_sent", "uncounted",
+]  # fmt: skip
 
 
 def _names() -> list[str]:
@@ -129,3 +133,31 @@ def record_sent(size: int, axes: tuple[str, ...] = ()) -> None:
     """Adds a call that sends so many bytes along some axes to every `count_bytes` around it."""
     for traffic in _meters.get():
         traffic.add(axes, size)
+
+
+# ------------------------------------------------------------------------------------------------- the order of events
+class Event(NamedTuple):
+    """Something that happened. Prints as `begin 0F1`: stage, action, microbatch."""
+
+    what: str  # "start" of communication, and "wait" when its results are there; "begin" and "end" of a compute
+    name: str  # of it, such as `3SCATTER`
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name}"
+
+
+_lists: ContextVar[tuple[list[Event], ...]] = ContextVar("fsharding_events", default=())
+
+
+@contextmanager
+def following() -> Generator[list[Event]]:
+    """Collects what happens inside the `with` block, in order."""
+    seen: list[Event] = []
+    with scoped(_lists, (*_lists.get(), seen)):
+        yield seen
+
+
+def note(what: str, name: object) -> None:
+    """Adds an event to every `following` around it."""
+    for seen in _lists.get():
+        seen.append(Event(what, str(name)))

@@ -23,7 +23,6 @@ from fsharding.comm.steps import LeafSteps, begins_with_sum, steps_of
 from fsharding.comm.transport import transport_for
 from fsharding.comm.wires import Parts, Plain, WholeLeaf, Wire
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
-from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = ["Filling", "Move", "Moved", "axis_sizes", "plan_move"]
@@ -112,10 +111,6 @@ class Move:
         """Make room for the terms of a sum; nothing is sent. `noise` is by number of the leaf, for keyed rounding."""
         return Filling(self, device, memory, noise)
 
-    def agree(self, leaves: Sequence[Tensor]) -> Sequence[Any]:
-        """Find what ranks have to know before they encode leaves; see `Wire`."""
-        return self.wires[0].agree(self.parts, leaves, self.mesh)
-
     def start(
         self,
         leaves: Sequence[Tensor],
@@ -129,10 +124,7 @@ class Move:
         kind = "gather" if self.is_empty else self.leaves[0].steps[0].kind
         last = self.is_empty or self.rest.is_empty
         if kind == "slice":
-            sizes = axis_sizes(self.mesh, self.axes)
-            index = axis_group(self.mesh, self.axes).index
-            pairs = zip(leaves, self.leaves, strict=True)
-            views = [_slice(x, leaf.steps[0].dim, sizes, index) for x, leaf in pairs]
+            views = [x.narrow(*leaf.slice) for x, leaf in zip(leaves, self.leaves, strict=True)]
             return done(lambda: Moved(views, [])) if last else self.rest.start(views, memory, into)
         if kind != "gather":
             terms = self.open(leaves[0].device)
@@ -157,7 +149,7 @@ class Move:
         noise: Noise | None,
         agreed: Sequence[Any] | None,
     ) -> Handle[Moved]:
-        given = self.agree(leaves) if agreed is None else agreed
+        given = self.wires[0].agree(self.parts, leaves, self.mesh) if agreed is None else agreed
         sent = list[Tensor]()
         for i, (wire, parts, x) in enumerate(zip(self.wires, self.parts, leaves, strict=True)):
             sent += wire.encode(parts, x, given[i], None if noise is None else functools.partial(noise, i))
@@ -271,16 +263,13 @@ class Filling:
         if first is None:
             self._terms.update({i: x for i, x in zip(leaves, terms, strict=True) if x is not None})
             return
-        if self.filled.isdisjoint(leaves):
-            first.add(leaves, terms)
-        else:
-            new = [(i, x) for i, x in zip(leaves, terms, strict=True) if i not in self.filled]
-            first.add([i for i, _ in new], [x for _, x in new])
-            for i, x in zip(leaves, terms, strict=True):
-                if i in self.filled and x is not None:
-                    slot = first.slot(i, self._move.wires[0].dtype)
-                    assert slot is not None, "only slots take a second term"
-                    slot.add_(x)
+        new = [(i, x) for i, x in zip(leaves, terms, strict=True) if i not in self.filled]
+        first.add([i for i, _ in new], [x for _, x in new])
+        for i, x in zip(leaves, terms, strict=True):
+            if i in self.filled and x is not None:
+                slot = first.slot(i, self._move.wires[0].dtype)
+                assert slot is not None, "only slots take a second term"
+                slot.add_(x)
         self.filled.update(leaves)
 
     def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
@@ -318,12 +307,3 @@ class Filling:
 def axis_sizes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return how many ranks there are along each of some axes."""
     return tuple(abstract(mesh).axis_size(axis) for axis in axes)
-
-
-def _slice(x: Tensor, dim: int, sizes: tuple[int, ...], index: int) -> Tensor:
-    places: list[int] = []
-    for size in reversed(sizes):
-        index, place = divmod(index, size)
-        places.insert(0, place)
-    begin, end = boxes.nested_chunk(x.shape[dim], list(zip(sizes, places, strict=True)))
-    return x.narrow(dim, begin, end - begin)

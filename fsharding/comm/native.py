@@ -6,7 +6,7 @@ Guarantee: every transport gives these results and counts these bytes, for order
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from fsharding.mesh.backends import backend_of
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.mesh.failures import among
 
-__all__ = ["Message", "Native", "Offer", "RowSum", "as_bytes", "receive", "receive_object", "send", "send_object"]
+__all__ = ["Message", "Native", "Offer", "as_bytes", "receive", "receive_object", "send", "send_object"]
 
 
 class Message(NamedTuple):
@@ -222,10 +222,15 @@ class Native:
         if group.process_group is None or rows.numel() == 0:
             return Works()
         record_sent((group.size - 1) * own.nbytes, group.axes)
+        return self._in_order(rows, own, lambda out: self._all_gather_flat(out, own))
+
+    def _in_order(self, rows: Tensor, sent: Tensor, start: Callable[[Tensor], dist.Work]) -> Works:
+        """Starts to receive a row of each member. Where members have another order than ranks, it is over on return."""
+        group = self.group
         if group.in_order:
-            return Works((self._all_gather_flat(rows, own),), (own,), (group.ranks,))
+            return Works((start(rows),), (sent,), (group.ranks,))
         by_rank = torch.empty_like(rows)
-        Works((self._all_gather_flat(by_rank, own),), (), (group.ranks,)).wait()
+        Works((start(by_rank),), (), (group.ranks,)).wait()
         torch.index_select(by_rank, 0, index_of(group.order, rows.device), out=rows)
         return Works()
 
@@ -241,13 +246,8 @@ class Native:
             received.copy_(sent)
             return Works()
         record_sent((group.size - 1) * sent[0].nbytes, group.axes)
-        if self.group.in_order:
-            return Works((self._all_to_all_single(received, sent),), (sent,), (group.ranks,))
-        by_rank = torch.empty_like(received)
-        work = self._all_to_all_single(by_rank, sent.index_select(0, index_of(group.by_rank, sent.device)))
-        Works((work,), (), (group.ranks,)).wait()
-        torch.index_select(by_rank, 0, index_of(group.order, sent.device), out=received)
-        return Works()
+        rows = sent if group.in_order else sent.index_select(0, index_of(group.by_rank, sent.device))
+        return self._in_order(received, rows, lambda out: self._all_to_all_single(out, rows))
 
     def _all_to_all_single(
         self, out: Tensor, x: Tensor, sizes: Sequence[list[int]] | tuple[None, None] = (None, None)
@@ -325,15 +325,12 @@ class RowSum:
         self._fill = terms.filling(self._exchange.own, noise)
 
     def add(self, leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
-        """See `Reduction`."""
         self._fill(leaves, terms)
 
     def slot(self, leaf: int, dtype: torch.dtype) -> Tensor | None:
-        """See `Reduction`: rows have pieces of a leaf, and a kernel needs the full one."""
-        return None
+        return None  # rows have pieces of a leaf, and a kernel needs the full one
 
     def start(self, places: Places = nowhere) -> Handle[list[Tensor]]:
-        """See `Reduction`."""
         handle = self._exchange.start()
         if self._layout.part_width is None:
             return handle.then(lambda rows: self._sum(rows, places()))

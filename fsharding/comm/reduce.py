@@ -24,7 +24,7 @@ from fsharding.comm.handles import Rows
 from fsharding.mesh.device_mesh import Group, index_of
 
 __all__ = [
-    "Fill", "Noise", "PlainTerms", "SumLayout", "copy_terms", "plain_terms", "sum_pieces", "sum_rows", "sums_at_once",
+    "Fill", "Noise", "SumLayout", "copy_terms", "plain_terms", "sum_pieces", "sum_rows", "sums_at_once",
 ]  # fmt: skip
 
 Noise: TypeAlias = Callable[[int], Tensor]
@@ -187,7 +187,6 @@ class PlainTerms(SumLayout):
     """Terms that are sent in a dtype. If members add in parts, all leaves are cut as one flat row."""
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
-        """See `SumLayout`."""
         slots = self.bucket.slots
         if self.scatter:
             return lambda leaves, terms: buckets.copy_in(terms, own, [slots[i] for i in leaves])
@@ -198,18 +197,16 @@ class PlainTerms(SumLayout):
         return lambda leaves, terms: copy_terms([views[i] for i in leaves], terms)
 
     def sum(self, rows: Rows, group: Group, dtype: torch.dtype, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """See `SumLayout`. What the backend has added is one row, of which nothing is left to add."""
         member = group.index if self.scatter else 0
-        if self.native:
+        if self.native:  # one row, of which nothing is left to add
             return buckets.piece_views(rows[0].to(dtype), self.bucket, member)
         return sum_pieces(rows, self.bucket, member, group.terms, dtype, into)
 
     def sum_part(self, rows: Rows, group: Group, own: Tensor) -> None:
-        """See `SumLayout`."""
         sum_rows(rows, group.terms, own.dtype, out=own, donate=True)
 
     def join(self, rows: Rows, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """See `SumLayout`; nothing is copied where the rows are one tensor."""
+        # Rows in one buffer are the flat sums already.
         flat = rows.view(-1) if isinstance(rows, Tensor) else torch.cat([*rows])
         return buckets.piece_views(flat, self.bucket, 0)
 
@@ -222,7 +219,7 @@ def plain_terms(
     *,
     scatter: bool,
     native: bool = False,
-) -> PlainTerms:
+) -> SumLayout:
     """Lay out terms that are sent in a dtype: (shape, sharded dim) of each; the dim counts with `scatter` only."""
     members = math.prod(axis_sizes)
     native = native and members > 1

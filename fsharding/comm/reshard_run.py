@@ -62,8 +62,7 @@ class _Run:
         target = _compat.fresh(size, self.dtypes[leaf], self.device)
         shared = None if before is None or after is None else boxes.overlap(before, after)
         if source is not None and shared is not None:
-            pairs = [(target[b], source[a]) for a, b, _ in boxes.overlap_slices(shared)]
-            _compat.foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+            _copy([(target[b], source[a]) for a, b, _ in boxes.overlap_slices(shared)])
         return target
 
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
@@ -74,47 +73,34 @@ class _Run:
         ]
         return list(zip(make[::2], make[1::2], strict=True))
 
-    def pack(self, number: int, buffer: Tensor) -> list[Message]:
-        """This rank's messages of a round: parts of its sources as they lie, or copies in the buffer."""
+    def messages(
+        self, number: int, buffer: Tensor, *, sends: bool
+    ) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
+        """The messages of a round: parts of leaves as they lie, or of the buffer; and the copies from or to these."""
+        # What is sent is copied before the round, what is received after it.
         messages: list[Message] = []
         copies: list[tuple[Tensor, Tensor]] = []
         start = 0
-        for piece in self.rounds[number][0]:
-            self.place(piece.leaf)
-            source = self.sources[piece.leaf]
-            assert source is not None
-            places = boxes.overlap_slices(piece.overlap)
-            view = source[places[0][0]]
+        for piece in self.rounds[number][0 if sends else 1]:
+            target = self.place(piece.leaf)
+            x = self.sources[piece.leaf] if sends else target
+            assert x is not None
+            places = [(a if sends else b, dense) for a, b, dense in boxes.overlap_slices(piece.overlap)]
+            view = x[places[0][0]]
             if len(places) > 1 or not view.is_contiguous() or view.dtype != self.dtypes[piece.leaf]:
                 view = self._view(buffer, start, piece)
-                copies += [(view[dense], source[a]) for a, _, dense in places]
+                pairs = [(view[dense], x[place]) for place, dense in places]
+                copies += pairs if sends else [(to, of) for of, to in pairs]
                 start += piece.bytes
-            messages.append(Message(piece.target, piece.number, as_bytes(view)))
-        _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
-        self._let_go(number)
-        return messages
-
-    def unpack(self, number: int, buffer: Tensor) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
-        """Where the pieces of a round arrive, in their targets or in the buffer, and the copies to make afterwards."""
-        messages: list[Message] = []
-        copies: list[tuple[Tensor, Tensor]] = []
-        start = 0
-        for piece in self.rounds[number][1]:
-            target = self.place(piece.leaf)
-            places = boxes.overlap_slices(piece.overlap)
-            view = target[places[0][1]]
-            if len(places) > 1 or not view.is_contiguous():
-                view = self._view(buffer, start, piece)
-                copies += [(target[b], view[dense]) for _, b, dense in places]
-                start += piece.bytes
-            messages.append(Message(piece.source, piece.number, as_bytes(view)))
+            messages.append(Message(piece.target if sends else piece.source, piece.number, as_bytes(view)))
         return messages, copies
 
     def _view(self, buffer: Tensor, start: int, piece: Piece) -> Tensor:
         part = buffer[start : start + piece.bytes]
         return part.view(self.dtypes[piece.leaf]).view(boxes.overlap_shape(piece.overlap))
 
-    def _let_go(self, number: int) -> None:
+    def let_go(self, number: int) -> None:
+        """Drop donated sources whose last piece is in a round, which has been packed."""
         if self.donate:
             for leaf, last in self.last.items():
                 if last == number:
@@ -149,12 +135,18 @@ def exchange(
     copies: list[tuple[Tensor, Tensor]] = []
     for number in range(len(run.rounds)):
         packed, received = buffers[number % 2]
-        sends = run.pack(number, packed)
+        sends, first = run.messages(number, packed, sends=True)
+        _copy(first)
+        run.let_go(number)
         pending.wait()
-        arrivals, later = run.unpack(number, received)
+        arrivals, later = run.messages(number, received, sends=False)
         pending = send_recv(sends, arrivals, group, device)
-        _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
+        _copy(copies)
         copies = later
     pending.wait()
-    _compat.foreach_copy_([to for to, _ in copies], [of for _, of in copies])
+    _copy(copies)
     return run.finish()
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    _compat.foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])

@@ -163,6 +163,13 @@ class LeafSteps:
         return LeafSteps(after, self.target, self.shape, self.steps[1:])
 
     @functools.cached_property
+    def slice(self) -> tuple[int, int, int]:
+        """What the first step, a slice, leaves to this rank of its local tensor: a dim, where it begins, its length."""
+        dim = self.steps[0].dim
+        before, after = (sharding.box(self.shape)[dim] for sharding in (self.source, self.rest.source))
+        return dim, after[0] - before[0], after[1] - after[0]
+
+    @functools.cached_property
     def _parts(self) -> dict[Wire, Parts]:
         return {}
 

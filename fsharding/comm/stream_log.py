@@ -24,16 +24,7 @@ from fsharding.comm.handles import Works
 from fsharding.comm.streams import StreamName, Streams, use_streams
 from fsharding.sharding.named_sharding import local_of
 
-__all__ = [
-    "COLLECTIVES",
-    "COMPUTE",
-    "RecordingStreams",
-    "Row",
-    "communicates",
-    "messages",
-    "peak_bytes",
-    "recording_streams",
-]
+__all__ = ["COLLECTIVES", "COMPUTE", "Row", "communicates", "messages", "peak_bytes", "recording_streams"]
 
 COMPUTE = "compute"
 """The stream that is current outside of `on`."""
@@ -98,7 +89,6 @@ class RecordingStreams(Streams):
     # ---------------------------------------------------------------------------------------------------------- Streams
     @contextmanager
     def on(self, name: StreamName) -> Generator[None]:
-        """See `Streams`."""
         self._current.append(name)
         try:
             yield
@@ -106,7 +96,6 @@ class RecordingStreams(Streams):
             self._current.pop()
 
     def record(self, of: str) -> int:
-        """See `Streams`."""
         return self._record(self._current[-1], of)
 
     def _record(self, stream: str, of: str) -> int:
@@ -116,13 +105,11 @@ class RecordingStreams(Streams):
         return len(self._labels) - 1
 
     def wait(self, event: Any) -> None:
-        """See `Streams`."""
         self._look_for_freed()
         assert isinstance(event, int), "an event of other streams"
         self.rows.append(Row(self._current[-1], "wait", self._labels[event], event=event))
 
     def wait_all(self) -> None:
-        """See `Streams`."""
         for stream in (COMPUTE, "gather", "reduce"):
             if stream != self._current[-1]:
                 self.wait(self._record(stream, "all"))

@@ -29,7 +29,7 @@ import torch
 from fsharding.base import devices
 from fsharding.base.scoped import scoped
 
-__all__ = ["DeviceStreams", "StreamName", "Streams", "streams_for", "use_streams"]
+__all__ = ["StreamName", "Streams", "streams_for", "use_streams"]
 
 StreamName: TypeAlias = Literal["gather", "reduce", "out", "in"]
 """The streams besides the compute stream, which is the current one outside of them; `out` and `in` copy to the host."""
@@ -78,7 +78,6 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def on(self, name: StreamName) -> Generator[None]:
-        """See `Streams`."""
         before = self._compute
         self._compute = self._current() if before is None else before
         try:
@@ -88,24 +87,21 @@ class DeviceStreams(Streams):
             self._compute = before
 
     def record(self, of: str) -> torch.Event:
-        """See `Streams`."""
         event = devices.new_event(self._device)
         event.record(self._current())
         return event
 
     def wait(self, event: torch.Event) -> None:
-        """See `Streams`."""
         self._current().wait_event(event)
 
     def wait_all(self) -> None:
-        """See `Streams`."""
         current = self._current()
         for stream in (self._compute or current, self._streams["gather"], self._streams["reduce"]):
             if stream != current:
                 current.wait_stream(stream)
 
     def settle(self, event: torch.Event) -> None:
-        """See `Streams`; while a graph is recorded nothing runs, and whoever replays it waits."""
+        # While a graph is recorded nothing runs, and whoever replays it waits.
         if not devices.is_capturing(self._device):
             event.synchronize()
 

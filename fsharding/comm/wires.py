@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsharding.base import _compat
 from fsharding.comm import codes
-from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
+from fsharding.comm.coded_sums import quantized_terms
 from fsharding.comm.codes import CodePlan
 from fsharding.comm.reduce import SumLayout, plain_terms
 from fsharding.formats.blocks import Blocks
@@ -170,9 +170,7 @@ class Quantizing:
 
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
         """See `Wire`."""
-        if scatter:
-            return plan_cut_sums(leaves, axis_sizes, self.format)
-        return plan_whole_sums(tuple(shape for shape, _ in leaves), math.prod(axis_sizes), self.format)
+        return quantized_terms(leaves, axis_sizes, self.format, scatter=scatter)
 
 
 def _own(x: Tensor, received: Sequence[Tensor]) -> Tensor:

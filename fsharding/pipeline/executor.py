@@ -16,8 +16,7 @@ from fsharding.base import tree
 from fsharding.base.errors import TransformError, report
 from fsharding.base.tree import Tree
 from fsharding.comm.buffer_pool import Pool
-from fsharding.comm.counters import uncounted
-from fsharding.comm.events import note
+from fsharding.comm.counters import note, uncounted
 from fsharding.comm.handles import Handle
 from fsharding.comm.leaf_memory import device_of
 from fsharding.comm.native import Message, as_bytes, receive_object, send_object

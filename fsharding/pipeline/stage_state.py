@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsharding.base import _compat, tree
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.events import note
+from fsharding.comm.counters import note
 from fsharding.comm.handles import Handle, done
 from fsharding.comm.leaf_memory import to_memory
 from fsharding.comm.leaf_wires import round_params, wires_in_flight

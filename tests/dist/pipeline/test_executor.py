@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fsharding as fs
 from fsharding.base.errors import ScheduleError
 from fsharding.comm import redistribute
-from fsharding.comm.events import following
+from fsharding.comm.counters import following
 from fsharding.pipeline import stage_state
 from fsharding.pipeline.executor import _Run
 from fsharding.pipeline.lowering import late

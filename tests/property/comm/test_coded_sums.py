@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fsharding import formats
 from fsharding.comm import coded_sums
-from fsharding.comm.coded_sums import plan_cut_sums, plan_whole_sums
+from fsharding.comm.coded_sums import quantized_terms
 from fsharding.comm.handles import Handle
 from fsharding.comm.native import RowSum
 from fsharding.comm.reduce import sum_rows
@@ -136,8 +136,7 @@ def test_a_sum_is_that_of_terms_that_were_rounded_whole(case, scatter, wide_at_a
         patch.setattr(coded_sums, "_BLOCK", wide_at_a_time)
         # With few elements all members add all terms; else each adds a piece, and gets the others.
         patch.setattr(coded_sums, "sums_at_once", lambda n, members: random.random() < 0.5)
-        shapes = tuple(shape for shape, _ in leaves)
-        plan = plan_cut_sums(leaves, sizes, format) if scatter else plan_whole_sums.__wrapped__(shapes, members, format)
+        plan = quantized_terms.__wrapped__(leaves, sizes, format, scatter=scatter)
         found = summed(plan, terms, order, stacked=random.random() < 0.5, into=random.random() < 0.5)
     for i, (shape, dim) in enumerate(leaves):
         zeros = torch.zeros(shape)
@@ -168,7 +167,7 @@ def test_an_error_is_a_share_of_the_largest_magnitude(seed, case):
 @example(((((7, 40), 1),), (3,), formats.MXFP8, None))
 def test_no_cut_goes_through_a_block_whose_scale_is_sent(case):
     leaves, sizes, format, _ = case
-    plan = plan_cut_sums(leaves, sizes, format)
+    plan = quantized_terms(leaves, sizes, format, scatter=True)
     for (shape, dim), term, slot in zip(leaves, plan.terms, plan.bucket.slots, strict=True):
         for place in (0, 1):
             size, inner = shape[len(shape) - 2 + place], term.sent[place]
@@ -188,10 +187,10 @@ def test_pieces_of_whole_blocks_have_no_more_scales_than_blocks():
             if format is formats.ROWWISE and dim == 1:
                 continue
             for members in (2, 4) if dim == 0 else (3,):
-                plan = plan_cut_sums(((shape, dim),), (members,), format)
+                plan = quantized_terms(((shape, dim),), (members,), format, scatter=True)
                 assert plan.codes.width * members == format.bytes(shape)
-    assert plan_cut_sums(((shape, 1),), (2,), formats.MXFP8).terms[0].sent == (1, 16)
-    assert plan_cut_sums(((shape, 0),), (2,), formats.TENSORWISE).terms[0].sent == (64, 96)
+    assert quantized_terms(((shape, 1),), (2,), formats.MXFP8, scatter=True).terms[0].sent == (1, 16)
+    assert quantized_terms(((shape, 0),), (2,), formats.TENSORWISE, scatter=True).terms[0].sent == (64, 96)
     # Two codes share a byte where pieces are even.
-    assert plan_cut_sums((((4, 12), 1),), (2,), formats.MXFP4).terms[0].packed
-    assert not plan_cut_sums((((4, 6), 1),), (2,), formats.MXFP4).terms[0].packed
+    assert quantized_terms((((4, 12), 1),), (2,), formats.MXFP4, scatter=True).terms[0].packed
+    assert not quantized_terms((((4, 6), 1),), (2,), formats.MXFP4, scatter=True).terms[0].packed

@@ -3,7 +3,7 @@
 import pytest
 
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.events import following
+from fsharding.comm.counters import following
 from fsharding.comm.handles import Handle
 
 
