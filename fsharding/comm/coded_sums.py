@@ -18,7 +18,6 @@ from fsharding.base import _compat
 from fsharding.base.dtypes import wide
 from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
-from fsharding.comm.codes import is_packed
 from fsharding.comm.handles import Rows
 from fsharding.comm.reduce import Fill, Noise, SumLayout, copy_terms, sum_rows, sums_at_once
 from fsharding.formats import codec
@@ -27,7 +26,7 @@ from fsharding.formats.codec import Scales
 from fsharding.mesh.device_mesh import Group, index_of
 from fsharding.sharding import boxes
 
-__all__ = ["quantized_terms"]
+__all__ = ["is_packed", "quantized_terms"]
 
 _BLOCK = 1 << 20
 """Elements of the terms of one leaf that are widened at a time."""
@@ -203,6 +202,12 @@ def quantized_terms(
         terms=tuple(terms),
         codes=codes,
     )
+
+
+def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: tuple[int, ...]) -> bool:
+    """Whether two codes share a byte: they have 4 bits, and no border between shards of a dim separates such two."""
+    is_last = dim == len(shape) - 1
+    return format.element.bits == 4 and (not is_last or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), pieces, 2))
 
 
 def _uncut(block: int, size: int, pieces: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Quantize shards for a gather, and turn gathered bytes into full leaves.
+"""Send leaves as quantized values and the scales of their blocks: `Quantizing` is the wire, and this is its arithmetic.
 
 Guarantee: quantizing shards and gathering them gives the bytes of quantizing the gathered leaf, for every sharding.
 """
@@ -6,7 +6,8 @@ Guarantee: quantizing shards and gathering them gives the bytes of quantizing th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,22 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsharding.base import _compat
 from fsharding.base._compat import cache_on_mesh
+from fsharding.comm.coded_sums import is_packed, quantized_terms
 from fsharding.comm.counters import record_sent
 from fsharding.comm.handles import Works
+from fsharding.comm.reduce import SumLayout
+from fsharding.comm.wires import CutLeaves, Draw, Parts, WholeLeaf
 from fsharding.formats import codec
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
+from fsharding.formats.quantized import Quantized
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract, axis_group
 from fsharding.mesh.failures import among
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = [
-    "CodePlan", "decode", "encode", "gathered_bytes", "is_packed", "largest_of_ranks", "largest_over",
-    "plan_codes", "received", "sent_shapes", "shared_scales",
-]  # fmt: skip
+__all__ = ["Quantizing", "largest_of_ranks", "largest_over"]
 
 _DECODED = 1 << 20
 """Elements of a stack that are decoded at a time: float32 numbers between codes and results stay in caches."""
@@ -89,12 +92,6 @@ def plan_codes(
     )  # fmt: skip
 
 
-def is_packed(format: Blocks, shape: tuple[int, ...], dim: int | None, pieces: tuple[int, ...]) -> bool:
-    """Whether two codes share a byte: they have 4 bits, and no border between shards of a dim separates such two."""
-    is_last = dim == len(shape) - 1
-    return format.element.bits == 4 and (not is_last or boxes.same_cuts(shape[-1], -(-shape[-1] // 2), pieces, 2))
-
-
 def _in_order(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in axes)
 
@@ -143,7 +140,7 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
 
 # ------------------------------------------------------------------------------------------------------------- rounding
 @torch.no_grad()
-def encode(plan: CodePlan, shard: Tensor, given: Scales, noise: Callable[[], Tensor] | None = None) -> list[Tensor]:
+def encode(plan: CodePlan, shard: Tensor, given: Scales, noise: Draw | None = None) -> list[Tensor]:
     """Quantize a shard by scales from `shared_scales`; return bytes of values, and of the scales that are sent."""
     here = _here(plan, given, plan.held, plan.start)
     drawn = noise() if plan.format.keyed and noise is not None else None
@@ -219,7 +216,7 @@ def largest_of_ranks(x: Tensor, ranks: Sequence[int], group: dist.ProcessGroup |
     return bits.view(torch.float32)
 
 
-def received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> tuple[Tensor, Scales]:
+def _received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> tuple[Tensor, Scales]:
     """Return the values, of 4 bits two in a byte, and scales of a gathered leaf; scales not sent are as `given`."""
     rest = iter(parts)
     codes = next(rest)
@@ -251,3 +248,57 @@ def decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tenso
 
 def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
     return into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))
+
+
+# ------------------------------------------------------------------------------------------------------------- the wire
+@dataclass(frozen=True)
+class Quantizing:
+    """A leaf, or a term of a sum, is sent as quantized values and the scales of their blocks."""
+
+    dtype: torch.dtype  # of dequantized leaves, and of terms before they are quantized
+    format: Blocks
+    stays: bool = False  # a gathered leaf stays quantized; otherwise it is dequantized
+    strict: bool = False  # see `Quantized`
+
+    @property
+    def native(self) -> bool:
+        """See `Wire`: no backend adds quantized values."""
+        return False
+
+    def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
+        """See `Wire`."""
+        plan = plan_codes(source.mesh, source, target, shape, self.format)
+        sent = tuple((part, dim) for part in sent_shapes(plan))
+        return Parts(sent, torch.uint8, gathered_bytes(plan), None if self.stays else plan.whole, plan)
+
+    def agree(self, parts: Sequence[Parts], shards: Sequence[Tensor], mesh: Mesh) -> Sequence[Scales]:
+        """See `Wire`: ranks that have parts of one block share its scale."""
+        return shared_scales([p.plan for p in parts], shards, mesh)
+
+    def encode(self, parts: Parts, shard: Tensor, agreed: Scales, noise: Draw | None) -> list[Tensor]:
+        """See `Wire`."""
+        return encode(parts.plan, shard, agreed, noise)
+
+    def decode(self, parts: Parts, received: Sequence[Tensor], agreed: Scales, out: Tensor | None) -> WholeLeaf:
+        """See `Wire`."""
+        plan: CodePlan = parts.plan
+        values, (scales, outer) = _received(plan, received, agreed)
+        if out is not None:
+            return decode(plan, values, Scales(scales, outer), out)
+        own = [None if x is None else _own(x, received) for x in (values, scales, outer)]
+        start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
+        return Quantized(
+            own[0], own[1], plan.format, self.dtype, plan.block, plan.whole[-1], own[2], start=start,
+            strict=self.strict,
+        )  # fmt: skip
+
+    def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
+        """See `Wire`."""
+        return quantized_terms(leaves, axis_sizes, self.format, scatter=scatter)
+
+
+def _own(x: Tensor, received: Sequence[Tensor]) -> Tensor:
+    """Return a tensor that fills a storage of its own, unless it views what was received."""
+    if _compat.storage_id(x) == _compat.storage_id(received[0]):
+        return x
+    return x.contiguous() if x.storage_offset() == 0 else x.clone()

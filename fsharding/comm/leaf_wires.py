@@ -19,8 +19,9 @@ from fsharding.base import tree
 from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
+from fsharding.comm.codes import Quantizing
 from fsharding.comm.redistribute import send
-from fsharding.comm.wires import LeafWire, Plain, Quantizing, Wire
+from fsharding.comm.wires import LeafWire, Plain, WholeLeaf, Wire
 from fsharding.formats.blocks import Blocks
 from fsharding.formats.philox import uniform_at
 from fsharding.formats.precision import KEEP, PatternLeaf, Precision
@@ -60,7 +61,7 @@ class UnitWire(NamedTuple):
 
     wire: Wire
     again: Wire | None = None
-    seen: Callable[[Tensor], Quantized] | None = None
+    seen: Callable[[Tensor], WholeLeaf] | None = None
 
 
 class LeafWires:

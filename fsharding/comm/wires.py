@@ -1,6 +1,6 @@
-"""How a leaf is sent: cast to a dtype, or as quantized values and scales of their blocks. A `Wire` is a value.
+"""How a leaf is sent: a `Wire`, which is a value. `Plain` casts it to a dtype; for another one see `comm.codes`.
 
-Guarantee: a gathered leaf has the bits of casting or quantizing the full leaf, for every sharding.
+Guarantee: a gathered leaf has the bits of casting or encoding the full leaf, for every sharding.
 """
 
 from __future__ import annotations
@@ -13,24 +13,18 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat
-from fsharding.comm import codes
-from fsharding.comm.coded_sums import quantized_terms
-from fsharding.comm.codes import CodePlan
 from fsharding.comm.reduce import SumLayout, plain_terms
-from fsharding.formats.blocks import Blocks
-from fsharding.formats.codec import Scales
-from fsharding.formats.quantized import Quantized
+from fsharding.formats.quantized import Weight
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["CutLeaves", "LeafWire", "Parts", "Plain", "Quantizing", "WholeLeaf", "Wire"]
+__all__ = ["CutLeaves", "Draw", "LeafWire", "Parts", "Plain", "WholeLeaf", "Wire"]
 
 
 CutLeaves: TypeAlias = tuple[tuple[tuple[int, ...], int], ...]
 """The full shape of each tensor, and the dim along which ranks have pieces of it."""
 
-WholeLeaf: TypeAlias = Tensor | Quantized
+WholeLeaf: TypeAlias = Weight
 """A gathered leaf, as a wire decodes it."""
 
 Draw: TypeAlias = Callable[[], Tensor]
@@ -125,56 +119,3 @@ class Plain(NamedTuple):
     def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
         """See `Wire`."""
         return plain_terms(leaves, axis_sizes, self.dtype, scatter=scatter, native=self.native)
-
-
-@dataclass(frozen=True)
-class Quantizing:
-    """A leaf, or a term of a sum, is sent as quantized values and the scales of their blocks."""
-
-    dtype: torch.dtype  # of dequantized leaves, and of terms before they are quantized
-    format: Blocks
-    stays: bool = False  # a gathered leaf stays quantized; otherwise it is dequantized
-    strict: bool = False  # see `Quantized`
-
-    @property
-    def native(self) -> bool:
-        """See `Wire`: no backend adds quantized values."""
-        return False
-
-    def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
-        """See `Wire`."""
-        plan = codes.plan_codes(source.mesh, source, target, shape, self.format)
-        sent = tuple((part, dim) for part in codes.sent_shapes(plan))
-        return Parts(sent, torch.uint8, codes.gathered_bytes(plan), None if self.stays else plan.whole, plan)
-
-    def agree(self, parts: Sequence[Parts], shards: Sequence[Tensor], mesh: Mesh) -> Sequence[Scales]:
-        """See `Wire`: ranks that have parts of one block share its scale."""
-        return codes.shared_scales([p.plan for p in parts], shards, mesh)
-
-    def encode(self, parts: Parts, shard: Tensor, agreed: Scales, noise: Draw | None) -> list[Tensor]:
-        """See `Wire`."""
-        return codes.encode(parts.plan, shard, agreed, noise)
-
-    def decode(self, parts: Parts, received: Sequence[Tensor], agreed: Scales, out: Tensor | None) -> WholeLeaf:
-        """See `Wire`."""
-        plan: CodePlan = parts.plan
-        values, (scales, outer) = codes.received(plan, received, agreed)
-        if out is not None:
-            return codes.decode(plan, values, Scales(scales, outer), out)
-        own = [None if x is None else _own(x, received) for x in (values, scales, outer)]
-        start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
-        return Quantized(
-            own[0], own[1], plan.format, self.dtype, plan.block, plan.whole[-1], own[2], start=start,
-            strict=self.strict,
-        )  # fmt: skip
-
-    def terms(self, leaves: CutLeaves, axis_sizes: tuple[int, ...], *, scatter: bool) -> SumLayout:
-        """See `Wire`."""
-        return quantized_terms(leaves, axis_sizes, self.format, scatter=scatter)
-
-
-def _own(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """Return a tensor that fills a storage of its own, unless it views what was received."""
-    if _compat.storage_id(x) == _compat.storage_id(received[0]):
-        return x
-    return x.contiguous() if x.storage_offset() == 0 else x.clone()

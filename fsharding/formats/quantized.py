@@ -24,7 +24,7 @@ from fsharding.formats.blocks import Blocks
 from fsharding.formats.codec import Scales
 from fsharding.formats.philox import uniform_at
 
-__all__ = ["Columnwise", "Quantized", "dequantize", "noting_numbers", "numbers_of", "quantize"]
+__all__ = ["Columnwise", "Quantized", "Weight", "dequantize", "noting_numbers", "numbers_of", "quantize"]
 
 Note: TypeAlias = Callable[[Tensor, Callable[..., Tensor], Sequence[Tensor]], None]
 """Is told of numbers, of a function that makes them of codes and scales, and of these."""
@@ -216,9 +216,9 @@ def _held(node: Quantized) -> _Held:
     return _Held(node.format, node.dtype, node.block, node.columns, node.start, node.strict, node.columnwise)
 
 
-def _flatten(node: Quantized) -> tuple[list[Tensor], _Aux]:
+def _flatten(node: Quantized) -> tuple[list[Tensor], _Aux, tuple[str, ...]]:
     names = tuple(name for name in _CHILDREN if getattr(node, name) is not None)
-    return [getattr(node, name) for name in names], (_held(node), names)
+    return [getattr(node, name) for name in names], (_held(node), names), names
 
 
 def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantized:
@@ -235,13 +235,8 @@ def _unflatten(children: Iterable[Any], aux: _Aux) -> Quantized:
     )  # fmt: skip
 
 
-def _flatten_in_ours(node: Quantized) -> tuple[list[Tensor], _Aux, tuple[str, ...]]:
-    children, aux = _flatten(node)
-    return children, aux, aux[1]
-
-
-tree.register_node(Quantized, _flatten_in_ours, lambda aux, children: _unflatten(children, aux), fields=True)
-torch_pytree.register_pytree_node(Quantized, _flatten, _unflatten)
+tree.register_node(Quantized, _flatten, lambda aux, children: _unflatten(children, aux), fields=True)
+torch_pytree.register_pytree_node(Quantized, lambda node: _flatten(node)[:2], _unflatten)
 
 
 # ----------------------------------------------------------------------------------------------------------- in and out
@@ -295,6 +290,10 @@ def quantize(
     wide = dtype or x.dtype
     carrier = cast(Tensor, _Carrier.apply(x, wide, _has_tangent(x))) if _is_differentiated(x) else None
     return Quantized(parts[0], parts[1], format, wide, block, shape[-1], *parts[2:], carrier=carrier, strict=strict)
+
+
+Weight: TypeAlias = Tensor | Quantized
+"""A full leaf as a loss function gets it."""
 
 
 @public

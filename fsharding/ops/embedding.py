@@ -13,7 +13,7 @@ from fsharding.base import _functorch
 from fsharding.base.dtypes import wide
 from fsharding.base.errors import DataError, message
 from fsharding.base.public import public
-from fsharding.formats.quantized import Quantized, dequantize
+from fsharding.formats.quantized import Weight, dequantize
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.grad_sink import put_term, takes_terms
 from fsharding.ops.linear import reduce_from_tp
@@ -32,7 +32,7 @@ _ADDED_IN_ORDER = (torch.float32, torch.float64)
 @public
 def embedding(
     tokens: Tensor,
-    table_VD: Tensor | Quantized,
+    table_VD: Weight,
     *,
     vocab: int | None = None,
     axis: str = "tp",

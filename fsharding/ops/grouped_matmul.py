@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 from fsharding.base import _compat, _functorch, devices
 from fsharding.base.errors import SpecError, TransformError, message
 from fsharding.base.public import public
-from fsharding.formats.quantized import Quantized, dequantize
+from fsharding.formats.quantized import Weight, dequantize
 
 __all__ = ["even_shares", "grouped_matmul"]
 
@@ -139,7 +139,7 @@ def _grouped(a: Tensor, b: Tensor, groups: _Groups) -> Tensor:
 
 
 @public
-def grouped_matmul(x_MD: Tensor, w_XDF: Tensor | Quantized, counts_X: Tensor) -> Tensor:
+def grouped_matmul(x_MD: Tensor, w_XDF: Weight, counts_X: Tensor) -> Tensor:
     """Multiplies the first `counts_X[0]` rows with the first matrix, the next `counts_X[1]` with the second, and so on.
 
     Args:

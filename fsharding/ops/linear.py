@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsharding.base.errors import SpecError, message
 from fsharding.base.public import public
-from fsharding.formats.quantized import Quantized
+from fsharding.formats.quantized import Weight
 from fsharding.mesh.device_mesh import Mesh, axis_index, axis_size
 from fsharding.ops.collectives import all_gather, psum, pvary, reduce_scatter
 from fsharding.ops.matmul import scaled_matmul
@@ -73,7 +73,7 @@ def reduce_from_tp(x: Tensor, axis: str = "tp", *, sequence_dim: int | None = No
 
 def column_linear(
     x_D: Tensor,
-    *weights_FD: Tensor | Quantized,
+    *weights_FD: Weight,
     axis: str = "tp",
     sequence_dim: int | None = None,
     mesh: Mesh | None = None,
@@ -138,7 +138,7 @@ def split_fused(
 
 def row_linear(
     x_F: Tensor,
-    weight_FD: Tensor | Quantized,
+    weight_FD: Weight,
     *,
     axis: str = "tp",
     sequence_dim: int | None = None,

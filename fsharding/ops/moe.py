@@ -17,7 +17,7 @@ from fsharding.base import _compat, _functorch
 from fsharding.base.errors import SpecError, TransformError, message
 from fsharding.base.public import public
 from fsharding.comm.transport import transport_for
-from fsharding.formats.quantized import Quantized, dequantize
+from fsharding.formats.quantized import Weight, dequantize
 from fsharding.mesh.device_mesh import Group, Mesh, axis_group, axis_size, current_mesh
 from fsharding.ops.capacity import note_capacity
 from fsharding.ops.collectives import Linear, all_to_all_rows, apply_linear, psum, pvary
@@ -335,9 +335,9 @@ def combine(y_MD: Tensor, plan: Plan) -> Tensor:
 @public
 def experts_swiglu(
     x_ND: Tensor,
-    gate_EFD: Tensor | Quantized,
-    up_EFD: Tensor | Quantized,
-    down_EFD: Tensor | Quantized,
+    gate_EFD: Weight,
+    up_EFD: Weight,
+    down_EFD: Weight,
     routing: Routing,
     *,
     axis: str | Sequence[str] = "ep",

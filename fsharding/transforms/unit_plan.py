@@ -21,8 +21,7 @@ from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.base.scoped import scoped
 from fsharding.comm.move import Move, plan_move
 from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, plan_steps, steps_of
-from fsharding.comm.wires import Plain, Wire
-from fsharding.formats.quantized import Quantized
+from fsharding.comm.wires import Plain, WholeLeaf, Wire
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding import boxes
@@ -96,7 +95,7 @@ class UnitLeaf(NamedTuple):
     copied: bool = False
     again: Wire | None = None  # the wire of a second gather, which backward may start instead of the first one
     # makes what the loss function sees of the leaf's node in the graph; by default the node
-    seen: Callable[[Tensor], Quantized] | None = None
+    seen: Callable[[Tensor], WholeLeaf] | None = None
 
 
 class UnitGather(NamedTuple):
@@ -134,7 +133,7 @@ class UnitPlan:
     reductions: tuple[ReduceBucket, ...]  # buckets of gradients
     large: tuple[LargeLeaf, ...]  # leaves whose gradients are reduced as soon as they are complete
     # of some leaves, what makes what the loss function sees
-    seen: tuple[tuple[int, Callable[[Tensor], Quantized]], ...]
+    seen: tuple[tuple[int, Callable[[Tensor], WholeLeaf]], ...]
     # leaves that backward may gather by another wire, and the plan of a unit of these
     again: tuple[tuple[int, ...], UnitPlan] | None
 

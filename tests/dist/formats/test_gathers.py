@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import fsharding as fs
 from fsharding import formats
 from fsharding.base.errors import ConfigError, LayoutError, NonFiniteError
+from fsharding.comm.codes import Quantizing
 from fsharding.comm.handles import Memory
 from fsharding.comm.move import plan_move
-from fsharding.comm.wires import Quantizing
 from fsharding.formats import Blocks, codec
 from fsharding.formats.precision import KEEP, MXFP8, Precision
 from fsharding.mesh.abstract_mesh import AXES

@@ -8,9 +8,10 @@ import torch
 
 import fsharding as fs
 from fsharding import formats
+from fsharding.comm.codes import Quantizing
 from fsharding.comm.handles import Memory
 from fsharding.comm.move import plan_move
-from fsharding.comm.wires import Plain, Quantizing
+from fsharding.comm.wires import Plain
 from fsharding.formats import codec
 from fsharding.mesh.device_mesh import coordinate
 from fsharding.testing import assert_bitwise_equal, run_ranks

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 import fsharding as fs
 from fsharding import formats
+from fsharding.comm.codes import Quantizing
 from fsharding.comm.redistribute import BUCKET_BYTES, plan_rows, sends_encoded
 from fsharding.comm.steps import steps_of
-from fsharding.comm.wires import Plain, Quantizing
+from fsharding.comm.wires import Plain
 
 MESH = fs.AbstractMesh(("dp", "tp"), (3, 2))
 CUT, WHOLE = fs.NamedSharding(MESH, fs.P(None, "tp", "dp")), fs.NamedSharding(MESH, fs.P(None, "tp"))
