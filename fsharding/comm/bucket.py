@@ -19,7 +19,7 @@ from fsharding.base import _compat
 from fsharding.sharding import boxes
 
 __all__ = [
-    "Bucket", "Parted", "PieceGrid", "Slot", "copy_in", "copy_out", "fill", "part", "piece_views", "pieces_of",
+    "Bucket", "Parted", "PieceGrid", "Slot", "copy_in", "fill", "part", "piece_views", "pieces_of",
     "plan_bucket", "whole_views",
 ]  # fmt: skip
 
@@ -317,15 +317,10 @@ def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def copy_out(rows: Tensor | Sequence[Tensor], flat: Tensor, bucket: Bucket) -> list[Tensor]:
-    """Copy gathered rows, [members, width] or as many [width], to a flat buffer, and return its full leaves."""
-    return fill(rows, whole_views(flat, bucket), bucket)
-
-
 def fill(
     rows: Tensor | Sequence[Tensor], leaves: list[Tensor], bucket: Bucket, *, there: int | None = None
 ) -> list[Tensor]:
-    """Copy gathered rows, as in `copy_out`, to contiguous full leaves, which have the pieces of `there` already."""
+    """Copy gathered rows, [members, width] or as many [width], to contiguous full leaves, but for those of `there`."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     if isinstance(rows, Tensor):

@@ -22,14 +22,14 @@ class BucketQueue:
     """See the module."""
 
     # `_flying`: started buckets, oldest first, `_bytes` in total. `_waiting`: queued buckets in order. Buckets are
-    # numbered from 1: `_added` were added, and the first `_finished` have finished.
+    # numbered from 1: `_added` were added, and the first `finished` have finished.
 
     def __init__(self, limit: int) -> None:
         # `limit`: bytes of buckets in flight; one bucket is always allowed.
         self._limit = limit
         self._bytes = 0
         self._added = 0
-        self._finished = 0
+        self.finished = 0
         self._waiting: deque[tuple[int, Callable[[], Handle[Any]]]] = deque()
         self._flying: deque[tuple[int, Handle[Any]]] = deque()
 
@@ -46,14 +46,10 @@ class BucketQueue:
             self._finish_oldest()
             self._fill()
 
-    def is_finished(self, last: int) -> bool:
-        """Whether bucket `last` and all before it have finished."""
-        return self._finished >= last
-
     def finish(self, last: int | None = None) -> None:
         """Finishes the oldest buckets, up to one of them; by default all."""
         last = self._added if last is None else last
-        while self._finished < last:
+        while self.finished < last:
             self._finish_oldest()
             self._fill()
 
@@ -77,7 +73,7 @@ class BucketQueue:
         handle.wait()
         note("wait", "bucket")
         self._bytes -= size
-        self._finished += 1
+        self.finished += 1
 
 
 class _Bucket(NamedTuple):
@@ -88,7 +84,7 @@ class _Bucket(NamedTuple):
 
     def is_ready(self) -> bool:
         """See `Work`."""
-        return self.queue.is_finished(self.number)
+        return self.queue.finished >= self.number
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """See `Work`; each bucket is waited for as long as its group says."""

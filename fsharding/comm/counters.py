@@ -20,17 +20,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _names() -> list[str]:
-    return []
-
-
 @dataclass
 class Counts:
     """The gathers, reductions and peaks of one `value_and_grad` call."""
 
-    gathers: list[str] = field(default_factory=_names)  # the unit of each all-gather, in order
+    gathers: list[str] = field(default_factory=list[str])  # the unit of each all-gather, in order
     # the unit of each gradient bucket that was summed over ranks, in order
-    reductions: list[str] = field(default_factory=_names)
+    reductions: list[str] = field(default_factory=list[str])
     peak_units: int = 0  # most units whose gathered bytes were alive at once
     peak_bytes: int = 0  # most gathered bytes that were alive at once
 
@@ -68,10 +64,6 @@ class Sent(NamedTuple):
     bytes: int  # payload bytes to other ranks; what a collective library adds is not seen
 
 
-def _nothing() -> dict[tuple[str, ...], Sent]:
-    return {}
-
-
 @dataclass
 class Traffic:
     """The bytes and calls that this rank sent to others.
@@ -87,7 +79,7 @@ class Traffic:
         True
     """
 
-    by_axes: dict[tuple[str, ...], Sent] = field(default_factory=_nothing)
+    by_axes: dict[tuple[str, ...], Sent] = field(default_factory=dict[tuple[str, ...], Sent])
 
     @property
     def bytes(self) -> int:

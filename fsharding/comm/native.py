@@ -78,7 +78,7 @@ class Native:
 
         def join(rows: Rows) -> Tensor:
             flat = memory.empty(bucket.size, dtype)
-            buckets.copy_out(rows, flat, bucket)
+            buckets.fill(rows, buckets.whole_views(flat, bucket), bucket)
             return flat
 
         return self._start_gather(bucket, shards, dtype, memory).then(join)

@@ -6,19 +6,19 @@ Guarantee: the pieces that a rank receives, and those that it has, fill its targ
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from fsharding.base._compat import cache_on_its_mesh
 from fsharding.mesh.abstract_mesh import AbstractMesh
+from fsharding.mesh.consistency import digest
 from fsharding.mesh.device_mesh import abstract
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Grid, Overlap, Runs
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["BUDGET", "Holder", "MovedLeaf", "Piece", "Plan", "everywhere", "grids", "holders", "plan_routes", "route"]
+__all__ = ["BUDGET", "MovedLeaf", "Piece", "Plan", "everywhere", "grids", "plan_routes", "route"]
 
 BUDGET = 64 << 20
 """Bytes a rank that the buffers of a plan take at most."""
@@ -38,14 +38,6 @@ class MovedLeaf:
     itemsize: int  # bytes of an element on the wire
     source: NamedSharding  # where it is; on an abstract mesh
     target: NamedSharding  # where it goes; on an abstract mesh
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Ranks that hold the same part of a leaf."""
-
-    grid: Grid
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,7 @@ class Plan:
     @functools.cached_property
     def digest(self) -> int:
         """A number of 63 bits that ranks compare before anything moves."""
-        text = repr((self.leaves, self.ranks))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+        return digest(repr((self.leaves, self.ranks)))
 
     def how(self, leaf: int) -> str:
         """In a word what happens to a leaf: "nothing", "slice" (no bytes sent), "gather" or "all-to-all"."""
@@ -99,36 +90,36 @@ def everywhere(ranks: Sequence[int]) -> NamedSharding:
 
 
 @cache_on_its_mesh()
-def holders(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Holder, ...]:
-    """Who holds what: ranks that hold the same part together, in the order of their first rank on the mesh."""
+def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Grid, list[int]]:
+    """Return the ranks that hold each part, in the order of their first rank on the mesh."""
     mesh = abstract(sharding.mesh)
     result: dict[Grid, list[int]] = {}
     for coord in mesh.coordinates():
         grid = sharding.grid(shape, coord)
         if grid is not None:
             result.setdefault(grid, []).append(mesh.rank_at(coord))
-    return tuple(Holder(grid, tuple(ranks)) for grid, ranks in result.items())
+    return result
 
 
 @cache_on_its_mesh()
 def grids(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Grid]:
     """The grid of each rank; ranks that hold nothing at all are left out."""
-    return {rank: holder.grid for holder in holders(sharding, shape) for rank in holder.ranks}
+    return {rank: grid for grid, ranks in _holders(sharding, shape).items() for rank in ranks}
 
 
 def route(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> Iterator[tuple[int, int, Overlap]]:
     """Every (sender, receiver, part) of one leaf; a rank that has a part already is its own sender."""
     turns: dict[Grid, int] = {}
-    having = {have.grid: have.ranks for have in holders(source, shape)}
+    having = _holders(source, shape)
     by_dim = [tuple(dict.fromkeys(grid[dim] for grid in having)) for dim in range(len(shape))]
-    for goal in holders(target, shape):
+    for wanted, members in _holders(target, shape).items():
         # Ranges meet dim by dim, so that the cost grows with the ranges, not with all pairs of ranks.
-        met = [_meeting(by_dim[dim], held) for dim, held in enumerate(goal.grid)]
+        met = [_meeting(by_dim[dim], held) for dim, held in enumerate(wanted)]
         for several in product(*met):
             grid = tuple(held for held, _ in several)
             shared = tuple(common for _, common in several)
             ranks = having.get(grid, ())
-            for rank in goal.ranks if ranks else ():
+            for rank in members if ranks else ():
                 if rank in ranks:
                     yield rank, rank, shared
                 else:

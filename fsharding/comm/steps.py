@@ -24,7 +24,7 @@ from fsharding.comm.wires import Parts, Wire
 from fsharding.sharding.named_sharding import NamedSharding
 from fsharding.sharding.partition_spec import PartitionSpec
 
-__all__ = ["LeafSteps", "Step", "begins_with_sum", "kinds_of", "plan_steps", "sharding_after", "steps_of"]
+__all__ = ["LeafSteps", "Step", "begins_with_sum", "kinds_of", "sharding_after", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,9 @@ class Step:
     dim: int = -1  # the tensor dim that is cut or joined; -1 for "sum"
 
 
-def plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
-    """Plan the steps from one sharding to another on one mesh; axes over which `target` is unreduced are left alone."""
-    return _plan_steps(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh))
-
-
 @cache_on_its_mesh()
 def _plan_steps(source: NamedSharding, target: NamedSharding) -> tuple[Step, ...]:
+    """Plan the steps from one sharding to another on one mesh; axes over which `target` is unreduced are left alone."""
     source = source.simplified()
     target = target.simplified()
     unreduced = [axis for axis in source.partial if axis not in target.partial]
@@ -183,10 +179,10 @@ class LeafSteps:
 
 
 def steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> LeafSteps:
-    """Plan the steps of a leaf of a global shape; see `plan_steps`."""
+    """Plan the steps of a leaf of a global shape from one sharding to another, on the mesh of the first."""
     return _steps_of(source, target if target.mesh is source.mesh else replace(target, mesh=source.mesh), shape)
 
 
 @cache_on_its_mesh()
 def _steps_of(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> LeafSteps:
-    return LeafSteps(source.simplified(), target.simplified(), shape, plan_steps(source, target))
+    return LeafSteps(source.simplified(), target.simplified(), shape, _plan_steps(source, target))

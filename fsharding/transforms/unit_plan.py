@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fsharding.base._compat import cache_on_its_mesh, cache_on_mesh
 from fsharding.base.scoped import scoped
-from fsharding.comm.move import Move, plan_move
-from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, plan_steps, steps_of
+from fsharding.comm.move import Move
+from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, steps_of
 from fsharding.comm.wires import Plain, WholeLeaf, Wire
 from fsharding.mesh.abstract_mesh import AXES
 from fsharding.mesh.device_mesh import Mesh, abstract
@@ -211,32 +211,29 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[UnitGather, ...],
 
 
 def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBucket, ...]:
-    result: dict[tuple[Any, ...], list[int]] = {}
-    routes: dict[int, tuple[NamedSharding, NamedSharding, NamedSharding]] = {}
+    result: dict[tuple[Any, ...], list[tuple[int, LeafSteps, LeafSteps]]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.target is None:
             continue
         target = leaf.target
-        source = unreduced(leaf.sharding)
         middle = target.accumulated or target.sharding
-        routes[i] = (source, middle, target.sharding)
-        steps = plan_steps(source, middle)
-        late_steps = plan_steps(middle, target.sharding)
-        first = target.first_wire if begins_with_sum(steps or late_steps) else None
+        early = steps_of(unreduced(leaf.sharding), middle, leaf.shape)
+        late = steps_of(middle, target.sharding, leaf.shape)
+        first = target.first_wire if begins_with_sum(early.steps or late.steps) else None
         native = target.native and first is None
         # A backend adds what is sent, where ordered sums widen it.
         sums = Plain((target.wire or target).dtype, native)
         terms = sums if target.wire or native else Plain(leaf.wire.dtype)
-        wires = (first or terms, sums) if steps else (terms, first or sums)
-        result.setdefault((kinds_of(steps), kinds_of(late_steps), target.dtype, *wires), []).append(i)
+        wires = (first or terms, sums) if early.steps else (terms, first or sums)
+        key = kinds_of(early.steps), kinds_of(late.steps), target.dtype, *wires
+        result.setdefault(key, []).append((i, early, late))
     buckets: list[ReduceBucket] = []
-    for (_, _, dtype, wire, late_wire), members in result.items():
-        sources, middles, targets = ([routes[i][place] for i in members] for place in range(3))
-        shapes = [leaves[i].shape for i in members]
-        early = plan_move(sources, middles, shapes, wire, dtype)
-        is_large = early.sums_first and any(_elements(leaves[i]) >= large for i in members)
-        late = plan_move(middles, targets, shapes, late_wire, dtype)
-        buckets.append(ReduceBucket(tuple(members), replace(early, large=is_large), late))
+    for (_, _, dtype, *wires), members in result.items():
+        numbers, *steps = zip(*members, strict=True)
+        mesh = leaves[0].sharding.mesh
+        early, late = (Move(mesh, s, (w,) * len(s), dtype) for s, w in zip(steps, wires, strict=True))
+        is_large = early.sums_first and any(_elements(leaves[i]) >= large for i in numbers)
+        buckets.append(ReduceBucket(numbers, replace(early, large=is_large), late))
     return tuple(buckets)
 
 

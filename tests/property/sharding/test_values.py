@@ -17,7 +17,7 @@ import fsharding as fs
 from fsharding import random
 from fsharding.comm import bucket
 from fsharding.comm.reduce import sum_rows
-from fsharding.comm.steps import plan_steps, steps_of
+from fsharding.comm.steps import steps_of
 from fsharding.mesh.abstract_mesh import AXES, DATA_AXES, AbstractMesh
 from fsharding.sharding import boxes
 from fsharding.sharding.named_sharding import Assigned, sharding_of
@@ -245,7 +245,7 @@ def test_copying_into_a_bucket_and_out_is_the_identity(case, dtype, strided):
     given_leaves = [x.mT.contiguous().mT if strided and x.ndim > 1 else x for x in whole]
     rows = torch.full((plan.members, plan.width), -1, dtype=dtype)
     bucket.copy_in(given_leaves, rows, plan.slots)
-    out = bucket.copy_out(rows, torch.full((plan.size,), -2, dtype=dtype), plan)
+    out = bucket.fill(rows, bucket.whole_views(torch.full((plan.size,), -2, dtype=dtype), plan), plan)
     assert_bitwise_equal(out, whole)
     coords = itertools.product(*(range(n) for n in sizes))
     for member, coord in enumerate(coords):
@@ -328,7 +328,7 @@ def test_a_leaf_without_a_gradient_counts_as_zeros(case, data):
     kept = [x if data.draw(st.booleans()) else None for x in whole]
     rows = torch.full((plan.members, plan.width), torch.nan)
     bucket.copy_in(kept, rows, plan.slots)
-    out = bucket.copy_out(rows, torch.empty(plan.size), plan)
+    out = bucket.fill(rows, bucket.whole_views(torch.empty(plan.size), plan), plan)
     assert_bitwise_equal(out, [torch.zeros_like(x) if k is None else x for x, k in zip(whole, kept, strict=True)])
 
 
@@ -361,7 +361,7 @@ def run_steps(steps, locals_, mesh):
 
 def check_route(mesh, shape, source, target):
     """Terms that differ on every rank end as the cut of their sum over the axes that were closed."""
-    steps = plan_steps(source, target)
+    steps = steps_of(source, target, shape).steps
     coords = list(mesh.coordinates())
     generator = torch.Generator().manual_seed(0)
     terms = {}
