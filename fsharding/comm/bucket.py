@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -266,31 +266,28 @@ def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
     return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
 
 
-class _Cut(NamedTuple):
-    """A whole leaf, and its strides as [before, dim, after]."""
-
-    leaf: Tensor
-    strides: tuple[int, ...]
+_Cut: TypeAlias = tuple[Tensor, tuple[int, ...]]
+"""A whole leaf, and its strides as [before, dim, after]."""
 
 
 def _as_cut(leaf: Tensor, slot: Slot) -> _Cut:
     """A whole leaf as [before, dim, after]; a copy where its strides want one."""
     if leaf.is_contiguous():
-        return _Cut(leaf, slot.strides)
+        return leaf, slot.strides
     cut = leaf.reshape(slot.before, slot.length, slot.after)
-    return _Cut(cut, cut.stride())
+    return cut, cut.stride()
 
 
 def _pair(rows: Tensor, cut: _Cut, slot: Slot, grid: PieceGrid, width: int) -> tuple[Tensor, Tensor]:
     """The pieces of a grid in rows and in a whole leaf, as views of one shape."""
     row = _row_view(rows, slot, grid, width)
-    before, along, after = cut.strides
+    leaf, (before, along, after) = cut
     outer = tuple(step * along for step in grid.steps)
-    first = cut.leaf.storage_offset() + grid.start * along
+    first = leaf.storage_offset() + grid.start * along
     if after == 1 and along == slot.after:
-        return _widened(row, cut.leaf.as_strided(row.shape, (*outer, before, 1), first))
+        return _widened(row, leaf.as_strided(row.shape, (*outer, before, 1), first))
     size = (*grid.counts, slot.before, grid.length, slot.after)
-    return row.unflatten(-1, size[-2:]), cut.leaf.as_strided(size, (*outer, before, along, after), first)
+    return row.unflatten(-1, size[-2:]), leaf.as_strided(size, (*outer, before, along, after), first)
 
 
 _WIDE = (torch.complex128, torch.int64, torch.int32)

@@ -110,27 +110,6 @@ def _data_cut(sharding: NamedSharding, whole: NamedSharding, ndim: int) -> tuple
     return None, ()
 
 
-def gathered_bytes(plan: CodePlan) -> int:
-    """Memory of a leaf that arrives: its codes, the scales that travel with them, and codes of 4 bits unpacked."""
-    return sum(map(math.prod, sent_shapes(plan))) + (math.prod(plan.whole) if plan.packed else 0)
-
-
-def sent_shapes(plan: CodePlan) -> list[tuple[int, ...]]:
-    """Return the shapes, once gathered, of the bytes that `encode` makes."""
-    shapes = [plan.format.code_shape(plan.whole, packed=plan.packed)]
-    if plan.scales_travel:
-        shapes.append((*_touched(plan, plan.whole, plan.whole_start), plan.format.scale_dtype.itemsize))
-    if plan.outer_travels and plan.format.has_outer:
-        shapes.append((*plan.whole[:-2], 4))
-    return shapes
-
-
-def _touched(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[int, ...]:
-    """The shape of the scales of the blocks that a part of a leaf touches."""
-    rows, columns = _places(plan, shape, start)
-    return (*shape[:-2], rows.stop - rows.start, columns.stop - columns.start)
-
-
 def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tuple[slice, slice]:
     """The blocks that a part of a leaf touches, among the blocks of the whole leaf."""
     ends = zip(start, shape[-2:], plan.block, strict=True)
@@ -139,35 +118,6 @@ def _places(plan: CodePlan, shape: Sequence[int], start: tuple[int, int]) -> tup
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
-@torch.no_grad()
-def encode(plan: CodePlan, shard: Tensor, given: Scales, noise: Draw | None = None) -> list[Tensor]:
-    """Quantize a shard by scales from `shared_scales`; return bytes of values, and of the scales that are sent."""
-    here = _here(plan, given, plan.held, plan.start)
-    drawn = noise() if plan.format.keyed and noise is not None else None
-    codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
-    sent = [codec.pack(codes) if plan.packed else codes]
-    if plan.scales_travel:
-        sent.append(codec.as_bytes(here.blocks))
-    if plan.outer_travels and here.outer is not None:
-        sent.append(codec.as_bytes(here.outer))
-    return sent
-
-
-@torch.no_grad()
-def shared_scales(plans: Sequence[CodePlan], shards: Sequence[Tensor], mesh: Mesh) -> list[Scales]:
-    """Return the scales of the blocks that each shard touches; of all blocks if ranks share them."""
-    # Collective over the axes that the plans name, for all shards together.
-    amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
-    amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
-    with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
-    of_matrix = [codec.of_matrices(amaxes[i]) for i in with_outer]
-    outer = dict(zip(with_outer, largest_over(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
-    return [
-        codec.scales_of(amax, plan.format, outer.get(i))
-        for i, (plan, amax) in enumerate(zip(plans, amaxes, strict=True))
-    ]
-
-
 def _amaxes(plan: CodePlan, shard: Tensor) -> Tensor:
     """The largest magnitudes of the blocks that a shard touches; of all blocks, 0 elsewhere, where ranks share them."""
     own = codec.amaxes(shard, plan.block, plan.start)
@@ -232,21 +182,21 @@ def _received(plan: CodePlan, parts: Sequence[Tensor], given: Scales) -> tuple[T
     return codes, Scales(blocks, outer)
 
 
-def decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
-    """Dequantize what `received` returns into a tensor of any dtype, some matrices of a stack at a time."""
+def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
+    """Dequantize what `_received` returns into a tensor of any dtype, some matrices of a stack at a time."""
     if plan.format.element.bits == 4:
         codes = codec.unpack(codes, plan.whole[-1])
     step = max(1, _DECODED // max(1, math.prod(plan.whole[1:]))) if len(plan.whole) > 2 else 1
     if len(plan.whole) <= 2 or step >= plan.whole[0]:
-        return _decode(plan, codes, scales, into)
+        return _decode_some(plan, codes, scales, into)
     for first in range(0, plan.whole[0], step):
         some = slice(first, first + step)
         outer = None if scales.outer is None else scales.outer[some]
-        _decode(plan, codes[some], Scales(scales.blocks[some], outer), into[some])
+        _decode_some(plan, codes[some], Scales(scales.blocks[some], outer), into[some])
     return into
 
 
-def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
+def _decode_some(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
     return into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))
 
 
@@ -266,25 +216,50 @@ class Quantizing:
         return False
 
     def parts(self, shape: tuple[int, ...], source: NamedSharding, target: NamedSharding, dim: int) -> Parts:
-        """See `Wire`."""
+        """See `Wire`: the values, and the scales of their blocks and matrices as far as these are not on all ranks."""
         plan = plan_codes(source.mesh, source, target, shape, self.format)
-        sent = tuple((part, dim) for part in sent_shapes(plan))
-        return Parts(sent, torch.uint8, gathered_bytes(plan), None if self.stays else plan.whole, plan)
+        shapes = [plan.format.code_shape(plan.whole, packed=plan.packed)]
+        if plan.scales_travel:
+            blocks = (place.stop - place.start for place in _places(plan, plan.whole, plan.whole_start))
+            shapes.append((*plan.whole[:-2], *blocks, plan.format.scale_dtype.itemsize))
+        if plan.outer_travels and plan.format.has_outer:
+            shapes.append((*plan.whole[:-2], 4))
+        size = sum(map(math.prod, shapes)) + (math.prod(plan.whole) if plan.packed else 0)  # values are unpacked
+        sent = tuple((part, dim) for part in shapes)
+        return Parts(sent, torch.uint8, size, None if self.stays else plan.whole, plan)
 
+    @torch.no_grad()
     def agree(self, parts: Sequence[Parts], shards: Sequence[Tensor], mesh: Mesh) -> Sequence[Scales]:
-        """See `Wire`: ranks that have parts of one block share its scale."""
-        return shared_scales([p.plan for p in parts], shards, mesh)
+        """See `Wire`: the scales of the blocks that each shard touches; of all blocks if ranks have parts of one."""
+        plans: list[CodePlan] = [p.plan for p in parts]
+        amaxes = [_amaxes(plan, shard) for plan, shard in zip(plans, shards, strict=True)]
+        amaxes = largest_over(amaxes, [plan.shared for plan in plans], mesh)
+        with_outer = [i for i, plan in enumerate(plans) if plan.format.has_outer]
+        of_matrix = [codec.of_matrices(amaxes[i]) for i in with_outer]
+        outer = dict(zip(with_outer, largest_over(of_matrix, [plans[i].outer for i in with_outer], mesh), strict=True))
+        pairs = enumerate(zip(plans, amaxes, strict=True))
+        return [codec.scales_of(amax, plan.format, outer.get(i)) for i, (plan, amax) in pairs]
 
+    @torch.no_grad()
     def encode(self, parts: Parts, shard: Tensor, agreed: Scales, noise: Draw | None) -> list[Tensor]:
-        """See `Wire`."""
-        return encode(parts.plan, shard, agreed, noise)
+        """See `Wire`: the bytes of values, and of the scales that are sent."""
+        plan: CodePlan = parts.plan
+        here = _here(plan, agreed, plan.held, plan.start)
+        drawn = noise() if plan.format.keyed and noise is not None else None
+        codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
+        sent = [codec.pack(codes) if plan.packed else codes]
+        if plan.scales_travel:
+            sent.append(codec.as_bytes(here.blocks))
+        if plan.outer_travels and here.outer is not None:
+            sent.append(codec.as_bytes(here.outer))
+        return sent
 
     def decode(self, parts: Parts, received: Sequence[Tensor], agreed: Scales, out: Tensor | None) -> WholeLeaf:
         """See `Wire`."""
         plan: CodePlan = parts.plan
         values, (scales, outer) = _received(plan, received, agreed)
         if out is not None:
-            return decode(plan, values, Scales(scales, outer), out)
+            return _decode(plan, values, Scales(scales, outer), out)
         own = [None if x is None else _own(x, received) for x in (values, scales, outer)]
         start = (plan.whole_start[0] % plan.block[0], plan.whole_start[1] % plan.block[1])
         return Quantized(

@@ -60,6 +60,7 @@ class UnitWire(NamedTuple):
     """How a leaf of a unit is gathered; see `UnitLeaf`."""
 
     wire: Wire
+    terms: Wire | None = None  # of the terms of its gradient; None for the wire of later sums
     again: Wire | None = None
     seen: Callable[[Tensor], WholeLeaf] | None = None
 
@@ -74,10 +75,6 @@ class LeafWires:
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
         """Return how a leaf of a unit, of this full shape, is gathered."""
         return UnitWire(Plain(dtype))
-
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
-        """Return the wire of the terms of its gradient; None for the wire of later sums."""
-        return None
 
     def noise(
         self, index: LeafIndex, sharding: NamedSharding, shape: Sequence[int], device: torch.device, *, of_term: bool
@@ -118,22 +115,19 @@ class _FormatWires(LeafWires):
         return noting_numbers(note) if self.precision.computes_quantized else nullcontext()
 
     def gather(self, index: LeafIndex, shape: tuple[int, ...], dtype: torch.dtype) -> UnitWire:
-        precision = self.precision
-        path = self.leaves[index.leaf].path
-        format = precision.format_of(path, len(shape))
-        if format is None or self._keeps(index):
+        precision, path, ndim = self.precision, self.leaves[index.leaf].path, len(shape)
+        if self._keeps(index):
             return UnitWire(Plain(dtype))
+        reduced, format = precision.reduce_format(path, ndim), precision.format_of(path, ndim)
+        terms = None if reduced is None else Quantizing(dtype, reduced)
+        if format is None:
+            return UnitWire(Plain(dtype), terms)
         if precision.rounded:
-            return UnitWire(Plain(dtype), seen=_OfNumbers(format, precision.strict))
+            return UnitWire(Plain(dtype), terms, seen=_OfNumbers(format, precision.strict))
         wire = Quantizing(dtype, format, precision.computes_quantized, precision.strict)
-        if not (wire.stays and precision.takes_columns(path, len(shape))):
-            return UnitWire(wire)
         # Products in backward sum along the other dim, so backward gathers the leaf in blocks along it.
-        return UnitWire(wire, again=replace(wire, format=format.across(shape)))
-
-    def terms(self, index: LeafIndex, ndim: int, dtype: torch.dtype) -> Wire | None:
-        format = self.precision.reduce_format(self.leaves[index.leaf].path, ndim)
-        return None if format is None or self._keeps(index) else Quantizing(dtype, format)
+        takes_columns = wire.stays and precision.takes_columns(path, ndim)
+        return UnitWire(wire, terms, replace(wire, format=format.across(shape)) if takes_columns else None)
 
     def _keeps(self, index: LeafIndex) -> bool:
         if index.row is None:

@@ -123,7 +123,7 @@ def send(
             continue
         if not isinstance(target, NamedSharding):
             raise refuse("shardings", target, "Give a tree of NamedShardings, such as layout.main.")
-        way = _way(leaf, target) if sources is None else _of_term(given[i], target, tuple(leaf.shape))
+        way = _way(leaf, target, given[i])
         if way is None:
             wrong.append(i)
             continue
@@ -246,8 +246,10 @@ class _Way(NamedTuple):
     stays: bool  # the leaf is there already
 
 
-def _way(leaf: DTensor, target: NamedSharding) -> _Way | None:
-    """Return how a leaf gets to a sharding; None if no steps along data axes of one mesh lead there."""
+def _way(leaf: DTensor, target: NamedSharding, term: NamedSharding | None) -> _Way | None:
+    """Return how a leaf, or a term of one, gets to a sharding; None if no steps along data axes lead there."""
+    if term is not None:
+        return _Way(steps_of(term.slice_of_mesh(), target.slice_of_mesh(), tuple(leaf.shape)), False)
     base = mesh_view.base(leaf.device_mesh)
     # A cache of a mesh holds no other mesh, also none that is equal.
     find = _cached_way if (base.whole or base.mesh) is target.mesh else _find_way
@@ -271,11 +273,6 @@ def _find_way(target: NamedSharding, source: NamedSharding, shape: tuple[int, ..
 
 
 _cached_way = cache_on_its_mesh()(_find_way)
-
-
-def _of_term(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> _Way:
-    """Return how an unreduced leaf gets to a sharding."""
-    return _Way(steps_of(source.slice_of_mesh(), target.slice_of_mesh(), shape), False)
 
 
 # ---------------------------------------------------------------------------------------------------- encoded leaves

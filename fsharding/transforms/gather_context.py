@@ -308,9 +308,8 @@ class GatherContext:
         misaligned = place.row is not None and not aligned
         away = self._away and tier_of(leaf.value, self._device.type) is not DEVICE
         sent = self._wires.gather(place, leaf.shape, compute)
-        terms = self._wires.terms(place, len(leaf.shape), compute)
-        if target is not None and terms is not None:
-            target = replace(target, first_wire=terms)
+        if target is not None and sent.terms is not None:
+            target = replace(target, first_wire=sent.terms)
         return UnitLeaf(
             leaf.sharding, leaf.shape, stored, sent.wire, target, copied=misaligned or away,
             again=sent.again, seen=sent.seen,
