@@ -19,7 +19,7 @@ from fsharding.base.public import refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.manifest import Manifest, SavedLeaf, dtype_name
 from fsharding.checkpoint.serialized_layout import outline_of
-from fsharding.comm.leaf_memory import fill, to_memory
+from fsharding.comm.leaf_memory import fill, placed
 from fsharding.mesh.abstract_mesh import AbstractMesh
 from fsharding.mesh.device_mesh import abstract, own_rank
 from fsharding.sharding import boxes
@@ -56,7 +56,7 @@ class StateLeaf:
         """The leaf as a state has it: a DTensor, or a plain tensor."""
         if self.sharding is None:
             return self.local
-        return self.sharding.to_dtensor(to_memory(self.local, self.sharding), self.shape)
+        return placed(self.local, self.sharding, self.sharding.shape_at_rest(self.shape))
 
     def kept(self) -> dict[Box, Tensor]:
         """The parts that this rank holds; empty ones only of a leaf that is empty as a whole."""

@@ -61,36 +61,27 @@ class Slot:
     start: int  # where the whole leaf begins in the flat buffer
 
     @functools.cached_property
-    def before(self) -> int:
-        """How many elements the dims before `dim` have."""
-        return math.prod(self.shape[: self.dim])
-
-    @functools.cached_property
-    def after(self) -> int:
-        """How many elements the dims after `dim` have."""
-        return math.prod(self.shape[self.dim + 1 :])
-
-    @functools.cached_property
-    def length(self) -> int:
-        """How many indices `dim` has."""
-        return self.shape[self.dim] if self.shape else 1
+    def sizes(self) -> tuple[int, int, int]:
+        """Elements of a leaf as [before, dim, after]: of the dims before `dim`, of it, and of those after it."""
+        length = self.shape[self.dim] if self.shape else 1
+        return math.prod(self.shape[: self.dim]), length, math.prod(self.shape[self.dim + 1 :])
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
         """The strides of a contiguous leaf as [before, dim, after]."""
-        return boxes.contiguous_strides((self.before, self.length, self.after))
+        return boxes.contiguous_strides(self.sizes)
 
     @functools.cached_property
     def grids(self) -> tuple[PieceGrid, ...]:
         """All pieces that are not empty: at most 2 to the power of the number of axes, one where the cuts are even."""
-        return tuple(_piece_grids(self.length, self.axis_sizes))
+        return tuple(_piece_grids(self.sizes[1], self.axis_sizes))
 
     @functools.cached_property
     def joined(self) -> bool:
         """Whether the pieces of all members, one after the other, are the whole leaf as it lies in memory."""
         grid = self.grids[0] if len(self.grids) == 1 else None
         whole = grid is not None and math.prod(grid.counts) == math.prod(self.axis_sizes)
-        return self.before == 1 and grid is not None and whole and grid.follows
+        return self.sizes[0] == 1 and grid is not None and whole and grid.follows
 
     def piece(self, member: int) -> tuple[int, int]:
         """The piece of a member: (start, stop) along `dim`."""
@@ -98,7 +89,7 @@ class Slot:
         for size in reversed(self.axis_sizes):
             member, place = divmod(member, size)
             coord.append(place)
-        return boxes.nested_chunk(self.length, list(zip(self.axis_sizes, reversed(coord), strict=True)))
+        return boxes.nested_chunk(self.sizes[1], list(zip(self.axis_sizes, reversed(coord), strict=True)))
 
     def piece_shape(self, member: int) -> tuple[int, ...]:
         """The shape of a member's piece."""
@@ -198,7 +189,7 @@ class Bucket:
             pieces = _Pieces([], [])
             for slot in self.slots:
                 shape = slot.piece_shape(member)
-                first = slot.piece(member)[0] * slot.after
+                first = slot.piece(member)[0] * slot.sizes[2]
                 pieces.in_row.append(_View(slot.offset, shape, boxes.contiguous_strides(shape)))
                 pieces.in_leaves.append(_View(first, shape, boxes.contiguous_strides(slot.shape)))
             self._of_members[member] = pieces
@@ -260,8 +251,9 @@ def pieces_of(leaves: Sequence[Tensor], bucket: Bucket, member: int) -> list[Ten
 
 def _row_view(rows: Tensor, slot: Slot, grid: PieceGrid, width: int) -> Tensor:
     """The pieces of a grid in rows: [*counts, before, length * after]."""
-    run = grid.length * slot.after
-    size = (*grid.counts, slot.before, run)
+    before, _, after = slot.sizes
+    run = grid.length * after
+    size = (*grid.counts, before, run)
     strides = (*(stride * width for stride in grid.strides), run, 1)
     return rows.as_strided(size, strides, rows.storage_offset() + slot.offset + grid.first * width)
 
@@ -274,7 +266,7 @@ def _as_cut(leaf: Tensor, slot: Slot) -> _Cut:
     """A whole leaf as [before, dim, after]; a copy where its strides want one."""
     if leaf.is_contiguous():
         return leaf, slot.strides
-    cut = leaf.reshape(slot.before, slot.length, slot.after)
+    cut = leaf.reshape(slot.sizes)
     return cut, cut.stride()
 
 
@@ -284,9 +276,10 @@ def _pair(rows: Tensor, cut: _Cut, slot: Slot, grid: PieceGrid, width: int) -> t
     leaf, (before, along, after) = cut
     outer = tuple(step * along for step in grid.steps)
     first = leaf.storage_offset() + grid.start * along
-    if after == 1 and along == slot.after:
+    count, _, inner = slot.sizes
+    if after == 1 and along == inner:
         return _widened(row, leaf.as_strided(row.shape, (*outer, before, 1), first))
-    size = (*grid.counts, slot.before, grid.length, slot.after)
+    size = (*grid.counts, count, grid.length, inner)
     return row.unflatten(-1, size[-2:]), leaf.as_strided(size, (*outer, before, along, after), first)
 
 

@@ -186,18 +186,15 @@ def _decode(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tens
     """Dequantize what `_received` returns into a tensor of any dtype, some matrices of a stack at a time."""
     if plan.format.element.bits == 4:
         codes = codec.unpack(codes, plan.whole[-1])
-    step = max(1, _DECODED // max(1, math.prod(plan.whole[1:]))) if len(plan.whole) > 2 else 1
-    if len(plan.whole) <= 2 or step >= plan.whole[0]:
-        return _decode_some(plan, codes, scales, into)
-    for first in range(0, plan.whole[0], step):
-        some = slice(first, first + step)
+    count, step = plan.whole[0], max(1, _DECODED // max(1, math.prod(plan.whole[1:])))
+    at_once = len(plan.whole) <= 2 or step >= count
+    for some in [...] if at_once else [slice(first, first + step) for first in range(0, count, step)]:
         outer = None if scales.outer is None else scales.outer[some]
-        _decode_some(plan, codes[some], Scales(scales.blocks[some], outer), into[some])
+        part = Scales(scales.blocks[some], outer)
+        into[some].copy_(
+            codec.decode(codes[some], part, plan.format, into.dtype, block=plan.block, start=plan.whole_start)
+        )
     return into
-
-
-def _decode_some(plan: CodePlan, codes: Tensor, scales: Scales, into: Tensor) -> Tensor:
-    return into.copy_(codec.decode(codes, scales, plan.format, into.dtype, block=plan.block, start=plan.whole_start))
 
 
 # ------------------------------------------------------------------------------------------------------------- the wire

@@ -18,7 +18,7 @@ from fsharding.sharding.named_sharding import Local, NamedSharding, like, local_
 
 __all__ = [
     "cast_to_memory", "copied", "device_of", "fill", "here", "home_of", "in_memory", "is_away", "on_device",
-    "read_ahead", "scaled", "settle_copies", "sharding_here", "tier_at_rest", "to_memory",
+    "placed", "placed_as", "read_ahead", "scaled", "settle_copies", "sharding_here", "tier_at_rest", "to_memory",
 ]  # fmt: skip
 
 
@@ -101,6 +101,16 @@ def to_memory(x: Tensor, sharding: NamedSharding) -> Tensor:
     result = home.put(in_memory(x))
     home.settle(result, x.device)
     return result
+
+
+def placed(x: Tensor, sharding: NamedSharding, size: tuple[int, ...]) -> DTensor:
+    """Return a leaf at rest where its sharding keeps it, of a local tensor and the shape that the DTensor has."""
+    return sharding.at_rest(to_memory(x, sharding), size)
+
+
+def placed_as(x: DTensor, sharding: NamedSharding) -> DTensor:
+    """Return a leaf at rest, cut as it is, where a sharding keeps it."""
+    return like(x, to_memory(local_of(x), sharding))
 
 
 def cast_to_memory(x: Tensor, dtype: torch.dtype, sharding: NamedSharding) -> Tensor:

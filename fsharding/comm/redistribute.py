@@ -22,10 +22,10 @@ from fsharding.base.public import public, refuse
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.handles import Handle, done
-from fsharding.comm.leaf_memory import cast_to_memory, on_device, to_memory
+from fsharding.comm.leaf_memory import cast_to_memory, home_of, on_device, placed
 from fsharding.comm.move import Move, Moved
 from fsharding.comm.steps import LeafSteps, kinds_of, steps_of
-from fsharding.comm.tier import tier_of
+from fsharding.comm.tier import DEVICE, tier_of
 from fsharding.comm.wires import LeafWire, Plain, Wire
 from fsharding.mesh.device_mesh import Mesh, is_member
 from fsharding.sharding import mesh_view
@@ -131,7 +131,7 @@ def send(
         wire = None if wires is None else wires[i]
         # If a tier fails, what the result would overwrite is still needed.
         fails = tier_of(local, leaf.device_mesh.device_type).can_fail
-        reuses = into is not None and not target.is_away and not fails
+        reuses = into is not None and home_of(target) is DEVICE and not fails
         sending.add(i, leaf, way, dtype or local.dtype, wire, homes[i], reuses=reuses)
     if wrong:
         text = "moves reduced leaves along data axes of one mesh only."
@@ -149,7 +149,6 @@ class _Sending:
         self._targets = targets
         self._native = native
         self._sent: list[_Sent] = []
-        self._encoded: list[_Sent] = []
         self._ends: dict[int, Tensor] = {}  # results of leaves that are encoded on their way, until they are placed
 
     def add(
@@ -162,7 +161,7 @@ class _Sending:
         if wire is not None:
             assert wire.wire.dtype == dtype, (wire, dtype)
             parts, local = _encoded(i, on_device(local, device_type), steps, wire, home if reuses else None)
-            self._encoded += parts
+            self._sent += parts
             if not steps.steps or parts[0].steps.steps:
                 self._ends[i] = local
                 return
@@ -172,15 +171,15 @@ class _Sending:
             self.result[i] = like(leaf, local) if stays else target.simplified().at_rest(local, tuple(leaf.shape))
             return
         room = memory_for(home, steps.received, dtype, torch.device(device_type)) if reuses else None
-        wire_out = Plain(dtype, self._native)
-        self._sent.append(_Sent(i, local, steps, wire_out, steps.size * dtype.itemsize, room, is_result=True))
+        plain = Plain(dtype, self._native)
+        self._sent.append(_Sent(i, local, steps, plain, steps.size * dtype.itemsize, room, is_result=True))
 
     def start(self, queue: BucketQueue) -> Handle[None]:
         """Encode leaves that stay, and queue the others. Return a handle that waits for all."""
         last: Handle[None] = done(lambda: None)
         # Nothing is in a bucket before all ranks have agreed how leaves are encoded.
-        batches = _batches([*self._agreed(), *self._sent])
-        self._encoded = self._sent = []  # a bucket that has been sent lets its shards go
+        batches = _batches(self._agreed())
+        self._sent = []  # a bucket that has been sent lets its shards go
         for batch in batches:
             last = queue.add(sum(s.bytes for s in batch), functools.partial(self._start, batch))
         return last
@@ -188,17 +187,17 @@ class _Sending:
     @torch.no_grad()
     def _agreed(self) -> list[_Sent]:
         """Agree on how leaves are encoded, all at once; encode those that stay, and return the others."""
-        encoded = self._encoded
-        keyed = [s for s in encoded if not isinstance(s.wire, Plain)]
-        if keyed:
-            parts = [s.steps.parts(s.wire) for s in keyed]
-            agreed = keyed[0].wire.agree(parts, [s.local for s in keyed], keyed[0].steps.source.mesh)
-            known = dict(zip(map(id, keyed), agreed, strict=True))
-            encoded = [s._replace(agreed=known.get(id(s))) for s in encoded]
-        for s in encoded:
+        sent = self._sent
+        encoded = [i for i, s in enumerate(sent) if not isinstance(s.wire, Plain)]
+        if encoded:
+            first, parts = sent[encoded[0]], [sent[i].steps.parts(sent[i].wire) for i in encoded]
+            agreed = first.wire.agree(parts, [sent[i].local for i in encoded], first.steps.source.mesh)
+            for i, scales in zip(encoded, agreed, strict=True):
+                sent[i] = sent[i]._replace(agreed=scales)
+        for s in sent:
             if not s.steps.steps:
                 self._start([s]).wait()
-        return [s for s in encoded if s.steps.steps]
+        return [s for s in sent if s.steps.steps]
 
     def _start(self, batch: list[_Sent]) -> Handle[None]:
         """Start to send leaves together, or encode them where they are."""
@@ -221,7 +220,7 @@ class _Sending:
 
     def _place(self, i: int, local: Tensor) -> None:
         target = self._targets[i].simplified()
-        self.result[i] = target.at_rest(to_memory(local, target), tuple(self.result[i].shape))
+        self.result[i] = placed(local, target, tuple(self.result[i].shape))
 
     def rebuilt(self) -> list[Any]:
         """Return all results, when the handle has been waited for."""

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding.base import _compat
 from fsharding.comm.streams import StreamName, streams_for
-from fsharding.comm.tier import pinned
+from fsharding.comm.tier import DEVICE, HOST
 from fsharding.sharding.memory_kinds import Tier
 
 __all__ = ["Transfer", "Transfers"]
@@ -38,7 +37,8 @@ class Transfers:
 
     def fetch(self, xs: Sequence[Tensor], target: torch.device, after: Transfer | None = None) -> Transfer:
         """Start to copy tensors to the device or to the host, after another transfer."""
-        there = [_empty(x, target) for x in xs]
+        tier = HOST if target.type == "cpu" else DEVICE
+        there = [tier.empty(tuple(x.shape), x.dtype, target) for x in xs]
 
         def copy() -> list[Tensor]:
             for x, to in zip(xs, there, strict=True):
@@ -67,8 +67,3 @@ class Transfers:
     def settle(self, transfer: Transfer) -> None:
         """Have the host wait for a transfer."""
         self._streams.settle(transfer.done)
-
-
-def _empty(x: Tensor, target: torch.device) -> Tensor:
-    shape = tuple(x.shape)
-    return pinned(shape, x.dtype) if target.type == "cpu" else _compat.fresh(shape, x.dtype, target)

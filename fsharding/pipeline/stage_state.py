@@ -16,7 +16,7 @@ from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
 from fsharding.comm.counters import note
 from fsharding.comm.handles import Handle, done
-from fsharding.comm.leaf_memory import to_memory
+from fsharding.comm.leaf_memory import placed_as
 from fsharding.comm.leaf_wires import round_params, wires_in_flight
 from fsharding.comm.redistribute import BUCKET_BYTES, send
 from fsharding.comm.wires import LeafWire
@@ -28,7 +28,7 @@ from fsharding.pipeline.stages import layers_by_stage, over_owners
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.leaf_names import begins
 from fsharding.sharding.leaf_plan import LeafLayout
-from fsharding.sharding.named_sharding import NamedSharding, like, local_of
+from fsharding.sharding.named_sharding import NamedSharding, local_of
 from fsharding.transforms.run_options import RunOptions
 from fsharding.transforms.unit_plan import unreduced, whole
 
@@ -221,7 +221,7 @@ class StageState:
             local = parts[0] if len(parts) == 1 else torch.cat(parts)
             grad = leaf.main.simplified().at_rest(local, tuple(total.shape))
             grad = over_owners(grad, leaf.main, group, self.rank)
-            result.append(like(grad, to_memory(local_of(grad), leaf.reduced)))
+            result.append(placed_as(grad, leaf.reduced))
         return tree.unflatten(self.layout.structure, result)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from fsharding.base.public import (
 )
 from fsharding.base.tree import Tree
 from fsharding.comm.bucket_queue import BucketQueue
-from fsharding.comm.leaf_memory import copied, to_memory
+from fsharding.comm.leaf_memory import copied, placed_as, to_memory
 from fsharding.comm.leaf_wires import wires_of_copies
 from fsharding.comm.redistribute import redistribute, send
 from fsharding.comm.tier_room import Planned, take_room
@@ -49,7 +49,7 @@ from fsharding.sharding import boxes, random
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.entries import places, state_leaves, with_leaves
 from fsharding.sharding.layout import Layout, check_fit
-from fsharding.sharding.named_sharding import NamedSharding, like, local_of, typeof
+from fsharding.sharding.named_sharding import NamedSharding, local_of, typeof
 from fsharding.sharding.random import LazyTensor
 from fsharding.train.buffers import Buffers
 from fsharding.train.first_values import Sync, same_replicas, same_values
@@ -438,7 +438,7 @@ def _first_moments(opt: GradientTransformation, trained: Tree, layout: Layout) -
             entry = known.get(path) if isinstance(x, DTensor) else None
             if entry is None or local_of(x).is_meta:
                 return x
-            return like(x, to_memory(local_of(x), entry.sharding))
+            return placed_as(x, entry.sharding)
 
         return tree.map_with_path(place, state)
 

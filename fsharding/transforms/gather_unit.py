@@ -211,7 +211,7 @@ def _joined(rows: Tensor, slot: Slot) -> Tensor:
             members = math.prod(grid.counts)
             piece = slot.piece_shape(grid.first)
             part = rows[grid.first : grid.first + members, slot.offset : slot.offset + math.prod(piece)]
-            joined = part.reshape(members, slot.before, grid.length, slot.after).movedim(0, 1)
+            joined = part.reshape(members, slot.sizes[0], grid.length, slot.sizes[2]).movedim(0, 1)
             parts.append(joined.reshape(*piece[: slot.dim], members * grid.length, *piece[slot.dim + 1 :]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, slot.dim)
     # Pieces of one length are not neighbors where several axes cut a leaf unevenly.
