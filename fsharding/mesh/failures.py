@@ -160,8 +160,8 @@ class naming_lost:
         forget()
         listen(_places)
         self.order = UnitOrder()
-        here = inspect.currentframe()
-        self._frame = None if here is None else here.f_back
+        # No name for this call's own frame: it would refer to itself, and keep the caller's tensors until a collection.
+        self._frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         self._begin = time.monotonic()
         self._outermost = _entered[self._thread] = self
 
