@@ -19,7 +19,7 @@ from fsharding.base import _compat
 from fsharding.sharding import boxes
 
 __all__ = [
-    "Bucket", "Parted", "PieceGrid", "Slot", "copy_in", "fill", "part", "piece_views", "pieces_of",
+    "Bucket", "Parted", "PieceGrid", "Slot", "check_bucket", "copy_in", "fill", "part", "piece_views", "pieces_of",
     "plan_bucket", "whole_views",
 ]  # fmt: skip
 
@@ -194,6 +194,18 @@ class Bucket:
                 pieces.in_leaves.append(_View(first, shape, boxes.contiguous_strides(slot.shape)))
             self._of_members[member] = pieces
         return pieces
+
+
+def check_bucket(bucket: Bucket) -> None:
+    """Assert that leaves don't overlap in rows or in the flat buffer, and that the pieces of all members are a leaf."""
+    width = end = 0
+    for slot in bucket.slots:
+        assert slot.offset == width and slot.start >= end, slot
+        width += math.prod(slot.piece_shape(0))
+        end = slot.start + math.prod(slot.shape)
+        pieces = [(slot.piece(member),) for member in range(math.prod(slot.axis_sizes))]
+        assert boxes.is_tiling(pieces, slot.sizes[1:2]), slot
+    assert bucket.width == width and bucket.size >= end, bucket
 
 
 @functools.lru_cache(maxsize=4096)

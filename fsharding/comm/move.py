@@ -18,11 +18,11 @@ from fsharding.comm import bucket as buckets
 from fsharding.comm.bucket import Bucket, plan_bucket
 from fsharding.comm.handles import Handle, Memory, Places, Reduction, done, nowhere
 from fsharding.comm.reduce import Noise, SumLayout
-from fsharding.comm.step_agreement import compare_plans
-from fsharding.comm.steps import LeafSteps, begins_with_sum, steps_of
+from fsharding.comm.step_agreement import checks_plans, compare_plans
+from fsharding.comm.steps import LeafSteps, begins_with_sum, kinds_of, steps_of
 from fsharding.comm.transport import transport_for
 from fsharding.comm.wires import Parts, Plain, WholeLeaf, Wire
-from fsharding.mesh.device_mesh import Mesh, abstract, axis_group, reduction_group
+from fsharding.mesh.device_mesh import Group, Mesh, abstract, axis_group, reduction_group
 from fsharding.sharding.named_sharding import NamedSharding
 
 __all__ = ["Filling", "Move", "Moved", "axis_sizes", "plan_move"]
@@ -99,6 +99,13 @@ class Move:
         cuts = tuple((leaf.local, leaf.steps[0].dim) for leaf in self.leaves)
         return self.wires[0].terms(cuts, axis_sizes(self.mesh, step.axes), scatter=step.kind == "scatter")
 
+    def agree(self, group: Group, device_type: str) -> None:
+        """Check the plan of the first step on this rank, and that all members have it, where plans are checked."""
+        if checks_plans():
+            assert len({kinds_of(leaf.steps) for leaf in self.leaves}) == 1, self
+            buckets.check_bucket(self.terms.bucket if self.sums_first else self.bucket)
+            compare_plans(group, device_type, self.outline)
+
     def has_slots(self, leaf: Tensor) -> bool:
         """Whether a kernel can write a large leaf to where it is sent from. Collective the first time."""
         # An encoded term has no slot: it is encoded when all of it is there.
@@ -158,7 +165,7 @@ class Move:
         if not self.axes:
             return done(lambda: self._kept(sent, given, memory or Memory(device), into))
         group = axis_group(self.mesh, self.axes)
-        compare_plans(group, device.type, lambda: self.outline)
+        self.agree(group, device.type)
         transport = transport_for(group, device)
         if self.decoded is None and memory is None:
             flat = None if into is not None else _compat.fresh((self.bucket.size,), dtype, device)
@@ -284,7 +291,7 @@ class Filling:
         if len(self.filled) < len(move.leaves):
             empty = [i for i in range(len(move.leaves)) if i not in self.filled]
             first.add(empty, [None] * len(empty))
-        compare_plans(reduction_group(move.mesh, move.axes), self._device.type, lambda: move.outline)
+        move.agree(reduction_group(move.mesh, move.axes), self._device.type)
         if move.rest.is_empty:
             return first.start(places)
         return first.start().then(lambda sums: move.rest.run(sums, places()), communicates=True)

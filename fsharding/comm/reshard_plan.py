@@ -18,7 +18,7 @@ from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Grid, Overlap, Runs
 from fsharding.sharding.named_sharding import NamedSharding
 
-__all__ = ["BUDGET", "MovedLeaf", "Piece", "Plan", "everywhere", "grids", "plan_routes", "route"]
+__all__ = ["BUDGET", "MovedLeaf", "Piece", "Plan", "check_routes", "everywhere", "grids", "plan_routes", "route"]
 
 BUDGET = 64 << 20
 """Bytes a rank that the buffers of a plan take at most."""
@@ -82,6 +82,23 @@ class Plan:
             return "nothing" if before == after else "slice"
         grown = all(rank in after and boxes.covers(after[rank], grid) for rank, grid in before.items())
         return "gather" if grown else "all-to-all"
+
+
+def check_routes(plan: Plan) -> None:
+    """Assert that what each rank receives, and what it has, fill its target once, and that sizes are right."""
+    received: dict[tuple[int, int], list[Overlap]] = {}
+    for piece in (piece for pieces in plan.rounds for piece in pieces):
+        assert piece.bytes == boxes.overlap_volume(piece.overlap) * plan.leaves[piece.leaf].itemsize, piece
+        received.setdefault((piece.leaf, piece.target), []).append(piece.overlap)
+    for number, leaf in enumerate(plan.leaves):
+        sources = grids(leaf.source, leaf.shape)
+        for rank, grid in grids(leaf.target, leaf.shape).items():
+            own = boxes.overlap(sources[rank], grid) if rank in sources else None
+            parts = [*received.pop((number, rank), []), *([] if own is None else [own])]
+            places = [place for part in parts for _, place, _ in boxes.overlap_slices(part)]
+            filled = [tuple((one.start, one.stop) for one in place) for place in places]
+            assert boxes.is_tiling(filled, boxes.grid_shape(grid)), (leaf, rank)
+    assert not received, received
 
 
 def everywhere(ranks: Sequence[int]) -> NamedSharding:

@@ -14,7 +14,8 @@ from torch import Tensor
 from fsharding.base import _compat
 from fsharding.comm.handles import done
 from fsharding.comm.native import Message, as_bytes
-from fsharding.comm.reshard_plan import Piece, Plan, grids
+from fsharding.comm.reshard_plan import Piece, Plan, check_routes, grids
+from fsharding.comm.step_agreement import checks_plans
 from fsharding.comm.transport import send_recv
 from fsharding.mesh.device_mesh import Group
 from fsharding.sharding import boxes
@@ -129,6 +130,8 @@ def exchange(
     """Move all leaves of a plan to tensors in the target shardings. Collective over its ranks, in rank order."""
     # `sources`: local tensors, None where this rank holds nothing; emptied on the way if `donate`, when they may be
     # handed on. What is sent is cast to the target dtype while it is packed.
+    if checks_plans():
+        check_routes(plan)
     run = _Run(plan, rank, dtypes, device, sources, donate)
     buffers = run.buffers()
     pending = done(lambda: None)

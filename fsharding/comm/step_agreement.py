@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,9 @@ from fsharding.mesh.failures import is_fake_world, order_here, world_size
 from fsharding.mesh.meeting import meet
 from fsharding.mesh.unit_order import Comparison, UnitOrder, UnlikeRanks
 
-__all__ = ["SAME_ROWS", "StepAgreement", "compare_facts", "compare_plans", "comparison_of", "numbers_of_all"]
+__all__ = [
+    "SAME_ROWS", "StepAgreement", "checks_plans", "compare_facts", "compare_plans", "comparison_of", "numbers_of_all",
+]  # fmt: skip
 
 SAME_ROWS = ("pp", "tp")
 """Axes along which ranks read the same rows."""
@@ -125,13 +127,18 @@ def comparison_of(mesh: Mesh) -> Comparison | None:
     return Comparison(group.ranks, functools.partial(_numbers_of, group, getattr(mesh, "device_type", "cpu")))
 
 
-def compare_plans(group: Group, device_type: str, outline: Callable[[], str]) -> None:
-    """Check that members of a group plan the same collective, inside `fs.debug.compare_units`. Collective there."""
-    # The outline tells what is sent together and in which order: never by a rank's own sizes or memory.
+def checks_plans() -> bool:
+    """Whether plans are checked before they are run: inside `fs.debug.compare_units`."""
     order = order_here()
-    if order is not None and order.compares_plans and group.process_group is not None and not is_fake_world():
-        own = digest(outline())
-        assert all(other == own for other in _numbers_of(group, device_type, own)), f"{group.ranks} differ: {outline()}"
+    return order is not None and order.compares_plans
+
+
+def compare_plans(group: Group, device_type: str, outline: str) -> None:
+    """Check that members of a group plan the same collective. Collective."""
+    # The outline tells what is sent together and in which order: never by a rank's own sizes or memory.
+    if group.process_group is not None and not is_fake_world():
+        own = digest(outline)
+        assert all(other == own for other in _numbers_of(group, device_type, own)), f"{group.ranks} differ: {outline}"
 
 
 def compare_facts(facts: Mapping[str, str], mesh: Mesh) -> dict[int, dict[str, str]]:

@@ -142,6 +142,10 @@ class UnitPlan:
         """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
         gathers = [(b.leaves, b.move.outline, b.if_viewed) for b in self.gathers]
         reductions = [(b.leaves, b.early.outline, b.late.outline) for b in self.reductions]
+        # Each leaf is in one bucket, and the gradient of each in one at most.
+        gathered = [*(i for b in self.gathers for i in b.leaves), *(i for i, _ in self.aliases)]
+        reduced = [i for b in self.reductions for i in b.leaves]
+        assert sorted(gathered) == [*range(len(gathered))] and len({*reduced}) == len(reduced), self
         again = None if self.again is None else (self.again[0], self.again[1].outline)
         return repr((gathers, self.aliases, reductions, self.large, again))
 

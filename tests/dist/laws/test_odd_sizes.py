@@ -42,7 +42,7 @@ def train(axes, strategy, model, options):
             batch = fs.local_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:].contiguous()}, mesh)
             state, metrics = step(state, batch)
             numbers += [float(metrics.loss), float(metrics.grad_norm)]
-    params = fs.unshard(state.main if state.main is not None else state.params)
+        params = fs.unshard(state.main if state.main is not None else state.params)
     return numbers, fs.tree.named_leaves(params)
 
 
