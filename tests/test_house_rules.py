@@ -306,15 +306,15 @@ def offences_of_measures(module: Module) -> list[str]:
 LINES = {
     "": 293,
     "base": 2_587,
-    "formats": 1_692,
+    "formats": 1_691,
     "mesh": 3_385,
-    "sharding": 3_539,
-    "comm": 5_436,
+    "sharding": 3_538,
+    "comm": 5_020,
     "ops": 3_058,
-    "transforms": 4_379,
+    "transforms": 4_377,
     "optim": 3_532,
     "models": 1_908,
-    "pipeline": 2_204,
+    "pipeline": 2_203,
     "train": 4_743,
     "checkpoint": 4_388,
     "foreign": 1_641,
@@ -329,14 +329,14 @@ ABOVE_THE_CORE = {"apps", "contrib"}
 COUNTS = {
     "arrows between rooms": 87,
     "floors": 12,
-    "files that name a memory kind": 17,
-    "files that know low precision": 25,
+    "files that name a memory kind": 14,
+    "files that know low precision": 18,
     "records of a leaf and where it is": 13,
     "functions of nine parameters or more": 9,
     "functions of more than 80 lines": 0,
     "marks of public names": 0,
 }
-COMMENTS = 773
+COMMENTS = 782
 
 LOW_PRECISION = re.compile(r"\b(Blocks|Quantized|CodedMoment|is_coded|columnwise|plan_scales|CodePlan|amax)\b")
 MEMORY_KINDS = {"host", "disk"}

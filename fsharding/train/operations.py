@@ -75,8 +75,7 @@ def _text(x: Any) -> str:
 def tracing() -> Generator[Operations]:
     """Collects the operations of this thread until the `with` block ends; backward has to run in it, as in a step."""
     seen = Operations()
-    with _Trace(seen), counting_host_reads() as reads:
-        seen.reads = reads
+    with _Trace(seen), counting_host_reads() as seen.reads:
         yield seen
 
 
