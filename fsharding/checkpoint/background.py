@@ -24,8 +24,7 @@ __all__ = ["SAVE_TIMEOUT", "PendingSave", "own_group", "settle", "start", "watch
 
 T = TypeVar("T")
 
-SAVE_TIMEOUT = timedelta(minutes=30)
-"""How long the ranks of a save wait for each other by default: file systems are slower than networks."""
+SAVE_TIMEOUT = timedelta(minutes=30)  # of ranks for each other by default: file systems are slower than networks
 
 _SLOW_S = 60.0
 _log = logging.getLogger("fsharding")
@@ -38,9 +37,7 @@ class PendingSave:
         work: what is left to do; it runs on a thread of its own.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
-        >>> pending = fs.checkpoint.save_async("run/5", state)
+        >>> pending = fs.checkpoint.PendingSave(lambda: None)  # `save_async` returns one
         >>> pending.wait()
         >>> pending.done
         True
@@ -90,8 +87,7 @@ class PendingSave:
 
 
 _latest: PendingSave | None = None
-_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""By use: the default group at that time, and the group."""
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by use: the default group then, and the group
 
 
 def start(work: Callable[[], None]) -> PendingSave:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,11 @@ from torch import Tensor
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 
-__all__ = ["WINDOW_BYTES", "Range", "Window", "copy_range", "pieces", "pread", "shared", "span"]
+__all__ = ["WINDOW_BYTES", "Range", "Window", "copy_range", "memory", "pieces", "pread", "shared", "span"]
 
 T = TypeVar("T")
 
-WINDOW_BYTES = 16 << 20
-"""How much of a file, and how much of a tensor, is in memory at once while it is copied."""
+WINDOW_BYTES = 16 << 20  # how much of a file, and how much of a tensor, is in memory at once while it is copied
 
 
 class Range(NamedTuple):
@@ -106,8 +105,14 @@ def copy_range(
         place = boxes.relative(piece, whole)
         part = source.part(place)
         flat = room(span(part.shape, part.strides) * part.dtype.itemsize)
-        fill(part.offset, flat.numpy().data)
+        fill(part.offset, memory(flat))
         out[place].copy_(flat.view(part.dtype).as_strided(part.shape, part.strides))
+
+
+def memory(x: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, whatever the strides of its dims of size 1."""
+    raw: Any = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 def pread(handle: int, start: int, target: memoryview) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.base.public import public
-from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group, settle
+from fsharding.checkpoint.background import SAVE_TIMEOUT, settle
 from fsharding.checkpoint.directory import StrPath, latest, real_path, retire
 from fsharding.checkpoint.loading import load
 from fsharding.checkpoint.positions import Stateful, check_stateful
@@ -64,10 +64,8 @@ class Checkpointer:
         data: Stateful | None = None,
         timeout: timedelta = SAVE_TIMEOUT,
     ) -> None:
-        rows = [
-            f"{name}={value}" for name, value in (("keep", keep), ("every", every)) if value is not None and value < 1
-        ]
-        if rows:
+        numbers = {"keep": keep, "every": every}
+        if rows := [f"{name}={n}" for name, n in numbers.items() if n is not None and n < 1]:
             mend = "Give numbers of at least 1; keep=None keeps all."
             raise ConfigError(message("cannot keep fewer than one.", rows, mend))
         self.directory = real_path(directory)
@@ -108,12 +106,11 @@ class Checkpointer:
         target = self.directory / str(int(state.step) if number is None else number)
         keep = self.keep
         after = None if keep is None else lambda: retire(self.directory, keep, target)
-        group = own_group(self.timeout)
-        job = plan_save(target, state, extra, after, self.data, group)
+        job = plan_save(target, state, extra, after, self.data, self.timeout)
         if self.background:
-            in_background(job, group)
+            in_background(job)
         else:
-            job.run(group)
+            job.run()
 
     def after_step(self, state: TrainState, extra: Any = None) -> bool:
         """Saves when it is time; whether it did.
@@ -145,8 +142,7 @@ class Checkpointer:
         """
         newest = self.latest()
         if newest is None:
-            rule = f"finds no complete checkpoint in {self.directory}."
-            raise CheckpointError(message(rule))
+            raise CheckpointError(message(f"finds no complete checkpoint in {self.directory}."))
         return load(newest, layout, opt=opt, data=self.data)
 
     def wait(self) -> None:

@@ -27,9 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST = 1 << 29  # bytes of a `.metadata` that is read: about two million chunks
-
-_MOST_BYTES = 8 << 20
-"""Bytes of the table of a manifest, about 250,000 chunks: `latest` parses the manifest of every checkpoint."""
+_MOST_BYTES = 8 << 20  # of the table of a manifest, 250,000 chunks: `latest` parses the manifests of all checkpoints
 TRUSTED = "The file may be an attempt to run code here. Use a checkpoint that you trust."
 _SEPARATORS = str.maketrans(":,", "  ")
 

@@ -17,11 +17,7 @@ from fsharding.checkpoint.background import watched
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.failures import among
 
-__all__ = ["UNLIKE", "UNLIKE_ROW", "agreed", "on_all", "together", "write_together"]
-
-UNLIKE = "got different things on different ranks."
-UNLIKE_ROW = "has another path, config, or leaves"
-"""What `agreed` says of ranks that would write different things."""
+__all__ = ["agreed", "on_all", "together", "write_together"]
 
 Own = TypeVar("Own")
 Answer = TypeVar("Answer")
@@ -38,6 +34,8 @@ def together(
         cause = error
         worded = isinstance(error, FshardingError)
         problem = worded, str(error) if worded else f"{type(error).__name__}: {error}"
+    # A rank that failed takes part all the same, so that none waits for it; its exception is sent as text, since not
+    # every exception can be pickled.
     answers: list[Any] = [(answer, problem)]
     if dist.is_initialized():
         answers = [None] * world_size()
@@ -54,7 +52,12 @@ def on_all(work: Callable[[], Own], group: dist.ProcessGroup | None = None) -> O
     return together(lambda: (work(), None), group)[0]
 
 
-def agreed(work: Callable[[], tuple[Own, str]], rule: str, row: str, group: dist.ProcessGroup | None = None) -> Own:
+def agreed(
+    work: Callable[[], tuple[Own, str]],
+    rule: str = "got different things on different ranks.",
+    row: str = "has another path, config, or leaves",
+    group: dist.ProcessGroup | None = None,
+) -> Own:
     """Run `work` on every rank, and refuse ranks whose answers differ. Collective."""
     own, seen = together(work, group)
     if rows := [f"rank {r} {row} than rank 0" for r, theirs in enumerate(seen) if theirs != seen[0]]:

@@ -65,9 +65,9 @@ class Inspection:
         result: dict[str, Any] = {"path": str(self.path), "ok": not self.damaged, "damaged": [*self.damaged]}
         if manifest is None:
             return result
+        told = ("step", "layout", "extra", "data", "torch", "fsharding", "version")
+        result |= {name: getattr(manifest, name) for name in told}
         return result | {
-            "step": manifest.step,
-            "layout": manifest.layout,
             "leaves": {
                 path: {"shape": [*leaf.shape], "dtype": leaf.dtype, "spec": leaf.spec, "bytes": _bytes(leaf)}
                 for path, leaf in manifest.tree.items()
@@ -75,11 +75,6 @@ class Inspection:
             "files": {name: file.bytes for name, file in manifest.files.items()},
             "leaf_bytes": self.leaf_bytes,
             "file_bytes": self.file_bytes,
-            "extra": manifest.extra,
-            "data": manifest.data,
-            "torch": manifest.torch,
-            "fsharding": manifest.fsharding,
-            "version": manifest.version,
         }
 
     def __str__(self) -> str:
@@ -87,14 +82,12 @@ class Inspection:
         lines += [f"  damaged: {printable(row)}" for row in self.damaged]
         if self.manifest is None:
             return "\n".join(lines)
-        manifest = self.manifest
-        layout = self.manifest.layout
+        manifest, layout = self.manifest, self.manifest.layout
         mesh = ", ".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items())
-        by = f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}"
-        lines += [
-            printable(by),
-            printable(f"mesh {mesh} ({layout.get('ranks')} ranks), strategy {layout.get('strategy')}"),
-        ]
+        lines.append(
+            printable(f"step {manifest.step}, saved by fsharding {manifest.fsharding} on torch {manifest.torch}")
+        )
+        lines.append(printable(f"mesh {mesh} ({layout.get('ranks')} ranks), strategy {layout.get('strategy')}"))
         leaves = [
             (printable(path), str(leaf), printable(leaf.spec or ""), f"{_bytes(leaf):,}")
             for path, leaf in sorted(manifest.tree.items())
@@ -130,18 +123,15 @@ def inspect(path: StrPath) -> Inspection:
         ('.metadata is missing',)
     """
     with directory.wording_failures():
-        return _inspected(directory.find(path))
-
-
-def _inspected(folder: Path) -> Inspection:
-    try:
-        manifest = directory.read_manifest(folder)
-    except CheckpointError as error:
-        if not os.path.lexists(folder / MANIFEST):
-            raise
-        return Inspection(folder, None, (f"{MANIFEST}: {directory.in_one_line(error)}",))
-    rows = damage(folder, manifest.files)
-    return Inspection(folder, manifest, tuple(rows or _objections(folder, manifest)))
+        folder = directory.find(path)
+        try:
+            manifest = directory.read_manifest(folder)
+        except CheckpointError as error:
+            if not os.path.lexists(folder / MANIFEST):
+                raise
+            return Inspection(folder, None, (f"{MANIFEST}: {directory.in_one_line(error)}",))
+        rows = damage(folder, manifest.files) or _objections(folder, manifest)
+        return Inspection(folder, manifest, tuple(rows))
 
 
 def _objections(folder: Path, manifest: Manifest) -> list[str]:

@@ -25,7 +25,7 @@ from fsharding.checkpoint import directory
 from fsharding.checkpoint.collective_call import on_all, together
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA, OTHER, Manifest, SavedFile, SavedLeaf
-from fsharding.checkpoint.positions import Stateful, check_stateful, restore, select
+from fsharding.checkpoint.positions import Stateful, check_stateful, select
 from fsharding.checkpoint.reader import DamagedError, Source, damage, open_source
 from fsharding.checkpoint.serialized_layout import rebuild
 from fsharding.checkpoint.state_leaves import (
@@ -119,7 +119,7 @@ def load(
     if opt is not None and layout is not wanted_layout:
         result = refrozen(result, wanted_layout, opt)
     if data is not None:
-        on_all(lambda: restore(data, position))
+        on_all(lambda: None if position is None else data.load_state_dict(position))
     return result
 
 
@@ -408,14 +408,10 @@ def _assemble(read: dict[str, Tensor], opt_state: Tree, layout: Layout) -> Train
         scale = layout.precision.init_scale()
         if "loss_scale.scale" in read:
             scale = ScaleState(read["loss_scale.scale"], read["loss_scale.good_steps"])
+    key = rounding_key(read["key"], read["step"], layout)
     state = TrainState(
         step=read["step"],
-        params=spread(
-            main,
-            tree.unflatten(layout.structure, stored),
-            layout,
-            key=rounding_key(read["key"], read["step"], layout),
-        ),
+        params=spread(main, tree.unflatten(layout.structure, stored), layout, key=key),
         main=main if layout.has_main else None,
         opt_state=tree.map(lambda path: read[path], opt_state),
         loss_scale=scale,

@@ -32,8 +32,8 @@ OTHER = "Use another checkpoint, or a copy of this one."
 _MOST_BYTES = 1 << 29
 _MOST_VALUES = 10_000_000
 _ENTRIES = ("version", "step", "torch", "fsharding", "layout", "tree", "structure", "files", "extra")
+# A manifest may lack these. A reader that does not know them needs none of them, so the version stays.
 _OPTIONAL = ("data", "chunks")
-"""Entries that a manifest may lack. A reader that does not know them needs none of them, so the version stays."""
 _LARGEST_BLOCK = 64 << 20
 _MOST_DIMS = 64
 
@@ -47,12 +47,8 @@ class SavedLeaf(NamedTuple):
         spec: how it was cut when it was saved, or None for a plain tensor.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
-        >>> fs.checkpoint.save("run/5", state)
-        >>> leaf = fs.checkpoint.metadata("run/5").tree["params.w"]
-        >>> leaf.shape, leaf.dtype, leaf.spec == str(layout.params["w"].spec)
-        ((4,), 'float32', True)
+        >>> str(fs.checkpoint.SavedLeaf((4, 2), "float32", "P('dp')"))
+        'float32[4, 2]'
     """
 
     shape: tuple[int, ...]
@@ -72,12 +68,9 @@ class SavedFile(NamedTuple):
         block: bytes of a block; the last one may be shorter.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
-        >>> fs.checkpoint.save("run/5", state)
-        >>> files = fs.checkpoint.metadata("run/5").files
-        >>> {name: len(file.sha256) for name, file in files.items() if name != "__1_0.distcp"}  # the file of rank 1
-        {'.metadata': 1, '__0_0.distcp': 1}
+        >>> file = fs.checkpoint.SavedFile(bytes=9 << 20, sha256=("1f9c", "20b3", "e7d0"), block=4 << 20)
+        >>> len(file.sha256) == -(-file.bytes // file.block)
+        True
     """
 
     bytes: int
@@ -91,17 +84,17 @@ class Manifest:
 
     Attributes:
         step: number of updates that the state had seen.
-        layout: as plain data; see `layouts.describe_layout`.
+        layout: as plain data; `layout_of` plans it again.
         tree: the leaves by path.
-        structure: of the optimizer state, as `structure.describe` gives it.
+        structure: of the optimizer state, as plain data.
         files: every other file of the directory, by name.
         extra: what the caller of `save` added.
         torch: version that wrote it.
         fsharding: version that wrote it.
         version: of the format.
-        data: positions of data, as `positions.joined` gives them; None where none were saved.
-        chunks: where the boxes of each leaf are, as `chunks.described` gives them; None if only `.metadata` has it, as
-            in checkpoints that were written before this entry existed.
+        data: positions of data, which `load(data=...)` reads; None where none were saved.
+        chunks: where the boxes of each leaf are, `FILE BYTE START:STOP ...` for each; None if only `.metadata` has it,
+            as in checkpoints that were written before this entry existed.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -125,9 +118,9 @@ class Manifest:
     chunks: dict[str, str] | None = None
 
 
-def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """The name of a dtype, such as "float32"; None for None."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def limits(others: int) -> tuple[int, int]:
@@ -233,17 +226,17 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         if file.bytes < 0 or not 0 < file.block <= _LARGEST_BLOCK or digests != -(-file.bytes // file.block):
             raise ValueError(f"{name}: {digests} checksums of {file.block} bytes for {file.bytes} bytes")
     # What is read of a layout without planning it; `layout_of` looks at the rest.
-    if not all(type(size) is int and size > 0 for size in data["layout"].get("mesh", {}).values()):
-        raise ValueError("the mesh of its layout is none")
-    if not isinstance(data["layout"].get("frozen", []), list):
-        raise ValueError("the frozen leaves of its layout are none")
-    if not isinstance(data.get("data"), dict | None):
-        raise ValueError("its positions of data are none")
-    chunks = data.get("chunks")
-    if chunks is not None and not all(isinstance(text, str) for text in chunks.values()):
-        raise ValueError("its chunks are none")
-    if type(data["step"]) is not int:
-        raise ValueError(f"its step is no whole number but of type {type(data['step']).__name__}")
+    layout = data["layout"]
+    chunks = {} if data.get("chunks") is None else data["chunks"]
+    fits = {
+        "the mesh of its layout is none": all(type(n) is int and n > 0 for n in layout.get("mesh", {}).values()),
+        "the frozen leaves of its layout are none": isinstance(layout.get("frozen", []), list),
+        "its positions of data are none": isinstance(data.get("data"), dict | None),
+        "its chunks are none": all(isinstance(text, str) for text in chunks.values()),
+        f"its step is no whole number but of type {type(data['step']).__name__}": type(data["step"]) is int,
+    }
+    if wrong := [row for row, is_right in fits.items() if not is_right]:
+        raise ValueError(listed(wrong))
     entries: dict[str, Any] = {name: data[name] for name in _ENTRIES} | {name: data.get(name) for name in _OPTIONAL}
     entries |= {"tree": tree, "files": files, "torch": str(data["torch"]), "fsharding": str(data["fsharding"])}
     return Manifest(**entries)

@@ -21,7 +21,7 @@ from fsharding.checkpoint.directory import StrPath, partial_checkpoint, wording_
 from fsharding.checkpoint.manifest import Manifest
 from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.saving import finish
-from fsharding.checkpoint.serialized_layout import describe_layout, layout_in
+from fsharding.checkpoint.serialized_layout import describe_layout, layout_of
 from fsharding.checkpoint.state_leaves import StateLeaf, saved_shardings, shares
 from fsharding.checkpoint.writer import Writer, Written
 from fsharding.mesh.abstract_mesh import make_shape
@@ -63,9 +63,8 @@ def reshard_checkpoint(
         (2, "P('dp')")
     """
     if any(size == -1 for size in axes.values()):
-        raise MeshError(
-            message("got an axis of size -1.", mend="Give every size: their product is the number of ranks.")
-        )
+        mend = "Give every size: their product is the number of ranks."
+        raise MeshError(message("got an axis of size -1.", mend=mend))
     mesh = make_shape(dict(axes), world=max(1, math.prod(axes.values())))
     where = directory.real_path(target)
     folder, manifest = directory.found(source)
@@ -74,7 +73,7 @@ def reshard_checkpoint(
         raise CheckpointError(message(rule, mend="Give another directory."))
     with wording_failures():
         leaves = open_source(folder, manifest)
-    layout = layout_in(manifest, mesh, strategy)
+    layout = layout_of(manifest, mesh, strategy)
     homes = saved_shardings(manifest, layout)
     wanted = {
         path: StateLeaf(leaf.shape, homes[path], torch.empty(0, dtype=getattr(torch, leaf.dtype)))

@@ -19,11 +19,9 @@ from fsharding.checkpoint.manifest import Manifest
 from fsharding.mesh.device_mesh import abstract, coordinate, data_rank_and_size, is_member
 from fsharding.sharding.layout import Layout
 
-__all__ = ["Stateful", "check_stateful", "joined", "own_position", "restore", "select"]
+__all__ = ["Stateful", "check_stateful", "joined", "own_position", "select"]
 
-_TAG = "$"
-"""The only key of an object that stands for something that JSON has not."""
-
+_TAG = "$"  # the only key of an object that stands for something that JSON has not
 _DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
 
 
@@ -152,9 +150,3 @@ def select(where: str, manifest: Manifest, layout: Layout) -> Any:
     rule = f"got positions of {before} data ranks in {where}, and the mesh has {count}."
     mend = f"Go on with {before} data ranks (replica, dp and ep). The position of fs.data.packed goes to any mesh."
     raise CheckpointError(message(rule, mend=mend))
-
-
-def restore(data: Stateful, position: Any) -> None:
-    """Has data go on from a position that `select` gave."""
-    if position is not None:
-        data.load_state_dict(position)

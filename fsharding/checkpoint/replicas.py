@@ -25,8 +25,7 @@ __all__ = ["MEND", "Holders", "SharedBox", "check_replicas", "checksums", "diffe
 MEND = "Go on from the last checkpoint; if it happens again on one rank, look at the memory of that machine."
 
 Holders: TypeAlias = tuple[int, ...]
-SharedBox: TypeAlias = tuple[str, Box, Tensor]
-"""Path of a leaf, a box of it, and this rank's tensor of that box."""
+SharedBox: TypeAlias = tuple[str, Box, Tensor]  # path of a leaf, a box of it, and this rank's tensor of the box
 
 
 @public
@@ -127,9 +126,7 @@ def _part(path: str, box: Box) -> str:
 
 def _who(by_value: Mapping[int, Sequence[int]]) -> str:
     largest, *others = sorted(by_value.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-    texts = [
-        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}" for ranks in (largest, *others)
-    ]
+    texts = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in (largest, *others)]
     if len(others[0]) < len(largest):
         return f"{', '.join(texts[1:])} differ{'s' * (len(others) == len(others[0]) == 1)} from {texts[0]}"
     return f"{' and '.join(texts)} differ"

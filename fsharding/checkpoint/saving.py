@@ -91,8 +91,7 @@ def save(
         tensor([1., 1., 1., 1.])
     """
     settle()
-    group = own_group(timeout)
-    plan_save(path, state, extra, data=data, group=group).run(group)
+    plan_save(path, state, extra, data=data, timeout=timeout).run()
 
 
 @public
@@ -135,17 +134,16 @@ def save_async(
         '0'
     """
     settle()
-    group = own_group(timeout)
-    return in_background(plan_save(path, state, extra, data=data, group=group), group)
+    return in_background(plan_save(path, state, extra, data=data, timeout=timeout))
 
 
-def in_background(job: Job, group: dist.ProcessGroup | None) -> PendingSave:
-    """Runs what is left of a save beside the training, from a copy of what this rank writes."""
+def in_background(job: Job) -> PendingSave:
+    """Run what is left of a save beside the training, from a copy of what this rank writes."""
     copied = job.copied()
 
     def run() -> None:
         with naming_lost(public_name(), range(world_size())):
-            copied.run(group)
+            copied.run()
 
     return start(functools.partial(call_as, public_name(), run))
 
@@ -169,6 +167,7 @@ class Job:
     target: Path  # where the checkpoint is to be
     writes: tuple[Write, ...]
     manifest: Manifest  # without files and chunks
+    group: dist.ProcessGroup | None  # of saves alone: its collectives meet no others
     after: Callable[[], None] | None = None  # what rank 0 does when the checkpoint is in its place
 
     def copied(self) -> Job:
@@ -176,9 +175,9 @@ class Job:
         writes = tuple(write._replace(values=_unchanging(write.values)) for write in self.writes)
         return dataclasses.replace(self, writes=writes)
 
-    def run(self, group: dist.ProcessGroup | None = None) -> None:
+    def run(self) -> None:
         """Do everything that touches the disk. Collective."""
-        write_together(self.target, lambda: partial_checkpoint(self.target), self._write, self._finish, group)
+        write_together(self.target, lambda: partial_checkpoint(self.target), self._write, self._finish, self.group)
 
     def _write(self) -> Written | None:
         """This rank's file; none where it has nothing to write."""
@@ -213,7 +212,8 @@ def finish(target: Path, manifest: Manifest, written: Sequence[Written]) -> Mani
 class _Checked(NamedTuple):
     """What a rank keeps of a state that it can save."""
 
-    job: Job
+    writes: tuple[Write, ...]
+    manifest: Manifest
     shared: dict[Holders, list[SharedBox]]  # parts that other ranks hold as well
 
 
@@ -231,9 +231,10 @@ def plan_save(
     extra: Any = None,
     after: Callable[[], None] | None = None,
     data: Stateful | None = None,
-    group: dist.ProcessGroup | None = None,
+    timeout: timedelta = SAVE_TIMEOUT,
 ) -> Job:
-    """Check on all ranks that a state can be saved, and return what this one writes. Collective."""
+    """Check on all ranks that a state can be saved, and return what is left to do. Collective."""
+    group = own_group(timeout)
     check_path("a path, then a TrainState", path, "fs.checkpoint.save(path, state)")
     if not isinstance(state, TrainState):
         mend = "Give the whole state: fs.checkpoint.save(path, state)."
@@ -242,16 +243,17 @@ def plan_save(
     target = real_path(path)
 
     checked, answers = together(lambda: _check(target, leaves, state, extra, data), group)
+    # From here on all ranks see the same answers, so what is refused is refused on all of them.
     _same_everywhere([answer.facts for answer in answers])
     if rows := differences(checked.shared, [answer.sums for answer in answers]):
         rule = f"got {len(rows)} parts of leaves that differ between ranks that hold the same."
         raise CheckpointError(message(rule, rows, MEND))
     step = next(answer.facts["step"] for answer in answers if "step" in answer.facts)
-    manifest = dataclasses.replace(checked.job.manifest, step=int(step))
+    manifest = dataclasses.replace(checked.manifest, step=int(step))
     if data is not None:
         manifest = dataclasses.replace(manifest, data=joined([answer.position for answer in answers]))
         on_all(lambda: _check_positions(manifest, leaves), group)  # each rank has an `extra` of its own beside them
-    return dataclasses.replace(checked.job, manifest=manifest, after=after)
+    return Job(target, checked.writes, manifest, group, after)
 
 
 def _check(
@@ -287,7 +289,7 @@ def _check(
     own = own_boxes(leaves, members)
     writes = tuple(Write(path, leaves[path].shape, box, x) for path in sorted(own) for box, x in own[path].items())
     shared = shared_boxes({path: x for path, x in leaves.items() if x.sharding is not None}, members)
-    return _Checked(Job(target, writes, manifest), shared), _Answer(facts, checksums(shared), position)
+    return _Checked(writes, manifest, shared), _Answer(facts, checksums(shared), position)
 
 
 def _check_positions(manifest: Manifest, leaves: Mapping[str, StateLeaf]) -> None:

@@ -36,7 +36,7 @@ from fsharding.sharding.partition_spec import AxisRules, DimName, Fused
 from fsharding.sharding.strategy import Strategy
 
 __all__ = [
-    "KNOWN", "LEAF", "describe", "describe_layout", "known_names", "layout_in", "layout_of", "names_from_plain",
+    "KNOWN", "LEAF", "describe", "describe_layout", "known_names", "layout_of", "names_from_plain",
     "outline_of", "plain_names", "rebuild",
 ]  # fmt: skip
 
@@ -121,40 +121,28 @@ def layout_of(
         >>> print(fs.checkpoint.layout_of(manifest, fs.AbstractMesh(("dp",), (2,)), fs.zero(3)).params["w"])
         P('dp')
     """
-    return layout_in(manifest, mesh, strategy, stages)
-
-
-def layout_in(
-    manifest: Manifest,
-    mesh: Mesh,
-    strategy: Strategy | None = None,
-    stages: Mapping[str, Any] | None = None,
-) -> Layout:
-    """`layout_of` for another public function, whose name the errors carry."""
-    plain = manifest.layout
-    same_size = abstract(mesh).axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
-    shape = abstract(mesh)
+    plain, shape = manifest.layout, abstract(mesh)
+    same_size = shape.axis_size("pp") == plain.get("mesh", {}).get("pp", 1)
     # On another mesh a cut might go through blocks, which is no reason not to load.
     same_mesh = dict(zip(shape.names, shape.sizes, strict=True)) == plain.get("mesh") and strategy is None
     try:
         params: dict[str, Any] = plain["params"]
         if none := [path for path, leaf in params.items() if not is_shape(leaf["shape"])]:
             raise ValueError(f"no shape: {listed(none)}")
-        model = rebuild(plain["structure"], lambda path: path, "params", owner="the parameters")
-        paths, structure = tree.flatten(model)
-        flat = [path.removeprefix("params").removeprefix(".") for path in paths]
-        shapes = [
-            torch.empty(tuple(params[path]["shape"]), dtype=getattr(torch, params[path]["init"]), device="meta")
-            for path in flat
-        ]
+        dtypes = {path: getattr(torch, leaf["init"]) for path, leaf in params.items()}
+
+        def of_layout(path: str) -> str:
+            return path.removeprefix("params").removeprefix(".")
+
+        paths = rebuild(plain["structure"], of_layout, "params", owner="the parameters")
         return plan_layout(
-            tree.unflatten(structure, shapes),
+            tree.map(lambda path: torch.empty(params[path]["shape"], dtype=dtypes[path], device="meta"), paths),
             mesh,
             AxisRules(**{name: tuple(axes) for name, axes in plain["rules"].items()}),
             Strategy(**plain["cuts"]) if strategy is None else strategy,
             precision=_precision(plain["precision"]),
-            names=tree.unflatten(structure, [names_from_plain(params[path]["names"]) or () for path in flat]),
-            frozen=[path for path in plain["frozen"] if shapes[flat.index(path)].dtype.is_floating_point],
+            names=tree.map(lambda path: names_from_plain(params[path]["names"]) or (), paths),
+            frozen=[path for path in plain["frozen"] if dtypes[path].is_floating_point],
             stages=plain["stages"] if stages is None and same_size else stages,
             align=plain.get("align") is True and same_mesh,
             tp="replicate",  # what was saved is read, on any mesh
@@ -205,17 +193,11 @@ def _moments_in(plain: dict[str, Any]) -> Blocks | None:
 
 
 # ------------------------------------------------------------------------------------------------------------- trees
-KNOWN: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(AdamState, SgdState, LionState, MuonState),
-        *(ChainState, EmptyState, MultiTransformState, ScaleState),
-    )
-}
-"""NamedTuples of the library that are rebuilt, by name; states of registered optimizers are rebuilt too."""
+# NamedTuples of the library that are rebuilt, by name; states of registered optimizers are rebuilt too.
+_KINDS = AdamState, SgdState, LionState, MuonState, ChainState, EmptyState, MultiTransformState, ScaleState
+KNOWN: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
-_RENAMED = {"MaskedState": "MultiTransformState"}
-"""Names in checkpoints of before, and those that the classes have now."""
+_RENAMED = {"MaskedState": "MultiTransformState"}  # names in older checkpoints, and those of the classes now
 
 LEAF = "leaf"
 _DEEPEST = 100  # keys of a path

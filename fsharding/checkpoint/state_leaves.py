@@ -34,8 +34,7 @@ __all__ = [
     "objections", "own_boxes", "saved_shardings", "shares",
 ]  # fmt: skip
 
-BUFFERS = "buffers."
-"""The beginning of the paths of buffers; the rest, dots included, is the name."""
+BUFFERS = "buffers."  # the beginning of the paths of buffers; the rest, dots included, is the name
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class StateLeaf:
     def saved(self) -> SavedLeaf:
         """The leaf as the manifest has it."""
         spec = None if self.sharding is None else str(self.sharding)
-        return SavedLeaf(self.shape, dtype_name(self.local.dtype) or "", spec)
+        return SavedLeaf(self.shape, dtype_name(self.local.dtype), spec)
 
     def at_rest(self) -> Tensor:
         """The leaf as a state has it: a DTensor, or a plain tensor."""
@@ -93,8 +92,7 @@ class Want(NamedTuple):
 def content(state: TrainState) -> dict[str, StateLeaf]:
     """Return every leaf of a state by path."""
     layout = state.layout
-    main = main_of(state)
-    flat = tree.flatten_up_to(layout.structure, main)
+    flat = tree.flatten_up_to(layout.structure, main_of(state))
     params = tree.flatten_up_to(layout.structure, state.params, ("the layout", "state.params"))
     stored = [p if m is None else m for p, m in zip(params, flat, strict=True)]
     paths = [*tree.paths(_beside(state)), *(leaf.path_in("params") for leaf in layout.leaves)]

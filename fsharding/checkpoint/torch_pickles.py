@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import io
 import math
+import os
 import pickle
 import struct
 import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,12 +23,12 @@ from fsharding.base.errors import listed
 from fsharding.checkpoint.byte_ranges import Range, Window
 from fsharding.checkpoint.manifest import is_shape
 
-WHOLE, _RECORD = 128 << 20, 1 << 16  # bytes of the pickle of a file of many tensors, and of one tensor
+_WHOLE, _RECORD = 128 << 20, 1 << 16  # bytes of the pickle of a file of many tensors, and of one tensor
 _FREE, _BYTES_EACH = 10_000, 5  # objects of a pickle: so many, and one per so many bytes; torch's have one per 6 to 11
 
 __all__ = [
-    "WHOLE", "Global", "Made", "OddTensorError", "Pairs", "TorchFile", "find_in", "named", "parse_record",
-    "sizes_of", "unpickled",
+    "Global", "Made", "OddTensorError", "Pairs", "TorchFile", "find_in", "named", "parse_record", "sizes_of",
+    "torch_file", "unpickled",
 ]  # fmt: skip
 
 _Run: TypeAlias = Callable[[Any], None]
@@ -195,7 +196,7 @@ class _Storage(NamedTuple):
 class TorchFile:
     """A file of `torch.save`: `held` is its value, with inert objects, and `size` the length of its pickle."""
 
-    def __init__(self, window: Window, most: int = WHOLE) -> None:
+    def __init__(self, window: Window, most: int = _WHOLE) -> None:
         self._unknown = set[str]()
         try:
             self._zip = zipfile.ZipFile(window)
@@ -294,6 +295,13 @@ class TorchFile:
         if math.prod(size) and last * dtype.itemsize > room:
             raise ValueError(f"it has {room:,} bytes of values, fewer than its sizes and strides need")
         return Range(first + offset * dtype.itemsize, size, stride, dtype)
+
+
+def torch_file(stream: BinaryIO, first: int = 0, length: int | None = None) -> TorchFile:
+    """Return the value of an open file, or of a record inside of it."""
+    handle = stream.fileno()
+    size = os.fstat(handle).st_size if length is None else length
+    return TorchFile(Window(lambda start, stop: os.pread(handle, stop - start, first + start), size, _WHOLE))
 
 
 def parse_record(window: Window) -> Range:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat
+from fsharding.checkpoint.byte_ranges import memory
 from fsharding.checkpoint.chunks import Chunk, Place, file_name
 from fsharding.checkpoint.manifest import BLOCK, METADATA, SavedFile
 from fsharding.comm.leaf_memory import in_memory
@@ -72,22 +73,21 @@ class _HashedStream:
 
     def write(self, data: bytes | memoryview) -> int:
         """Takes, from torch, a header of some bytes, or the whole memory of a tensor, come what may."""
-        start = self._put + len(self._small)
-        end = start + len(data)
+        start, size = self.size, len(data)
         try:
-            if 0 < len(data) == self._watched[0] and _address(data) == self._watched[1]:
+            if 0 < size == self._watched[0] and _address(data) == self._watched[1]:
                 self.found = start
-            if len(data) < _PIECE:
+            if size < _PIECE:
                 self._small += data
-            if len(data) >= _PIECE or len(self._small) >= _PIECE:
+                data = b""
+            if data or len(self._small) >= _PIECE:
                 self.flush()
-            if len(data) >= _PIECE:
-                self._through(memoryview(data))
+            self._through(memoryview(data))
         except BaseException as error:  # also Ctrl-C, which arrives wherever it likes
             self._failed = self._failed or error
             self._small.clear()
-            self._put = end
-        return len(data)
+            self._put = start + size
+        return size
 
     def watch(self, x: Tensor) -> None:
         """Note in `found` where the memory of a tensor will be written to."""
@@ -216,8 +216,7 @@ def _alone(tensor: Tensor) -> Tensor:
         return x
     if not x.numel():
         return torch.empty(x.shape, dtype=x.dtype)
-    raw = x.as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
-    return torch.from_numpy(raw).view(x.dtype).reshape(x.shape)
+    return torch.frombuffer(memory(x), dtype=torch.uint8).view(x.dtype).reshape(x.shape)
 
 
 def write_metadata(folder: Path, written: Sequence[Written]) -> SavedFile:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharding.base import _compat
 from fsharding.base.errors import DiskError, message
 from fsharding.base.local_paths import check_local
+from fsharding.checkpoint.byte_ranges import pread
 from fsharding.comm.streams import streams_for
 from fsharding.comm.tier import HOST, pinned, rows_together
 from fsharding.sharding.memory_kinds import Lacking, LocalLeaf, Tier
@@ -246,16 +247,13 @@ class _File:
     def _read(self, extent: _Extent, into: Tensor) -> None:
         checksum = extent.checksum.result()
         view = memoryview(cast(Any, into.numpy()))
-        done = 0
-        while done < len(view):
-            place = f"the file of {self.folder} at {extent.offset + done:,}"
-            try:
-                count = os.preadv(self._fd, [view[done:]], extent.offset + done)
-            except OSError as error:
-                raise DiskError(message(f"cannot read {place}: {error.strerror}.", mend=_LOAD)) from error
-            if not count:
-                raise DiskError(message(f"found the end of {place}.", mend=_LOAD))
-            done += count
+        place = f"the file of {self.folder} at {extent.offset:,}"
+        try:
+            pread(self._fd, extent.offset, view)
+        except OSError as error:
+            raise DiskError(message(f"cannot read {place}: {error.strerror}.", mend=_LOAD)) from error
+        except EOFError as error:
+            raise DiskError(message(f"found the end of {place}.", mend=_LOAD)) from error
         if zlib.crc32(view) != checksum:
             rule = f"found other bytes than it wrote in the file of {self.folder}, from {extent.offset:,} to"
             raise DiskError(message(f"{rule} {extent.offset + extent.size:,}.", mend=_LOAD))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from fsharding.base.errors import CheckpointError, ConfigError, message
 from fsharding.base.public import check_path, public, refuse
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
-from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
+from fsharding.checkpoint.collective_call import agreed, on_all, write_together
 from fsharding.checkpoint.directory import StrPath, new_file, new_target, partial_of, partial_output, place
 from fsharding.checkpoint.state_leaves import StateLeaf, main_wants, own_boxes
 from fsharding.checkpoint.writer import Writer, Written, write_metadata
@@ -42,7 +42,7 @@ from fsharding.contrib.megatron_names import (
     written_norms,
 )
 from fsharding.interop.hf.config_tables import decoder_config
-from fsharding.interop.hf.naming import Piece, in_tensors
+from fsharding.interop.hf.naming import Piece, in_tensors, untiled
 from fsharding.interop.hf.saving import shards_at_home, stored_params
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
@@ -251,16 +251,10 @@ def _flat_state(opened: Opened) -> str:
     return message(rule, rows, mend)
 
 
-def _adams_in(node: Any) -> list[AdamState]:
+def _adams_in(opt_state: Any) -> list[AdamState]:
     """Every state of Adam in an optimizer's state."""
-    if isinstance(node, AdamState):
-        return [node]
-    inner: list[Any] = []
-    if isinstance(node, dict):
-        inner = list(cast("dict[str, Any]", node).values())
-    elif isinstance(node, tuple | list):
-        inner = list(cast("tuple[Any, ...]", node))
-    return [adam for part in inner for adam in _adams_in(part)]
+    nodes = tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AdamState))
+    return [node for node in nodes if isinstance(node, AdamState)]
 
 
 def _adam_of(opt_state: Any) -> AdamState:
@@ -367,7 +361,7 @@ def save(
         return (target, kinds, pieces), hashlib.sha256(repr(facts).encode()).hexdigest()
 
     group = own_group(timeout, "export")
-    target, kinds, pieces = agreed(plan, UNLIKE, UNLIKE_ROW, group)
+    target, kinds, pieces = agreed(plan, group=group)
     step = int(state.step)
     partial = partial_of(target)
     common = _common_state(config, step, choice, has_moments=len(kinds) > 1)
@@ -443,30 +437,23 @@ def _plan(
     padded = choice.padded(config.vocab_size)
     dialect = Dialect(choice.format, core, written_norms(config, choice.format, choice.transformer_impl), padded)
     pieces = megatron_pieces(config, {path: leaf.shape for path, leaf in homes.items()}, dialect)
-    rows += _untiled(pieces, padded - config.vocab_size)
+    rows += _untiled(pieces, config.vocab_size)
     if rows:
         mend = "Give the state of models.decoder(config)."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))
     return target, kinds, pieces
 
 
-def _untiled(pieces: Mapping[str, list[Piece]], pad: int) -> list[str]:
-    """Tensors that their pieces do not fill, one row each."""
-    filled: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for own in pieces.values():
-        for piece in own:
-            count = 1
-            for start, stop in piece.there(piece.box):
-                count *= stop - start
-            filled[piece.name] = filled.get(piece.name, 0) + count
-            shapes[piece.name] = piece.shape
-    rows: list[str] = []
-    for name, shape in shapes.items():
-        wanted = torch.Size(shape).numel() - (pad * shape[-1] if name in (EMBEDDING, HEAD) else 0)
-        if filled[name] != wanted:
-            rows.append(f"{name} has {wanted} elements, and gets {filled[name]}")
-    return rows
+def _untiled(pieces: Mapping[str, list[Piece]], vocab: int) -> list[str]:
+    """Tensors that their pieces do not tile, one row each."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in (piece for own in pieces.values() for piece in own):
+        by_tensor.setdefault(piece.name, []).append(piece)
+    for name in by_tensor.keys() & {EMBEDDING, HEAD}:
+        rows, width = by_tensor[name][0].shape
+        padding = Piece(name, (rows, width), ((vocab, rows), (0, width)), 0, 0, 0, transposed=False)
+        by_tensor[name].append(padding)  # is written as well
+    return untiled(by_tensor)
 
 
 def _write(

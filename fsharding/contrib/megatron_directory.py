@@ -14,12 +14,10 @@ import torch
 
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.untrusted import open_plain, read_plain
-from fsharding.checkpoint.byte_ranges import Window
-from fsharding.checkpoint.chunks import Place
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.torch_pickles import WHOLE, Global, Made, Pairs, TorchFile
+from fsharding.checkpoint.torch_pickles import Global, Made, Pairs, TorchFile, torch_file
 from fsharding.contrib.megatron_names import EMBEDDING
 from fsharding.foreign.foreign_weights import Weights, weights_at
 from fsharding.sharding.named_sharding import LeafType
@@ -88,11 +86,11 @@ def open_directory(path: StrPath) -> Opened:
     result.flat = _flat(result, [*weights.leaves, *others])
     entries = ("iteration", "args", "content_metadata")
     if os.path.lexists(folder / COMMON):
-        result.facts = _facts(folder / COMMON, None, entries)
+        result.facts = _facts(folder, (COMMON, 0, None), entries)
     elif (place := others.get(_COMMON_STATE)) is not None:
-        result.facts = _facts(folder / place.file, place, entries)
+        result.facts = _facts(folder, place, entries)
     elif (place := others.get("args")) is not None:
-        result.facts = {"args": _facts(folder / place.file, place, None)}
+        result.facts = {"args": _facts(folder, place, None)}
     return result
 
 
@@ -149,18 +147,16 @@ def _flat(opened: Opened, names: list[str]) -> str:
     return ""
 
 
-def _facts(file: Path, place: Place | None, entries: tuple[str, ...] | None) -> dict[str, Any]:
+def _facts(folder: Path, place: tuple[str, int, int | None], entries: tuple[str, ...] | None) -> dict[str, Any]:
     """Plain values of a `torch.save` record, which is a file or inside of one; nothing in it is run."""
+    name, first, length = place
     try:
-        with open_plain(file) as stream:
-            handle = stream.fileno()
-            _, first, size = place or Place("", 0, os.fstat(handle).st_size)
-            window = Window(lambda start, stop: os.pread(handle, stop - start, first + start), size, WHOLE)
-            return _plain(TorchFile(window), entries)
+        with open_plain(folder / name) as stream:
+            return _plain(torch_file(stream, first, length), entries)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(message(f"cannot read {file}: {error}.")) from error
+        raise CheckpointError(message(f"cannot read {folder / name}: {error}.")) from error
 
 
 def _plain(file: TorchFile, entries: tuple[str, ...] | None) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from fsharding.base import _compat
 from fsharding.base.errors import CheckpointError, message
 from fsharding.base.public import public
 from fsharding.checkpoint import directory
-from fsharding.checkpoint.byte_ranges import pieces
+from fsharding.checkpoint.byte_ranges import memory, pieces
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.reader import Source, open_source
 from fsharding.checkpoint.state_leaves import BUFFERS
 from fsharding.checkpoint.writer import Writer, write_metadata
 from fsharding.comm.redistribute import in_buckets
 from fsharding.foreign.fsdp2 import Item, Settings, plan_fsdp2
-from fsharding.foreign.name_map import Names, Part, naming, our_box, parts, unknown, written_constants
+from fsharding.foreign.name_map import Names, Part, our_box, parts_by_leaf, written_constants
 from fsharding.foreign.safetensors_files import INDEX, SAFETENSORS, index_text, tensor_files
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
@@ -51,12 +51,8 @@ class Exported:
         files: bytes of each file by name.
 
     Example:
-        >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
-        >>> state = fs.init_state(lambda key: {"w": torch.ones(4)}, fs.sgd(0.1), fs.random.key(0), layout)
-        >>> fs.checkpoint.save("run/5", state)
-        >>> exported = fs.foreign.export("run/5", "run/weights", "safetensors")
-        >>> exported.tensors, list(exported.files)
-        (1, ['model.safetensors'])
+        >>> print(fs.foreign.Exported("run/weights", "safetensors", 1, {"model.safetensors": 1234}))
+        run/weights: 1 tensors, 1 files, 1,234 bytes, safetensors
     """
 
     path: Path
@@ -190,17 +186,13 @@ def _taken(leaves: Source, names: Names, what: str, format: str) -> tuple[list[I
         for path in leaves.leaves
         if what == "all" or path == "params" or path.startswith("params.")
     }
-    named = naming(names)
-    rows = unknown(names, wanted)
+    rows: list[str] = []
     result: list[Item] = []
-    for path, saved in wanted.items():
-        leaf = leaves.leaves[saved]
+    for path, own in parts_by_leaf(names, {path: leaves.leaves[x].shape for path, x in wanted.items()}, rows).items():
+        leaf = leaves.leaves[wanted[path]]
         if format == "safetensors" and leaf.dtype not in SAFETENSORS.values():
             rows.append(f"{path}: safetensors has no {leaf.dtype}")
-        try:
-            result += [Item(saved, part, leaf.dtype) for part in parts(named(path), leaf.shape)]
-        except ValueError as error:
-            rows.append(f"{path}: {error}")
+        result += [Item(wanted[path], part, leaf.dtype) for part in own]
     return result, rows
 
 
@@ -216,11 +208,6 @@ def _windows(leaves: Source, item: Item) -> Iterator[tuple[Box, Tensor]]:
             leaves.read(item.path, our_box(item.part, box), ours[(None,) * len(item.part.lead)])
         yield box, x
         del x, ours  # before the next one is made
-
-
-def _raw(x: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
-    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 # -------------------------------------------------------------------------------------------------------------- formats
@@ -277,5 +264,5 @@ def _write_dcp(leaves: Source, items: Sequence[Item], values: Mapping[str, Any],
 
 def _copy(leaves: Source, item: Item, stream: BinaryIO) -> None:
     for _, x in _windows(leaves, item):
-        stream.write(_raw(x))
+        stream.write(memory(x))
         del x

@@ -22,11 +22,11 @@ from fsharding.base.errors import CheckpointError, listed, message
 from fsharding.base.local_paths import check_local
 from fsharding.base.public import public
 from fsharding.base.untrusted import beside, open_plain, own_tree, parse_json, read_json
-from fsharding.checkpoint.byte_ranges import Range, Window, copy_range, pread, shared
+from fsharding.checkpoint.byte_ranges import Range, copy_range, pread, shared
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.manifest import METADATA, is_plain_name, is_shape
 from fsharding.checkpoint.reader import open_source
-from fsharding.checkpoint.torch_pickles import WHOLE, Made, OddTensorError, Pairs, TorchFile
+from fsharding.checkpoint.torch_pickles import Made, OddTensorError, Pairs, TorchFile, torch_file
 from fsharding.foreign import coded_weights
 from fsharding.foreign.safetensors_files import LARGEST, SHARDING, Header, header_of
 from fsharding.sharding import boxes
@@ -408,7 +408,7 @@ def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Rang
     """What a record holds, by path; None at its own path if that cannot be told."""
     with open_plain(file) as stream:
         try:
-            record = TorchFile(Window(_fetching(stream.fileno(), start), length, WHOLE))
+            record = torch_file(stream, start, length)
         except ValueError:
             return {path: None}
         try:
@@ -420,14 +420,9 @@ def _in_record(file: Path, start: int, length: int, path: str) -> dict[str, Rang
             return {path: OddTensorError(why) if record.has_tensors else None}
 
 
-def _fetching(handle: int, first: int) -> Callable[[int, int], bytes]:
-    """Give the bytes of an open file from a place on."""
-    return lambda start, stop: os.pread(handle, stop - start, first + start)
-
-
 def _torch(file: Path) -> Weights:
     with open_plain(file) as stream:
-        loaded = TorchFile(Window(_fetching(stream.fileno(), 0), os.fstat(stream.fileno()).st_size, WHOLE))
+        loaded = torch_file(stream)
         entries = [*_entries(loaded)]
     if not isinstance(loaded.held, Pairs) and getattr(loaded.held, "kind", "") != _ORDERED:
         what = "a tensor" if entries and isinstance(entries[0][1], Range) and not entries[0][0] else "something else"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsharding.foreign.name_map import Names, Part, aliases_of, naming, parts, unknown
+from fsharding.foreign.name_map import Names, Part, aliases_of, parts_by_leaf
 from fsharding.sharding.named_sharding import LeafType
 
 __all__ = ["Item", "Settings", "plan_fsdp2"]
@@ -49,30 +49,26 @@ def plan_fsdp2(
     """Return where each tensor comes from, values that are no tensors, and a row for each that FSDP2 cannot have."""
     paths = [path for path in leaves if path == "params" or path.startswith("params.")]
     params = {path.removeprefix("params").removeprefix("."): path for path in paths}
-    named = naming(names)
-    rows = unknown(names, params)
+    rows: list[str] = []
+    named = parts_by_leaf(names, {path: leaves[saved].shape for path, saved in params.items()}, rows)
     slots = _slots(leaves, params, rows)
     result: list[Item] = []
     trained: list[str] = []
-    for path, saved in params.items():
-        leaf = leaves[saved]
-        try:
-            for part in parts(named(path), leaf.shape):
-                every = aliases_of(names, part.name)
-                result += [Item(saved, part._replace(name=f"model.{name}"), leaf.dtype) for name in every]
-                state = f"optim.state.{every[0]}"
-                own = slots.get(path, [])
-                trained += [every[0]] if own else []
-                for slot in own:
-                    scalar = leaves[slot.path].shape == () != leaf.shape
-                    one = Part("", (), (), transposed=False) if scalar else part
-                    kind = torch.float32 if scalar else leaves[slot.path].dtype
-                    result.append(Item(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
-                if own and all(slot.name != "step" for slot in own):
-                    step = Part(f"{state}.step", (), (), transposed=False)
-                    result.append(Item(own[0].count, step, torch.float32))
-        except ValueError as error:
-            rows.append(f"{path}: {error}")
+    for path, part in ((path, part) for path, own in named.items() for part in own):
+        leaf = leaves[params[path]]
+        every = aliases_of(names, part.name)
+        result += [Item(params[path], part._replace(name=f"model.{name}"), leaf.dtype) for name in every]
+        state = f"optim.state.{every[0]}"
+        own = slots.get(path, [])
+        trained += [every[0]] if own else []
+        for slot in own:
+            scalar = leaves[slot.path].shape == () != leaf.shape
+            one = Part("", (), (), transposed=False) if scalar else part
+            kind = torch.float32 if scalar else leaves[slot.path].dtype
+            result.append(Item(slot.path, one._replace(name=f"{state}.{slot.name}"), kind))
+        if own and all(slot.name != "step" for slot in own):
+            step = Part(f"{state}.step", (), (), transposed=False)
+            result.append(Item(own[0].count, step, torch.float32))
     return result, _groups(settings, trained, rows), rows
 
 

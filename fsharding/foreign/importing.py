@@ -17,17 +17,7 @@ from fsharding.checkpoint.collective_call import agreed, on_all
 from fsharding.checkpoint.directory import StrPath
 from fsharding.checkpoint.state_leaves import Want, main_wants
 from fsharding.foreign.foreign_weights import Weights, not_cast, weights_at
-from fsharding.foreign.name_map import (
-    SAME_BUFFERS,
-    Name,
-    Names,
-    Part,
-    constants_of,
-    naming,
-    other_constants,
-    parts,
-    unknown,
-)
+from fsharding.foreign.name_map import SAME_BUFFERS, Names, Part, constants_of, other_constants, parts_by_leaf
 from fsharding.mesh.meeting import called_by_all
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
@@ -89,9 +79,8 @@ def load_weights(
         return weights, hashlib.sha256(repr(sorted(weights.leaves.items())).encode()).hexdigest()
 
     weights = agreed(look, f"finds {path} different on different ranks.", "sees other tensors")
-    _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
-    named = naming(names)
-    read = on_all(lambda: [_read(weights, named(leaf), want) for leaf, want in wants.items()])
+    named = _compare(weights, wants, names, prefix, cast=cast, strict=extra == "refuse")
+    read = on_all(lambda: [_read(weights, named[leaf], want) for leaf, want in wants.items()])
     return tree.unflatten(structure, read)
 
 
@@ -109,27 +98,24 @@ def _of_tree(like: Tree) -> dict[str, Want]:
     return {path: want(x) for path, x in tree.named_leaves(like).items()}
 
 
-def _compare(weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool) -> None:
-    """Refuses weights that are not those that are wanted; everything is listed."""
-    named = naming(names)
-    used = set[str]()
-    rows = unknown(names, wants)
-    for path, want in wants.items():
-        try:
-            for part in parts(named(path), want.shape):
-                used.add(part.name)
-                if why := weights.unread.get(part.name):
-                    rows.append(f"{path}: {part.name} is not read: {why}")
-                elif why := _objection(part, want, weights.leaves.get(part.name), cast=cast):
-                    rows.append(f"{path}: {part.name} {why}")
-        except ValueError as error:
-            rows.append(f"{path}: {error}")
+def _compare(
+    weights: Weights, wants: dict[str, Want], names: Names, prefix: str, *, cast: bool, strict: bool
+) -> dict[str, list[Part]]:
+    """Return the foreign tensors of each leaf; refuse weights that are not the wanted ones, and list everything."""
+    rows: list[str] = []
+    named = parts_by_leaf(names, {path: want.shape for path, want in wants.items()}, rows)
+    used = {part.name for own in named.values() for part in own}
+    for path, part in ((path, part) for path, own in named.items() for part in own):
+        if why := weights.unread.get(part.name):
+            rows.append(f"{path}: {part.name} is not read: {why}")
+        elif why := _objection(part, wants[path], weights.leaves.get(part.name), cast=cast):
+            rows.append(f"{path}: {part.name} {why}")
     if strict:
         others = {name: leaf for name, leaf in {**weights.leaves, **weights.unread}.items() if name not in used}
         rows += [f"{name} is extra: {leaf}" for name, leaf in others.items() if name not in constants_of(names)]
     rows += (unlike := other_constants(names, weights))
     if not rows:
-        return
+        return named
     mend = "Say what they are called there: names={ours: theirs}"
     mend += f"; {SAME_BUFFERS}" if unlike else ""
     if not cast and any(", wanted is " in row for row in rows):
@@ -163,11 +149,11 @@ def _common_prefix(weights: Weights, used: set[str]) -> str | None:
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def _read(weights: Weights, name: Name, want: Want) -> Tensor:
+def _read(weights: Weights, parts: list[Part], want: Want) -> Tensor:
     """One leaf in new memory."""
     leaf = want.empty()
     for box, x in leaf.kept().items():
-        for part in parts(name, want.shape):
+        for part in parts:
             _read_part(weights, part, box, x)
     return leaf.at_rest()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +16,7 @@ from fsharding.sharding.leaf_names import MARKS
 
 __all__ = [
     "SAME_BUFFERS", "ModuleNames", "Name", "Names", "Part", "Rows", "Transposed", "aliases_of", "constants_of",
-    "naming", "other_constants", "our_box", "parts", "unknown", "written_constants",
+    "naming", "other_constants", "our_box", "parts", "parts_by_leaf", "written_constants",
 ]  # fmt: skip
 
 
@@ -141,10 +141,18 @@ def naming(names: Names) -> Callable[[str], Name]:
     return lambda path: names.get(path, path)
 
 
-def unknown(names: Names, paths: Collection[str]) -> list[str]:
-    """Entries of a table that name no leaf: one row each."""
+def parts_by_leaf(names: Names, shapes: Mapping[str, Sequence[int]], rows: list[str]) -> dict[str, list[Part]]:
+    """Return the foreign tensors of each leaf; add a row for each entry of a table without a leaf, and each misfit."""
     table = names if isinstance(names, Mapping) else {}
-    return [f"{path} is no leaf of ours; names has it" for path in table if path not in paths]
+    rows += [f"{path} is no leaf of ours; names has it" for path in table if path not in shapes]
+    named = naming(names)
+    result: dict[str, list[Part]] = {}
+    for path, shape in shapes.items():
+        try:
+            result[path] = list(parts(named(path), shape))
+        except ValueError as error:
+            rows.append(f"{path}: {error}")
+    return result
 
 
 def parts(name: Name, shape: Sequence[int]) -> Iterator[Part]:

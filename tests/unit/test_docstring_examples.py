@@ -10,7 +10,7 @@ from tests.helpers import slow
 
 ALONE = {
     **dict.fromkeys(["fs.run_ranks", "fs.testing.RankPool", "fs.testing.RankFailure"], "start ranks"),
-    **dict.fromkeys(["fs.foreign.export", "fs.foreign.Exported"], "write in one process"),
+    "fs.foreign.export": "writes in one process",
     **dict.fromkeys(
         ["fs.checkpoint.reshard_checkpoint", "fs.checkpoint.inspect"], "write or remove files in one process"
     ),

@@ -29,7 +29,7 @@ from fsharding.base.public import check_path, public
 from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
-from fsharding.checkpoint.collective_call import UNLIKE, UNLIKE_ROW, agreed, on_all, write_together
+from fsharding.checkpoint.collective_call import agreed, on_all, write_together
 from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path, sync
 from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes
 from fsharding.comm.leaf_memory import in_memory
@@ -146,7 +146,7 @@ def save(
         return job, job.digest()
 
     # Nothing is written before all ranks have the same job: then each knows the place of every box without a message.
-    job = agreed(plan, UNLIKE, UNLIKE_ROW, group)
+    job = agreed(plan, group=group)
     if (coding := job.coding) is not None:
         on_all(lambda: coding.measure(job.own_boxes()), group)
         coding.exchange(next((leaf.local.device for leaf in job.leaves.values()), torch.device("cpu")))

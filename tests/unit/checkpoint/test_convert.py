@@ -316,9 +316,9 @@ def test_weights_that_do_not_fit_are_refused_with_every_reason(tmp_path):
     assert refusal(fs.foreign.load_weights, tmp_path / "weights", planned(), names) == (
         f"fs.foreign.load_weights cannot use {tmp_path}/weights: 8 tensors are not as they should be.\n"
         "  heads is no leaf of ours; names has it\n"
+        "  scale: '{i}.scale': indices are {i}, {j}, {k} in this order, at most one for each dim\n"
         "  blocks.b: h.1.mlp.bias is missing; wanted is float32[3]\n"
         "  blocks.w: h.0.mlp.weight is float32[5, 3], wanted is float32[3, 5]\n"
-        "  scale: '{i}.scale': indices are {i}, {j}, {k} in this order, at most one for each dim\n"
         "  table: wte is float16[7, 3], wanted is float32[7, 3]\n"
         "  scale is extra: float32[]\n"
         "  spare is extra: float32[2]\n"
