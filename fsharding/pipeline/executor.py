@@ -365,7 +365,7 @@ class _Run:
     def _follow(self, tape: Tape) -> None:
         """Has a microbatch that is about to reduce gradients wait, before it adds any, for the one before it."""
         if before := self._closing_those_before():
-            tape.follow(before)
+            tape.context.reducer.follow(before)
 
     def _closing_those_before(self) -> Callable[[], None] | None:
         """Return a function that finishes the microbatches that have ended their backward by now, if there are any."""
@@ -470,7 +470,7 @@ class _Run:
         """Release everything after a failure."""
         tapes = [*self.begun.values(), *(f.tape for f in self.flights.values()), *(tape for _, tape in self.closing)]
         for tape in tapes:
-            tape.close()
+            tape.context.close(failed=True)
         self.stage_state.close()
         self.pool.close()
 

@@ -33,7 +33,7 @@ from fsharding.sharding import random
 from fsharding.transforms.gather_context import GatherContext
 from fsharding.transforms.loss_checks import content_of, line_of_user
 
-__all__ = ["FirstCall", "first_call", "refuse_bare_casts", "refuse_named_scaler"]
+__all__ = ["FirstCall", "first_call", "is_pair", "refuse_bare_casts", "refuse_named_scaler"]
 
 _UNIT = "_GatherUnitBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -80,8 +80,8 @@ class FirstCall:
             after = _generators()
             if changed := [name for name, state in before.items() if state != after[name]]:
                 self._warn_of_generators(changed)
-            loss = result[0] if has_aux and _is_pair(result) else result
-            if _is_pair(loss):
+            loss = result[0] if has_aux and is_pair(result) else result
+            if is_pair(loss):
                 self._look_at_weight(*loss)
             return result
 
@@ -217,7 +217,8 @@ def first_call(fn: Callable[..., Any]) -> FirstCall | None:
     return FirstCall()
 
 
-def _is_pair(x: Any) -> bool:
+def is_pair(x: Any) -> bool:
+    """Whether a loss function returned two things."""
     return isinstance(x, tuple) and len(cast("tuple[Any, ...]", x)) == 2
 
 

@@ -123,7 +123,10 @@ class _Columnwise:
 
     def gathered(self) -> Any:
         """See `Columnwise`."""
-        return self.context.columns_of(self.unit, self.leaf)
+        columns = self.unit.columns
+        assert columns is not None
+        self.context.bring(self.unit, columns)
+        return columns.full[self.leaf]
 
 
 class GatherContext:
@@ -183,7 +186,7 @@ class GatherContext:
         values = [node.value for node in nodes]
         # On a CPU the memory of the device is the host's.
         on_host = None if self._device.type == "cpu" else functools.partial(OnHost, self._device, values)
-        self.saved = SavedTensors(self._bring, on_host)
+        self.saved = SavedTensors(self.bring, on_host)
         for i, leaf in leaves.items():
             self.register(leaf.node.value, LeafIndex(i, None))
 
@@ -376,7 +379,7 @@ class GatherContext:
         self.saved.end_forward()
 
     # ------------------------------------------------------------------------------------------------------- backward
-    def _bring(self, unit: GatheredUnit, columns: GatheredUnit | None = None) -> None:
+    def bring(self, unit: GatheredUnit, columns: GatheredUnit | None = None) -> None:
         """Backward needs a unit, or its columns: gather that again if need be, and start the units before it."""
         first = not unit.in_backward
         if first:
@@ -392,12 +395,6 @@ class GatherContext:
             self._wait(unit)
         if first:
             self._prefetch_before(unit.order)
-
-    def columns_of(self, unit: GatheredUnit, leaf: int) -> Any:
-        """A weight in blocks along its other dim, which backward gathers."""
-        assert unit.columns is not None
-        self._bring(unit, unit.columns)
-        return unit.columns.full[leaf]
 
     def _prefetch_before(self, order: int) -> None:
         """Starts to gather the units that backward needs after the one of this order, as many as the depth says."""

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from fsharding.ops.capacity import FULL, is_full, refused_if_full, watching_capa
 from fsharding.ops.scaled_mm import refuse_missing_kernel
 from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import Local, NamedSharding, hides_owners, sharding_of, to_local, typeof
-from fsharding.transforms.first_call import FirstCall, first_call, refuse_bare_casts
+from fsharding.transforms.first_call import FirstCall, first_call, is_pair, refuse_bare_casts
 from fsharding.transforms.gather_context import GatherContext, check_depth
 from fsharding.transforms.grad_reducer import TapeLeaf
 from fsharding.transforms.loss_checks import explained
@@ -44,7 +44,7 @@ from fsharding.transforms.run_options import GradsTo, RunOptions
 from fsharding.transforms.unit_plan import GradTarget
 
 __all__ = [
-    "Agreement", "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "is_divisor",
+    "GradFn", "Loss", "LossAndGrads", "Tape", "agreement_of_call", "global_loss", "is_divisor",
     "loss_and_grads", "refuse_backward", "results_text", "value_and_grad", "without_gradients",
 ]  # fmt: skip
 
@@ -118,10 +118,6 @@ class _Loss(NamedTuple):
     total: Tensor
     weight: Tensor | None
     aux: Any
-
-
-Agreement: TypeAlias = Callable[[Mesh | None], StepAgreement | None]
-"""Gives what goes with the sum of loss and weight of a call on a mesh."""
 
 
 class _CallAgreement(StepAgreement):
@@ -207,7 +203,7 @@ def value_and_grad(
     @public
     @_compat.never_inlined
     def run(params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
-        refuse_compiled(_COMPILE)
+        refuse_compiled("Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks.")
         check_patterns(precision, params)
         accumulate = accumulate if donate else tree.map(copied, accumulate)
         first = first_call(fn)
@@ -229,9 +225,6 @@ def _refuse_no_shardings(grads: Any) -> None:
         raise refuse("grads= as a tree of NamedSharding", grads, mend)
 
 
-_COMPILE = "Compile the loss function, fs.value_and_grad(torch.compile(loss_fn)), or its blocks."
-
-
 def loss_and_grads(
     fn: Callable[..., Any],
     params: Tree,
@@ -240,7 +233,8 @@ def loss_and_grads(
     options: RunOptions,
     *,
     has_aux: bool,
-    agreement: Agreement = agreement_of_call,
+    # Returns what goes with the sum of loss and weight of a call on a mesh.
+    agreement: Callable[[Mesh | None], StepAgreement | None] = agreement_of_call,
     first: FirstCall | None = None,
 ) -> LossAndGrads:
     """Run a loss function forward and backward; `first` is shown the loss in between."""
@@ -258,7 +252,7 @@ def loss_and_grads(
             totals = _global_sums(loss, notes, tape.mesh, agreement(tape.mesh))
             local = tape.finish()
     except BaseException:
-        tape.close()
+        tape.context.close(failed=True)
         raise
     return LossAndGrads(totals[0], totals[1], loss.weight is not None, loss.aux, tape.as_tree(local))
 
@@ -382,10 +376,6 @@ class Tape:
         with _on(self.mesh):
             self.context.run_deferred()
 
-    def follow(self, earlier: Callable[[], object]) -> None:
-        """Finish another tape's reductions before this tape's, since both add to the same gradients."""
-        self.context.reducer.follow(earlier)
-
     def finish(self) -> list[Tensor | None]:
         """Waits for the reductions under way, and closes: the local gradient of each leaf."""
         for i, grad in self._direct.items():
@@ -398,10 +388,6 @@ class Tape:
             else _plain_grad(self._direct.get(i), x, self._targets[i], self._accumulated[i])
             for i, x in enumerate(self._leaves)
         ]
-
-    def close(self) -> None:
-        """Releases everything after a failure."""
-        self.context.close(failed=True)
 
     def as_tree(self, grads: Sequence[Tensor | None]) -> Tree:
         """Local gradients as the tree of DTensors in the shardings that were asked for."""
@@ -480,12 +466,11 @@ def _on(mesh: Mesh | None) -> Any:
 
 
 def _take_apart(result: Any, has_aux: bool) -> _Loss:
-    is_pair = isinstance(result, tuple) and len(cast(tuple[Any, ...], result)) == 2
-    if has_aux and (not is_pair or isinstance(result, Loss)):
+    if has_aux and (not is_pair(result) or isinstance(result, Loss)):
         mend = "Return (loss, aux), or leave has_aux out."
         raise TransformError(message(f"needs (loss, aux); got {results_text(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
-    total, weight = loss if isinstance(loss, tuple) and len(cast(tuple[Any, ...], loss)) == 2 else (loss, None)
+    total, weight = loss if is_pair(loss) else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
         rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {results_text(loss)}."
