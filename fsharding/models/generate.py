@@ -27,7 +27,6 @@ from fsharding.base.errors import (
 )
 from fsharding.base.public import check_function, kind_of, public, refuse, refuse_compiled
 from fsharding.base.tree import Tree
-from fsharding.comm.leaf_memory import device_of
 from fsharding.formats.precision import FP32, Precision, check_precision
 from fsharding.mesh.consistency import compare, refuse_differences
 from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
@@ -38,7 +37,7 @@ from fsharding.models.model import Decode, Model
 from fsharding.ops.embedding import checked_ids
 from fsharding.sharding import random
 from fsharding.sharding.mesh_view import slice_of
-from fsharding.sharding.named_sharding import hides_owners, local_of, to_local, typeof
+from fsharding.sharding.named_sharding import hides_owners, to_local, typeof
 from fsharding.transforms.gather_context import evaluating
 from fsharding.transforms.gather_unit import gather_unit
 from fsharding.transforms.scan import unstack_units
@@ -122,39 +121,38 @@ def generate(
     if decode is not None:
         _check_parameters(model, values)
     rows = _rows(prompts, decode.vocab if decode is not None else None)
-    device = next(map(_device_of, tree.leaves(values)), None)
     with evaluating(), torch.no_grad(), naming_lost(_NAME, mesh):
         if mesh is not None:
             _agree(mesh, rows, max_new_tokens, sampling, ends)
         with nullcontext() if mesh is None else set_mesh(_without_cp(mesh)):
             predictor = _predictor(model, decode, values, dtypes.activation_dtype, context)
-            return _loop(predictor, rows, device, max_new_tokens, sampling, ends, stream)
+            return _loop(predictor, rows, max_new_tokens, sampling, ends, stream)
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 def _loop(
     predictor: _Cached | _Uncached,
     prompts: Sequence[Tensor],
-    device: torch.device | None,
     count: int,
     sampling: _Sampling,
     ends: Sequence[int],
     stream: Callable[[Tensor], object] | None,
 ) -> Tensor:
     """All new tokens: the prompts at once, padded at their ends, then one token a step."""
-    tokens_BT = torch.nn.utils.rnn.pad_sequence([*prompts], batch_first=True).to(device)
-    lengths_B = torch.tensor([x.numel() for x in prompts]).to(device)
+    tokens_BT = torch.nn.utils.rnn.pad_sequence([*prompts], batch_first=True)
     rows, longest = tokens_BT.shape
     cache = predictor.begin(rows, longest + count)
-    draws_BN = sampling.draws(rows, count, tokens_BT.device)
-    ends_K = torch.tensor(ends, dtype=torch.int64, device=tokens_BT.device)
-    done_B = torch.zeros(rows, dtype=torch.bool, device=tokens_BT.device)
-    positions_BT = torch.arange(longest, device=tokens_BT.device).expand(rows, -1)
+    device = tree.leaves(cache)[0].device  # where the model computes, wherever its parameters are at rest
+    tokens_BT, lengths_B = tokens_BT.to(device), torch.tensor([x.numel() for x in prompts]).to(device)
+    draws_BN = sampling.draws(rows, count, device)
+    ends_K = torch.tensor(ends, dtype=torch.int64, device=device)
+    done_B = torch.zeros(rows, dtype=torch.bool, device=device)
+    positions_BT = torch.arange(longest, device=device).expand(rows, -1)
     logits_BV = predictor.logits(cache, tokens_BT, positions_BT, lengths_B - 1, longest)
     if logits_BV.isnan().any():
         mend = "Look for the step of the training from which on they are not finite."
         raise NonFiniteError(message("got logits that are NaN: parameters are not finite.", mend=mend))
-    new_BN = torch.full((rows, count), ends[0] if ends else 0, dtype=torch.int64, device=tokens_BT.device)
+    new_BN = torch.full((rows, count), ends[0] if ends else 0, dtype=torch.int64, device=device)
     for n in range(count):
         next_B = sampling.choose(logits_BV, draws_BN[:, n]).where(~done_B, new_BN[:, n])
         new_BN[:, n] = next_B
@@ -300,10 +298,6 @@ def _gathered(params: Tree, dtype: torch.dtype | None) -> Tree:
         named = cast("Mapping[str, Tree]", params)
         return {name: gather_unit(part, dtype=dtype) for name, part in named.items()}
     return gather_unit(params, dtype=dtype)
-
-
-def _device_of(x: Tensor) -> torch.device:
-    return device_of(local_of(x), x.device_mesh.device_type) if isinstance(x, DTensor) else x.device
 
 
 def _mesh_of(params: Tree) -> DeviceMesh | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -96,10 +97,7 @@ class MLA:
         q_BTR, kv_BTR, turning_BTE = self._narrow(params, x_BTD, whole, settings)
         q_BHTE = rearrange(ops.scaled_matmul(q_BTR, params["q_up"], 1), "b t (h e) -> b h t e", h=heads)
         at = positions_of(stream, q_BHTE.shape[2])
-
-        def turned(y_BHTE: Tensor) -> Tensor:
-            return ops.rotary(y_BHTE, at, base=self.rope_base, scaling=self.rope_scaling)
-
+        turned = functools.partial(ops.rotary, positions_T=at, base=self.rope_base, scaling=self.rope_scaling)
         q_plain, q_turning = q_BHTE.split((self.plain_dim, self.rotary_dim), -1)
         q_turned = turned(q_turning)
         k_turned = turned(turning_BTE[:, None])
