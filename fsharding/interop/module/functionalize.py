@@ -6,7 +6,7 @@ Guarantee: outputs and gradients match the module on one process.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -19,28 +19,16 @@ from fsharding.interop.hf.comparison import ModuleConfig, config_of_module
 from fsharding.interop.hf.naming import renumbered
 from fsharding.interop.module.hf_tables import family_of
 from fsharding.interop.module.initializers import Reset
-from fsharding.interop.module.planning import ModulePlan, check_module, check_units, plan_of
+from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_module, check_units, plan_of
 from fsharding.interop.module.runtime import Engine, Run
-from fsharding.interop.module.structure import Anatomy, NameTable, Problems, UnitPatterns, nested
+from fsharding.interop.module.structure import Anatomy, NameTable, UnitPatterns, nested
 from fsharding.interop.module.tensor_parallel import LayerRoles, Roles
-from fsharding.interop.module.written_buffers import check_buffers, written_buffers
 from fsharding.mesh.device_mesh import Mesh
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.transforms import policies
 from fsharding.transforms.policies import Policy, check_policy
 
 __all__ = ["ModuleOptions", "PureModule", "functionalize", "made"]
-
-
-class ModuleOptions(NamedTuple):
-    """The keywords of `functionalize`, where they are described."""
-
-    names: NameTable | None = None
-    roles: Roles | None = None
-    reset: Reset | None = None
-    policy: Policy = policies.save_except_gathered
-    cast_inputs: bool = True
-    buffers: str | Sequence[str] = ()
 
 
 class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with other arguments"):
@@ -78,13 +66,13 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
     files: ModuleNames
     config: ModuleConfig | None
 
-    def __init__(self, plan: ModulePlan, options: ModuleOptions, written: Sequence[str]) -> None:
+    def __init__(self, plan: ModulePlan) -> None:
         """Made by `functionalize`."""
         anatomy = plan.anatomy
         sources = {leaf.path: leaf.pattern() for leaf in anatomy.leaves}
         order, self._structure = tree.flatten(nested({leaf.path: i for i, leaf in enumerate(anatomy.leaves)}))
         self._order: list[int] = order
-        self._engine = Engine(plan, written=written, policy=options.policy, cast_inputs=options.cast_inputs)
+        self._engine = Engine(plan)
         self._engine.open()
         buffers, of_state = self._engine.persistent()
         own = buffers, _aliases(plan.module), of_state
@@ -131,7 +119,7 @@ class PureModule(Immutable, instead="net = fs.functionalize(module, ...), with o
             tensor([1., 1.])
         """
         own = self._engine.tensors()
-        return {name: _compat.copied(own[name]).detach() for name in self._engine.written}
+        return {name: _compat.copied(own[name]).detach() for name in self._engine.plan.written}
 
     def constants(self) -> dict[str, Tensor]:
         """The buffers and other tensors of the module that are no parameters and stay as they are, by name.
@@ -316,12 +304,7 @@ def functionalize(
     return made(PureModule, module, units, ModuleOptions(names, roles, reset, policy, cast_inputs, buffers))
 
 
-def made(
-    kind: type[P],
-    module: nn.Module,
-    units: UnitPatterns | None,
-    options: ModuleOptions,
-) -> P:
+def made(kind: type[P], module: nn.Module, units: UnitPatterns | None, options: ModuleOptions) -> P:
     """`functionalize`, whose result is of a class that adds to `PureModule`."""
     check_module(module)
     check_units(units)
@@ -330,8 +313,4 @@ def made(
         children = [f"{name} is {type(child).__name__}" for name, child in module.named_children()]
         mend = "Say which modules are gathered together, such as units='layers.*'."
         raise ConfigError(message(f"does not know the units of {type(module).__name__}.", children, mend))
-    written = (options.buffers,) if isinstance(options.buffers, str) else tuple(options.buffers)
-    problems = Problems()
-    check_buffers(module, written, problems)
-    plan = plan_of(module, units, options.names, options.roles, options.reset, problems)
-    return kind(plan, options, written_buffers(module, written))
+    return kind(plan_of(module, units, options))

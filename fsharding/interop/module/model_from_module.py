@@ -27,11 +27,10 @@ from fsharding.interop.hf.comparison import config_of_module
 from fsharding.interop.module.hf_tables import Parts, family_of
 from fsharding.interop.module.initializers import LazyLeaf, Reset
 from fsharding.interop.module.mutation_guard import unlike_blocks
-from fsharding.interop.module.planning import ModulePlan, check_module, check_units, plan_of
+from fsharding.interop.module.planning import ModuleOptions, ModulePlan, check_module, check_units, plan_of
 from fsharding.interop.module.runtime import Engine, computing
-from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, Problems, UnitPatterns, nested
+from fsharding.interop.module.structure import Anatomy, ModuleUnit, NameTable, UnitPatterns, nested
 from fsharding.interop.module.tensor_parallel import Bare, Roles
-from fsharding.interop.module.written_buffers import check_buffers, refuse_written
 from fsharding.mesh.device_mesh import Mesh, axis_size
 from fsharding.models.model import Model
 from fsharding.sharding.leaf_plan import type_text
@@ -137,10 +136,7 @@ def model_from_module(
     if (units is None and family is None) or parts is None:
         mend = "Pass units=('embed', 'layers.*', 'head') and parts=fs.hf.families.Parts(embed, block, head)."
         raise ConfigError(message(f"does not know the units and parts of {type(module).__name__}.", mend=mend))
-    problems = Problems()
-    check_buffers(module, (), problems)
-    refuse_written(module, problems)
-    return _model(plan_of(module, units, names, roles, reset, problems), parts)
+    return _model(plan_of(module, units, ModuleOptions(names, roles, reset), carries=False), parts)
 
 
 def _model(planned: ModulePlan, parts: Parts) -> Model:

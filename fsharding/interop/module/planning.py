@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,26 @@ from fsharding.interop.module.initializers import Reset
 from fsharding.interop.module.probe import unfit_roles
 from fsharding.interop.module.structure import Anatomy, ModuleLeaf, NameTable, Problems, UnitPatterns, plan_module
 from fsharding.interop.module.tensor_parallel import LayerRoles, Roles, check_options, check_roles, layer_roles
+from fsharding.interop.module.written_buffers import check_buffers, refuse_written, written_buffers
 from fsharding.mesh.abstract_mesh import DATA_AXES, AbstractMesh
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.sharding.leaf_plan import EXPERT, type_text
 from fsharding.sharding.partition_spec import AxisRules, rule_name
+from fsharding.transforms import policies
+from fsharding.transforms.policies import Policy
 
-__all__ = ["ModulePlan", "check_module", "check_units", "plan_of"]
+__all__ = ["ModuleOptions", "ModulePlan", "check_module", "check_units", "plan_of"]
+
+
+class ModuleOptions(NamedTuple):
+    """The keywords of `functionalize`, where they are described."""
+
+    names: NameTable | None = None
+    roles: Roles | None = None
+    reset: Reset | None = None
+    policy: Policy = policies.save_except_gathered
+    cast_inputs: bool = True
+    buffers: str | Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,8 @@ class ModulePlan:
     roles: LayerRoles
     reset: Reset | None
     family: Family | None  # whose tables gave what the caller left out
+    options: ModuleOptions  # as the caller gave them
+    written: tuple[str, ...] = ()  # names of the buffers that the forward writes
 
     @functools.cached_property
     def _tried(self) -> Callable[[Collection[str], int], list[str]]:
@@ -115,14 +131,15 @@ _MEND = (
 
 
 def plan_of(
-    module: nn.Module,
-    units: UnitPatterns | None,
-    names: NameTable | None,
-    roles: Roles | None,
-    reset: Reset | None,
-    problems: Problems,
+    module: nn.Module, units: UnitPatterns | None, options: ModuleOptions, *, carries: bool = True
 ) -> ModulePlan:
-    """Plan a module, without units by the tables of its family; refuse it with every problem at once."""
+    """Plan a module, without units by its family's tables; refuse it, and written buffers if nothing carries them."""
+    names, roles, reset, *_ = options
+    patterns = (options.buffers,) if isinstance(options.buffers, str) else tuple(options.buffers)
+    problems = Problems()
+    check_buffers(module, patterns, problems)
+    if not carries:
+        refuse_written(module, problems)
     check_memory(module, problems)
     check_options(module, problems)
     check_roles(module, roles or {}, problems)
@@ -136,7 +153,8 @@ def plan_of(
         reset = reset or getattr(module, family.reset or "", None)
     assert units is not None
     anatomy = plan_module(module, units, names, problems, general=general, ragged=family is not None)
-    return ModulePlan(module, anatomy, layer_roles(module, roles or {}), reset, family)
+    written = written_buffers(module, patterns)
+    return ModulePlan(module, anatomy, layer_roles(module, roles or {}), reset, family, options, written)
 
 
 def _check_experts(anatomy: Anatomy, shape: AbstractMesh, rules: AxisRules, family: str) -> None:

@@ -42,7 +42,6 @@ from fsharding.sharding.named_sharding import Local, typeof
 from fsharding.transforms import policies
 from fsharding.transforms.gather_context import current_context, is_evaluating, prefetch_depth
 from fsharding.transforms.gather_unit import UnitsAhead, gather_unit
-from fsharding.transforms.policies import Policy
 from fsharding.transforms.remat import remat
 from fsharding.transforms.scan import unstack_units
 
@@ -104,19 +103,10 @@ _guarded: ContextVar[bool] = ContextVar("fsharding_module_guarded", default=Fals
 class Engine:
     """A copy of the module without weights, whose units ask the current run for theirs."""
 
-    # Parts that are idle never run; the forward writes the written buffers; the policy is for blocks of stacks.
-
-    def __init__(
-        self,
-        plan: ModulePlan,
-        *,
-        idle: Sequence[str] = (),
-        written: Sequence[str] = (),
-        policy: Policy = policies.save_except_gathered,
-        cast_inputs: bool = True,
-    ) -> None:
+    def __init__(self, plan: ModulePlan, *, idle: Sequence[str] = ()) -> None:
+        """Copy a module, whose idle parts never run."""
         module, anatomy = plan.module, plan.anatomy
-        self.plan, self.policy, self.cast_inputs = plan, policy, cast_inputs
+        self.plan = plan
         own = {n: m for n, m in module.named_modules() if m.training and getattr(m, "gradient_checkpointing", False)}
         if rows := [f"{n or 'the module'} is {type(m).__name__}, gradient_checkpointing=True" for n, m in own.items()]:
             raise TransformError(_recomputing(rows))
@@ -130,7 +120,7 @@ class Engine:
             setattr(self.module.get_submodule(owner), last, value)
         self.entrances: Entrances = install(self.module, plan.roles.roles)
         synchronize(self.module)
-        self.written, self.places = tuple(written), places_of(self.module)
+        self.places = places_of(self.module)
         self.units, self.bodies = anatomy.units, dict[str, Body]()
         members = (member for unit in anatomy.units for member in unit.members)
         self._inside = {path: {id(part) for part in self.module.get_submodule(path).modules()} for path in members}
@@ -154,7 +144,7 @@ class Engine:
 
     def constants(self) -> dict[str, Tensor]:
         """The buffers and tensor attributes that no forward writes, by name. All ranks have to have the same."""
-        return {name: x for name, x in self.tensors().items() if name not in self.written}
+        return {name: x for name, x in self.tensors().items() if name not in self.plan.written}
 
     def names_in(self, member: str | None) -> dict[str, str]:
         """Map names under `inner` to names of the buffers with which the forward of a member runs; None is the root."""
@@ -189,7 +179,7 @@ class Engine:
             for path, owner in self.module.named_modules(remove_duplicate=False)
             for key, buffer in _compat.persistent_buffers(owner).items()
         ]
-        written = {every: name for every, name, _ in found if name in self.written}
+        written = {every: name for every, name, _ in found if name in self.plan.written}
         return {every: buffer for every, _, buffer in found}, written
 
     def open(self) -> None:
@@ -298,7 +288,7 @@ class Run:
         self._engine = engine
         self._leaves = leaves
         self.buffers = _given(engine, buffers)
-        self._inputs = _compute_dtype(engine.stored, leaves) if engine.cast_inputs else None
+        self._inputs = _compute_dtype(engine.stored, leaves) if engine.plan.options.cast_inputs else None
         # A gather knows leaves by the identity of their tensors: rows and trees of units are made once for a call, so
         # that what was sent for ahead is found again.
         self._rows: dict[int, Any] = {}
@@ -357,7 +347,7 @@ class Run:
             return tuple(x for x in leaves if isinstance(x, Tensor))
 
         tensors.__name__ = member
-        found = iter(remat(tensors, policy=self._engine.policy)(weights, buffers, args, kwargs))
+        found = iter(remat(tensors, policy=self._engine.plan.options.policy)(weights, buffers, args, kwargs))
         spec, others = rest
         result, new = tree.unflatten(spec, [next(found) if x is None else x for x in others])
         self._keep(new)
@@ -376,7 +366,8 @@ class Run:
     def _gather(self, number: int) -> dict[str, Tensor]:
         """The weights of a unit by name, dequantized: a module takes tensors. The gather of the next unit starts."""
         units = self._engine.units
-        policy = self._engine.policy if units[number].stack is not None else policies.save_except_gathered
+        of_blocks = self._engine.plan.options.policy
+        policy = of_blocks if units[number].stack is not None else policies.save_except_gathered
         ahead = range(number + 1, min(number + 1 + prefetch_depth(), len(units)))
         following = UnitsAhead(self._tree(n) for n in ahead)
         weights = gather_unit(self._tree(number), policy=policy, next_unit=following)
@@ -406,7 +397,7 @@ class Run:
 def _given(engine: Engine, buffers: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """The buffers that a call starts with."""
     given = {} if buffers is None else {**buffers}
-    rows = [f"{name} is written by the forward, and not given" for name in engine.written if name not in given]
+    rows = [f"{name} is written by the forward, and not given" for name in engine.plan.written if name not in given]
     rows += [f"{name} is given, and no buffer of the module" for name in given if name not in engine.places]
     if rows:
         mend = (

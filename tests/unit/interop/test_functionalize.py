@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharding as fs
 from fsharding.base.errors import ConfigError, FshardingError, LayoutError, TransformError, TreeError
-from fsharding.interop.module.planning import ModulePlan
+from fsharding.interop.module.planning import ModuleOptions, ModulePlan
 from fsharding.interop.module.tensor_parallel import layer_roles
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
 from tests.helpers import refusal
@@ -827,7 +827,7 @@ def test_heads_that_tp_cannot_share_are_refused():
     net.config = SimpleNamespace(num_key_value_heads=2)
     family = fs.hf.families.Family((), {}, heads=("num_key_value_heads",))
     anatomy = fs.functionalize(Net(), UNITS, names=names).anatomy
-    plan = ModulePlan(net, anatomy, layer_roles(net, {"*.up": "column"}), None, family)
+    plan = ModulePlan(net, anatomy, layer_roles(net, {"*.up": "column"}), None, family, ModuleOptions())
     with pytest.raises(ConfigError, match="num_key_value_heads is 2: no multiple of tp=4"):
         plan.check(fs.AbstractMesh(("tp",), (4,)), fs.DEFAULT_RULES)
 
