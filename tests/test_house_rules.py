@@ -311,14 +311,14 @@ LINES = {
     "sharding": 3_538,
     "comm": 5_020,
     "ops": 3_058,
-    "transforms": 4_377,
+    "transforms": 4_360,
     "optim": 3_532,
-    "models": 1_908,
+    "models": 1_900,
     "pipeline": 2_203,
     "train": 4_743,
     "checkpoint": 4_327,
     "foreign": 1_613,
-    "interop": 5_082,
+    "interop": 5_066,
     "testing": 1_499,
     "contrib": 3_679,
     "apps": 3_248,
@@ -327,7 +327,7 @@ ABOVE_THE_CORE = {"apps", "contrib"}
 
 # What a reader has to hold, each with the number that may only fall; comments may only rise.
 COUNTS = {
-    "arrows between rooms": 87,
+    "arrows between rooms": 86,
     "floors": 12,
     "files that name a memory kind": 14,
     "files that know low precision": 18,
