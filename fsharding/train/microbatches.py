@@ -115,16 +115,19 @@ def _is_container(x: Any) -> bool:
     return isinstance(x, Mapping) or (dataclasses.is_dataclass(x) and not isinstance(x, type | Tensor))
 
 
+def _field_names(kind: Any) -> tuple[str, ...] | None:
+    return tuple(x.name for x in dataclasses.fields(kind) if x.init) if dataclasses.is_dataclass(kind) else None
+
+
 def _register(kind: Any) -> None:
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else None
-    if fields is None:
+    names = _field_names(kind)
+    if names is None:
         tree.register_node(
             kind,
             lambda x: (tuple(x.values()), tuple(x.keys()), tuple(map(str, x))),
             lambda keys, children: kind(dict(zip(keys, children, strict=True))),
         )
         return
-    names = tuple(field.name for field in fields if field.init)
     tree.register_node(
         kind,
         lambda x: (tuple(getattr(x, name) for name in names), None, names),
