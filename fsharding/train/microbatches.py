@@ -115,12 +115,9 @@ def _is_container(x: Any) -> bool:
     return isinstance(x, Mapping) or (dataclasses.is_dataclass(x) and not isinstance(x, type | Tensor))
 
 
-def _field_names(kind: Any) -> tuple[str, ...] | None:
-    return tuple(x.name for x in dataclasses.fields(kind) if x.init) if dataclasses.is_dataclass(kind) else None
-
-
 def _register(kind: Any) -> None:
-    names = _field_names(kind)
+    has_fields: bool = dataclasses.is_dataclass(kind)
+    names = tuple(x.name for x in dataclasses.fields(kind) if x.init) if has_fields else None
     if names is None:
         tree.register_node(
             kind,
