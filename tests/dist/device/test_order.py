@@ -87,13 +87,12 @@ def test_the_device_has_the_bits_of_the_cpu(pool, name):
 # ----------------------------------------------------------------------------------------- every wait is there for something
 NEEDED = {
     ("gather_context.py:__init__", "gather"),  # the optimizer has written the shards
-    ("gathered_unit.py:_take", "gather"),  # the all-gather is done
+    ("gathered_unit.py:wait", "gather"),  # the all-gather is done
     ("gathered_unit.py:wait", "compute"),  # the unit is there
     ("buffer_pool.py:take", "gather"),  # the unit that had the buffer before is done
-    ("grad_reducer.py:_start", "reduce"),  # the bucket is filled
     ("grad_reducer.py:_hand_over", "reduce"),  # the exchange of gradients is done
     ("grad_reducer.py:_let_go", "compute"),  # the memory of a bucket is filled again
-    ("grad_reducer.py:_after_compute", "reduce"),  # what autograd has computed of leaves that are in no unit
+    ("grad_reducer.py:_after_compute", "reduce"),  # a bucket is filled; autograd has computed leaves in no unit
     ("bucket_queue.py:_finish_oldest", "compute"),  # parameters are gathered after the update
     ("host_memory.py:_send", "out"),  # activations have been computed
     ("host_memory.py:_free", "compute"),  # they are on the host
