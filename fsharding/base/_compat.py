@@ -645,14 +645,14 @@ def device_mesh_of(
     return mesh
 
 
-_TORCHS: dict[str, Callable[..., Any]] = {}
-"""Methods of torch's classes in whose places functions of ours stand, by name."""
+_TORCHS: dict[tuple[type[Any], str], Callable[..., Any]] = {}
+"""Methods of torch's classes in whose places functions of ours stand, by class and name."""
 
 
 def _replace(cls: type[Any], name: str, ours: Callable[..., Any]) -> None:
-    if name not in _TORCHS:
-        _TORCHS[name] = getattr(cls, name)
-        setattr(cls, name, functools.update_wrapper(ours, _TORCHS[name]))
+    if (cls, name) not in _TORCHS:
+        _TORCHS[cls, name] = getattr(cls, name)
+        setattr(cls, name, functools.update_wrapper(ours, _TORCHS[cls, name]))
 
 
 def describe_mesh(mesh: DeviceMesh, describe: Callable[[], str]) -> None:
@@ -662,7 +662,7 @@ def describe_mesh(mesh: DeviceMesh, describe: Callable[[], str]) -> None:
 
 
 def _described_repr(mesh: DeviceMesh) -> str:
-    text = _TORCHS["__repr__"](mesh)
+    text = _TORCHS[DeviceMesh, "__repr__"](mesh)
     describe = kept_by(mesh).get("describe")
     return text if describe is None else f"{text.removesuffix(')')}, {describe()})"
 
@@ -694,7 +694,7 @@ def _full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
     refuse = kept_by(self.device_mesh).get("full_tensor")
     if refuse is not None:
         return refuse(self)
-    plain = _TORCHS["full_tensor"]
+    plain = _TORCHS[DTensor, "full_tensor"]
     if torch.compiler.is_compiling():
         return plain(self, **kwargs)
     with _enclose(self):

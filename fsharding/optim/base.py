@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -97,9 +97,6 @@ class UpdateContext:
     stacked: Mapping[str, bool] | None = None
 
 
-_Factor: TypeAlias = float | Tensor
-
-
 class _Init(Protocol):
     def __call__(self, params: Tree, context: InitContext = ..., /) -> Any: ...
 
@@ -112,7 +109,7 @@ class _Update(Protocol):
 
 class _Apply(Protocol):
     def __call__(
-        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: _Factor = ...
+        self, updates: Tree, state: Any, params: Tree, context: UpdateContext = ..., /, *, scale: float | Tensor = ...
     ) -> tuple[Tree, Any]: ...
 
 

@@ -16,8 +16,9 @@ from fsharding.base.tree import Tree
 from fsharding.formats.precision import FP32, Precision
 from fsharding.mesh.device_mesh import Mesh, abstract
 from fsharding.ops.capacity import FULL, is_full
-from fsharding.pipeline.executor import pipeline_loss
+from fsharding.pipeline.executor import Messages, pipeline_loss
 from fsharding.pipeline.schedule import Schedule
+from fsharding.sharding.layout import Layout
 from fsharding.sharding.named_sharding import to_local
 from fsharding.train.loss_function import LossFunction
 from fsharding.train.microbatches import split_batch
@@ -157,21 +158,20 @@ def _refuse_full(loss: Loss) -> Loss:
     return loss
 
 
-def _staged(
-    model: Any, schedule: str | Schedule, microbatches: int
-) -> Callable[[TrainState, list[Tree], Precision, Tensor | None], Loss]:
+def _staged(model: Any, schedule: str | Schedule, microbatches: int) -> Callable[..., Loss]:
     """Return the evaluation of a `Model` on meshes with `pp`."""
-    latest: list[Any] = [None, {}]  # the layout of the latest call, and what receivers have learned of activations
+    latest: Layout | None = None
+    known: Messages = {}  # what receivers have learned of activations in the latest layout
 
     def run(state: TrainState, pieces: list[Tree], precision: Precision, key: Tensor | None) -> Loss:
+        nonlocal latest, known
         layout = state.layout
-        if layout is not latest[0]:
+        if layout is not latest:
             refuse_model(model, layout)
-            latest[:] = layout, {}
+            latest, known = layout, {}
         plan = planned_schedule(schedule, layout, microbatches)
-        options: dict[str, Any] = {"precision": precision, "known": latest[1], "key": key}
-        total, count = pipeline_loss(model, plan, layout, state.params, pieces, **options)
-        return Loss(without_gradients(total), count)
+        sums = pipeline_loss(model, plan, layout, state.params, pieces, precision=precision, known=known, key=key)
+        return Loss(without_gradients(sums[0]), sums[1])
 
     return run
 

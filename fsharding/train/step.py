@@ -570,8 +570,7 @@ def _facts(
     of_loss = {name: text for name, text in of_loss.items() if not name.startswith("model.config")}
     schedule = settings.schedule if hasattr(model, "block") else ""
     planned = schedule if isinstance(schedule, str) else f"{schedule!r} {digest(repr(schedule.table)):016x}"
-    named = ("microbatches", "check", "prefetch_depth")
-    facts = {name: str(getattr(settings, name)) for name in named}
+    facts = {name: str(getattr(settings, name)) for name in ("microbatches", "check", "prefetch_depth")}
     facts |= {"schedule": planned, "policy": settings.policy.name, "precision": str(precision)}
     return {**facts, **of_loss, **facts_of("optimizer", opt.update)}
 
