@@ -30,7 +30,7 @@ from fsharding.base.tree import Tree
 from fsharding.checkpoint.background import SAVE_TIMEOUT, own_group
 from fsharding.checkpoint.byte_ranges import pieces
 from fsharding.checkpoint.collective_call import agreed, on_all, write_together
-from fsharding.checkpoint.directory import StrPath, partial_of, partial_output, place, real_path, sync
+from fsharding.checkpoint.directory import StrPath, new_target, partial_of, partial_output, place, sync
 from fsharding.checkpoint.state_leaves import StateLeaf, objections, own_boxes
 from fsharding.comm.leaf_memory import in_memory
 from fsharding.foreign.coded_weights import CONFIG_KEY, SCALES, config_of_blocks, why_not
@@ -163,6 +163,7 @@ class _Source:
     """What is saved, and what is known of it."""
 
     target: Path  # the directory to be
+    there: list[str]  # a row if something is at its path
     params: Tree
     layout: Layout | None
     buffers: Buffers
@@ -180,8 +181,7 @@ def _source(
     names: Names | None,
 ) -> _Source:
     """Take the parameters out of a state, and check that the config is the model's."""
-    real_path(path)
-    target = Path(os.path.abspath(path))
+    target, there = new_target(path)
     buffers: Buffers = {}
     if isinstance(params, TrainState):
         layout, params, buffers = params.layout, stored_params(params), params.buffers
@@ -198,7 +198,7 @@ def _source(
         draws = tree.named_leaves(decoder(meant).init(torch.zeros(2, dtype=torch.int64)))
         names, sizes = names_of(meant), {path: tuple(draw.shape) for path, draw in draws.items()}
     generation = generation_of(config) or generation_of(made_of)
-    return _Source(target, params, layout, buffers, names, sizes, entries, generation)
+    return _Source(target, there, params, layout, buffers, names, sizes, entries, generation)
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -324,7 +324,7 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
         rule = f"got a format that {why}, which files do not have."
         raise CheckpointError(message(rule, mend=f"{mend}, or none and dtype=."))
     target, layout = source.target, source.layout
-    rows = [f"{target}: something is there, and nothing is ever overwritten"] if os.path.lexists(target) else []
+    rows = [*source.there]
     homes = {} if layout is None else {leaf.path: leaf for leaf in layout.leaves}
     named = tree.named_leaves(source.params)
     leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
