@@ -218,7 +218,7 @@ def decoded(moment: Any) -> torch.Tensor:
     """The numbers of a moment of one process, whatever it is kept in, in float32 at least."""
     if not isinstance(moment, fs.optim.CodedMoment):
         return local_of(moment).to(wide(moment.dtype))
-    x = codec.decode(local_of(moment.codes), codec.Scales(local_of(moment.scales)), moment.format)
+    x = codec.decode(local_of(moment.values), codec.Scales(local_of(moment.scales)), moment.format)
     return x.square() if moment.root else x
 
 

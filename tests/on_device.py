@@ -149,7 +149,7 @@ def train(
             with watch.step(number):
                 state, metrics = step(state, batch)
             skipped = torch.as_tensor(metrics.skipped, device=device)
-            numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.weight, skipped.float())))
+            numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.count, skipped.float())))
         return watch.seen(numbers, state), [log.rows for log in watch.logs]
 
 

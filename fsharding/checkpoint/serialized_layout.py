@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fsharding import optim
 from fsharding.base import tree
 from fsharding.base.calls import public_name
 from fsharding.base.errors import CheckpointError, FshardingError, listed, message
@@ -18,16 +19,6 @@ from fsharding.checkpoint.manifest import Manifest, dtype_name, is_shape
 from fsharding.formats import Blocks
 from fsharding.formats.precision import LossScale, Precision, ScaleState
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.optim import (
-    AdamState,
-    ChainState,
-    CodedMoment,
-    EmptyState,
-    LionState,
-    MultiTransformState,
-    MuonState,
-    SgdState,
-)
 from fsharding.sharding import entries
 from fsharding.sharding.block_scales import CODES, scales_name
 from fsharding.sharding.entries import Outline
@@ -100,13 +91,13 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
 def layout_of(
     manifest: Manifest, mesh: Mesh, strategy: Strategy | None = None, stages: Mapping[str, Any] | None = None
 ) -> Layout:
-    """Plans the model of a checkpoint on a mesh.
+    """Plan the layout of a checkpoint's model on a mesh.
 
     Args:
-        manifest: what `metadata` gives.
-        mesh: with devices, or abstract; of any number of ranks.
-        strategy: what is cut over the data axes; by default as it was.
-        stages: as in `plan_layout`; by default as they were where `pp` has the size that it had, else none.
+        manifest: Result of `metadata`.
+        mesh: Mesh of any size, with devices or abstract.
+        strategy: Sharding over the data axes. Default: the saved one.
+        stages: Pipeline stages, as in `plan_layout`. Default: the saved ones if `pp` has the same size, else none.
 
     Raises:
         CheckpointError: the parameters are in a node whose class the checkpoint cannot name.
@@ -157,9 +148,9 @@ def layout_of(
 def _precision(plain: dict[str, Any]) -> Precision:
     result: dict[str, Any] = {role: _role(plain[role]) for role in _ROLES}
     result["loss_scale"] = None if plain["loss_scale"] is None else LossScale(**plain["loss_scale"])
+    read = {"gather": _role, "activations": _role, "keep": tuple, "columnwise": tuple, "rounding": _rounding}
     for name in (name for name in _MAY_LACK if name in plain):
-        read = {"gather": _role, "activations": _role, "keep": tuple, "columnwise": tuple}.get(name)
-        result[name] = plain[name] if read is None else read(plain[name])
+        result[name] = read[name](plain[name]) if name in read else plain[name]
     return Precision(**result)
 
 
@@ -175,12 +166,16 @@ def _plain_role(x: Any) -> Any:
     return {"dtype": dtype_name(x.dtype), "block": block, "scale": x.scale, "rounding": x.rounding}
 
 
+def _rounding(plain: Any) -> Any:
+    return "stochastic" if plain == "keyed" else plain  # its name in older checkpoints
+
+
 def _role(plain: Any) -> Any:
     """A dtype or a format, from JSON."""
     if not isinstance(plain, dict):
         return None if plain is None else getattr(torch, plain)
     block: Any = plain["block"] if isinstance(plain["block"], str) else tuple(plain["block"])
-    return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], plain["rounding"])
+    return Blocks(getattr(torch, plain["dtype"]), block, plain["scale"], _rounding(plain["rounding"]))
 
 
 def _moments_in(plain: dict[str, Any]) -> Blocks | None:
@@ -194,7 +189,10 @@ def _moments_in(plain: dict[str, Any]) -> Blocks | None:
 
 # ------------------------------------------------------------------------------------------------------------- trees
 # NamedTuples of the library that are rebuilt, by name; states of registered optimizers are rebuilt too.
-_KINDS = AdamState, SgdState, LionState, MuonState, ChainState, EmptyState, MultiTransformState, ScaleState
+_KINDS = (
+    optim.AdamState, optim.SgdState, optim.LionState, optim.MuonState, optim.ChainState, optim.EmptyState,
+    optim.MultiTransformState, ScaleState,
+)  # fmt: skip
 KNOWN: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 
 _RENAMED = {"MaskedState": "MultiTransformState"}  # names in older checkpoints, and those of the classes now
@@ -216,7 +214,7 @@ def describe(node: Tree) -> Any:
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         fields: tuple[str, ...] = node._fields  # pyright: ignore[reportAttributeAccessIssue]
         return {"namedtuple": _name(type(node)), "fields": {name: describe(getattr(node, name)) for name in fields}}
-    if isinstance(node, CodedMoment):
+    if isinstance(node, optim.CodedMoment):
         return {"coded": _plain_role(node.format), "root": node.root}
     flat = tree.leaves(node)
     return LEAF if len(flat) == 1 and flat[0] is node else {"other": _name(type(node))}
@@ -289,7 +287,7 @@ def rebuild(
                 return [build(value, f"{path}.{i}") for i, value in enumerate(items)]
             case {"coded": dict(format), "root": bool(root)} if len(plain) == 2 and (kept := _moments_in(format)):
                 codes, scales = (leaf(f"{path}.{name}") for name in (CODES, scales_name(kept)))
-                return CodedMoment(codes, scales, kept, root)
+                return optim.CodedMoment(codes, scales, kept, root)
             case {"namedtuple": str(name), "fields": dict(fields)} if len(plain) == 2:
                 kind = _known(_RENAMED.get(name, name))
                 if kind is not None and tuple(fields) == kind._fields:

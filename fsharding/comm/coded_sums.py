@@ -54,7 +54,7 @@ class QuantizedTerms(SumLayout):
 
     def filling(self, own: Tensor, noise: Noise | None) -> Fill:
         # Each leaf is added once, with its complete term: it is quantized when it is added.
-        assert (noise is not None) or not self.format.keyed, self.format
+        assert (noise is not None) or not self.format.stochastic, self.format
         views = buckets.piece_views(own, self.codes, 0) if self.at_once else []
 
         def fill(leaves: Sequence[int], terms: Sequence[Tensor | None]) -> None:
@@ -73,7 +73,7 @@ class QuantizedTerms(SumLayout):
         """Quantized values and scales of a term, as bytes."""
         term = self.terms[i]
         format = self.format
-        drawn = noise(i) if format.keyed and noise is not None else None
+        drawn = noise(i) if format.stochastic and noise is not None else None
         codes, scales = codec.coded(x, format, block=term.block, noise=drawn)
         blocks = scales.blocks
         for place, dim in ((0, -2), (1, -1)):

@@ -242,7 +242,7 @@ class Quantizing:
         """See `Wire`: the bytes of values, and of the scales that are sent."""
         plan: CodePlan = parts.plan
         here = _here(plan, agreed, plan.held, plan.start)
-        drawn = noise() if plan.format.keyed and noise is not None else None
+        drawn = noise() if plan.format.stochastic and noise is not None else None
         codes = codec.encode(shard, here, plan.format, block=plan.block, start=plan.start, noise=drawn)
         sent = [codec.pack(codes) if plan.packed else codes]
         if plan.scales_travel:

@@ -86,7 +86,7 @@ class LeafWires:
 def wires_of(
     precision: Precision, leaves: Iterable[TreeLeaf], key: Tensor | None, mesh: Mesh | None, microbatch: int
 ) -> LeafWires:
-    """Return how the leaves of a tree are sent in one call; `key` for keyed rounding is another one in each step."""
+    """Return how the leaves of a tree are sent in one call; `key`, for stochastic rounding, is new in each step."""
     if not precision.has_formats:
         return LeafWires()
     return _FormatWires(precision, [*leaves], key, _key_of_terms(key, mesh, microbatch))
@@ -108,7 +108,7 @@ class _FormatWires(LeafWires):
 
     precision: Precision  # with `gather`, or a format in `reduce`
     leaves: Sequence[TreeLeaf]  # of the tree
-    key: Tensor | None  # for keyed rounding of weights
+    key: Tensor | None  # for stochastic rounding of weights
     term_key: Tensor | None  # for terms of gradients: another one on each data rank, and for each microbatch
 
     def noting(self, note: Note) -> AbstractContextManager[None]:
@@ -145,9 +145,9 @@ class _FormatWires(LeafWires):
         leaf = self.leaves[index.leaf]
         ranges = list(sharding.grid(tuple(shape)) or ())
         if index.row is None:
-            return keyed_noise(key, leaf.path, shape, ranges, device)
+            return rounding_noise(key, leaf.path, shape, ranges, device)
         row = leaf.first + index.row
-        return keyed_noise(key, leaf.path, (leaf.layers, *shape), [((row, row + 1),), *ranges], device)[0]
+        return rounding_noise(key, leaf.path, (leaf.layers, *shape), [((row, row + 1),), *ranges], device)[0]
 
 
 def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Tensor | None:
@@ -159,7 +159,7 @@ def _key_of_terms(key: Tensor | None, mesh: Mesh | None, microbatch: int) -> Ten
     return key
 
 
-def keyed_noise(
+def rounding_noise(
     key: Tensor | None, path: str, shape: Sequence[int], ranges: Sequence[Runs], device: torch.device
 ) -> Tensor:
     """Draw the numbers in [0, 1) by which ranges of a leaf are rounded; its shape has all layers of a stack."""
@@ -228,7 +228,7 @@ def _at_rest(
     kept = precision.kept_rows(leaf.path, leaf.shape[0]) if is_stacked(leaf.names) else ()
     rows = (row for start, stop in (grid[0] if kept else ()) for row in range(start, stop))
     places = tuple(place for place, row in enumerate(rows) if row in kept) if kept else None
-    noise = _noise_at_rest(x, leaf, grid, key) if format.keyed else None
+    noise = _noise_at_rest(x, leaf, grid, key) if format.stochastic else None
     return LeafWire(Quantizing(precision.compute_dtype(leaf.init), format), places, noise)
 
 
@@ -241,7 +241,7 @@ def _noise_at_rest(x: DTensor, leaf: LeafLayout, grid: Grid, key: Tensor | None)
         ranges[0] = grid[0]
         shape = (leaf.shape[0], *shape[1:])
     device = node.value.device
-    return lambda start, stop: keyed_noise(
+    return lambda start, stop: rounding_noise(
         key, leaf.path, shape, [cut_runs(ranges[0], start, stop), *ranges[1:]], device
     )
 

@@ -115,7 +115,7 @@ class Move:
         return transport.has_slots(leaf.numel(), scatter=self.terms.scatter)
 
     def open(self, device: torch.device, memory: Memory | None = None, noise: Noise | None = None) -> Filling:
-        """Make room for the terms of a sum; nothing is sent. `noise` is by number of the leaf, for keyed rounding."""
+        """Make room for the terms of a sum; nothing is sent. `noise` is by number of the leaf, for rounding."""
         return Filling(self, device, memory, noise)
 
     def start(
@@ -242,7 +242,7 @@ class Filling:
         move: Move,
         device: torch.device,
         memory: Memory | None = None,
-        noise: Noise | None = None,  # by number of the leaf, for a wire whose rounding is keyed
+        noise: Noise | None = None,  # by number of the leaf, for a wire whose rounding is stochastic
     ) -> None:
         self.memory = memory  # the same
         self.filled: set[int] = set()  # the leaves that have a term. A kernel that writes into a slot adds its leaf

@@ -48,7 +48,7 @@ class _Sent(NamedTuple):
     wire: Wire
     bytes: int  # of what is received
     home: Tensor | None = None  # memory for the result
-    noise: Callable[[], Tensor] | None = None  # draws the numbers for keyed rounding
+    noise: Callable[[], Tensor] | None = None  # draws the numbers for stochastic rounding
     agreed: Any = None  # what its wire has agreed on
     is_result: bool = False  # what is received is the result; a leaf that is encoded has it in memory of its own
 

@@ -90,7 +90,7 @@ def why_not(format: Any) -> str | None:
     """Why weights cannot be written in a format; None where they can."""
     if not isinstance(format, Blocks):
         return f"is a {type(format).__name__}"
-    if format.dtype != E4M3 or not isinstance(format.block, tuple) or format.scale != "float32" or format.keyed:
+    if format.dtype != E4M3 or not isinstance(format.block, tuple) or format.scale != "float32" or format.stochastic:
         return f"is {format}"
     return None
 

@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 ScaleKind: TypeAlias = Literal["float32", "e8m0", "e4m3"]
-Rounding: TypeAlias = Literal["nearest", "keyed"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Blocks:
         scale: "float32": the largest magnitude of the block over the largest number of the dtype. "e8m0": the power of
             two below it by exponents, in a byte (MX). "e4m3": a byte, relative to a float32 of the whole matrix
             (NVFP4).
-        rounding: of elements: to the "nearest", ties to even; or "keyed", up or down with the probability that makes
+        rounding: of elements: "nearest", ties to even; or "stochastic", up or down with the probability that makes
             the mean exact, by bits that follow from a key, a name and the place of the element in the whole tensor.
 
     Raises:
@@ -80,9 +80,9 @@ class Blocks:
         return ELEMENTS[self.dtype]
 
     @property
-    def keyed(self) -> bool:
+    def stochastic(self) -> bool:
         """Whether rounding wants a key."""
-        return self.rounding == "keyed"
+        return self.rounding == "stochastic"
 
     @property
     def has_outer(self) -> bool:
@@ -154,7 +154,7 @@ class Blocks:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name}[{self.block_text}, {self.scale}{', keyed' if self.keyed else ''}]"
+        return f"{name}[{self.block_text}, {self.scale}{', stochastic' if self.stochastic else ''}]"
 
 
 TENSORWISE = Blocks(E4M3)

@@ -16,7 +16,7 @@ from fsharding.formats.blocks import Blocks
 
 __all__ = [
     "Scales", "amaxes", "as_bytes", "coded", "decode", "encode", "factors", "of_matrices", "pack",
-    "round_keyed", "scales_of", "touched", "unpack",
+    "round_stochastic", "scales_of", "touched", "unpack",
 ]  # fmt: skip
 
 _EXPONENT = 0xFF
@@ -122,7 +122,7 @@ def _apply(x: Tensor, factor: Tensor, block: tuple[int, int], start: tuple[int, 
     return (matrix / of_block if divide else matrix * of_block).reshape(x.shape)
 
 
-def round_keyed(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+def round_stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """Round to bfloat16 or float16, up or down with the probability that makes the mean exact."""
     dropped = 1 << (16 if dtype == torch.bfloat16 else 13)  # of the 23 bits of a mantissa, 7 or 10 stay
     # A carry goes from the mantissa into the exponent, as it should.
@@ -147,7 +147,7 @@ def encode(
     noise: Tensor | None = None,
 ) -> Tensor:
     """The codes of a tensor, or of a piece of one, one a byte."""
-    assert (noise is not None) == format.keyed, format
+    assert (noise is not None) == format.stochastic, format
     block = block or format.sizes(tuple(x.shape))
     over = _apply(x.to(torch.float32), factors(scales, format), block, start, divide=True)
     return format.element.encode(over, noise)

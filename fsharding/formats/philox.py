@@ -1,4 +1,4 @@
-"""Random bits for keyed rounding: a function of key, stream and place, computed where the tensor is.
+"""Random bits for stochastic rounding: a function of key, stream and place, computed where the tensor is.
 
 Guarantee: an element gets the same number on every rank and in every box.
 """

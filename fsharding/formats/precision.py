@@ -115,7 +115,7 @@ class Precision:
             are computed in float32 at least. Or a format of 8 bits, such as fs.formats.MXFP8: moments of leaves of two
             dims and more and of 4096 elements and more are codes and scales between updates.
         rounding: of moments below float32 and of bfloat16 main parameters after an update, which is computed in
-            float32: to the "nearest"; or "keyed", up or down with the probability that makes the mean exact, by bits
+            float32: "nearest"; or "stochastic", up or down with the probability that makes the mean exact, by bits
             that follow from the key of the state, its step, the path of the leaf, and the index of the element in the
             whole leaf. By default moments are rounded by key, since most of their changes are below half of their last
             bit, and main parameters to the nearest.
@@ -133,7 +133,7 @@ class Precision:
 
     With a format in `reduce` a sum over k ranks is off by at most the sum of the k errors of its terms. The error of a
     term is half the distance between the two numbers of the format next to it, times the scale of its block; the whole
-    distance where rounding is keyed; or, of an element above the largest number of the format, which scales in 8 bits
+    distance if rounding is stochastic; or, of an element above the largest number of the format, which scales in 8 bits
     leave, what it is above that. For MXFP8 it is at most 1/8 of the largest magnitude in the block, with a float32
     scale and nearest rounding 1/28. Terms are rounded once, before they are sent between ranks: with each microbatch
     where gradients are cut, else at the end of the step; what has been summed over some ranks travels on in the dtype
@@ -184,9 +184,9 @@ class Precision:
         if self.rounding not in (None, *get_args(Rounding)):
             mend = f"Use one of {', '.join(get_args(Rounding))}."
             raise ConfigError(message(f"got rounding={self.rounding!r}.", mend=mend))
-        if self.rounding == "keyed" and self.params != torch.bfloat16:
+        if self.rounding == "stochastic" and self.params != torch.bfloat16:
             mend = "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
-            raise ConfigError(message(f'got rounding="keyed" with params={self.params}.', mend=mend))
+            raise ConfigError(message(f'got rounding="stochastic" with params={self.params}.', mend=mend))
         for role, example in (("keep", '("embed", "head", "*norm*", "blocks[-1]")'), ("columnwise", '("wq", "up")')):
             given: Any = getattr(self, role)
             if not isinstance(given, tuple) or not all(isinstance(x, str) for x in cast("tuple[Any, ...]", given)):
@@ -305,14 +305,14 @@ class Precision:
         return isinstance(self.gather, Blocks) or isinstance(self.reduce, Blocks)
 
     @property
-    def keyed_weights(self) -> bool:
+    def stochastic_weights(self) -> bool:
         """Whether weights are rounded by a key."""
-        return isinstance(self.gather, Blocks) and self.gather.keyed
+        return isinstance(self.gather, Blocks) and self.gather.stochastic
 
     @property
-    def keyed_terms(self) -> bool:
+    def stochastic_terms(self) -> bool:
         """Whether terms of gradients are rounded by a key."""
-        return isinstance(self.reduce, Blocks) and self.reduce.keyed
+        return isinstance(self.reduce, Blocks) and self.reduce.stochastic
 
     def main_dtype(self, leaf: torch.dtype) -> torch.dtype:
         """The dtype of the main parameter of a leaf."""

@@ -258,7 +258,7 @@ def quantize(
     Args:
         x: floating point, of at least one dim.
         format: the format of codes and scales, such as `fs.formats.MXFP8`.
-        key: int64[2], for a format whose rounding is keyed.
+        key: int64[2], for a format whose rounding is stochastic.
         dtype: in which it is dequantized; by default the dtype of x.
         strict: products refuse the result where the device has no kernel for the format.
 
@@ -267,7 +267,7 @@ def quantize(
 
     Raises:
         ArgumentError: x is no plain floating point tensor, or `format` is none.
-        ConfigError: a keyed format without a key, or a key for another one.
+        ConfigError: a stochastic format without a key, or a key for another one.
 
     Example:
         >>> x = torch.tensor([1.0, 0.3, -0.1, 2.0])
@@ -351,11 +351,11 @@ def _check(x: Any, format: Any, key: Any) -> None:
         what = f"{kind} {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else kind
         rule = f"takes a plain floating point tensor of at least one dim, got {what}."
         raise ArgumentError(message(rule, mend=mend))
-    if format.keyed and key is None:
+    if format.stochastic and key is None:
         rule = f"rounds to {format} by key, and has none."
         raise ConfigError(message(rule, mend="Give a key, such as key=fs.random.key(0)."))
-    if key is not None and not format.keyed:
-        mend = 'Leave the key out, or say format.with_rounding("keyed").'
+    if key is not None and not format.stochastic:
+        mend = 'Leave the key out, or say format.with_rounding("stochastic").'
         raise ConfigError(message(f"rounds to {format} without a key, and got one.", mend=mend))
 
 

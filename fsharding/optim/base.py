@@ -72,7 +72,7 @@ class UpdateContext:
             values.
         key: of the run, int64[2], such as `state.key`, for what is rounded by key; None is a key of zeros.
         step: number of updates of the run so far, 0-d; None takes the optimizer's own count.
-        rounding: "nearest", or "keyed": up or down by random bits, so that the mean is exact. By default moments below
+        rounding: "nearest", or "stochastic": up or down by random bits; the mean is exact. By default moments below
             float32 are rounded by key, and parameters in bfloat16 that an `apply` writes to the nearest.
         on_host: paths of the parameters whose update is computed on the host, such as `layout.updated_on_host`.
         may_be_away: whether a leaf may be kept elsewhere than on the device; False saves asking each of them.

@@ -220,11 +220,11 @@ _CodedMoments: TypeAlias = "dict[tuple[str, int], _Coded]"
 class _Coded:
     """The local tensors of a moment in low precision, which are overwritten."""
 
-    def __init__(self, moment: CodedMoment, *, keyed: bool = True) -> None:
+    def __init__(self, moment: CodedMoment, *, stochastic: bool = True) -> None:
         self.root = moment.root  # of a second moment: a root needs half of its range
-        self.codes = local_of(moment.codes)
+        self.codes = local_of(moment.values)
         self.scales = local_of(moment.scales)
-        self.format = moment.format.with_rounding("keyed") if keyed or moment.root else moment.format
+        self.format = moment.format.with_rounding("stochastic") if stochastic or moment.root else moment.format
 
     def widened(self, leaf: ChunkedLeaf, chunk: Chunk) -> Tensor:
         """A chunk of it in float32, in new memory."""
@@ -277,15 +277,15 @@ def change_chunks(
     change: _Change,
     *,
     key: Callable[[], Tensor],
-    keyed: bool = True,
+    stochastic: bool = True,
     finite: Tensor | None = None,
 ) -> None:
     """Change moments in place, some chunks at a time. Collective if a block is on several ranks."""
     # `change` gets chunks of one kind, the moments of each to overwrite, and whether this is a trial, in which it
-    # overwrites nothing else. Roots, and formats that say so, are rounded by key whatever `keyed` is.
+    # overwrites nothing else. Roots, and formats that say so, are rounded by key whatever `stochastic` is.
     columns = zip(*(part.moments for part in parts), strict=True)
     coded = {
-        (role, i): _Coded(m, keyed=keyed)
+        (role, i): _Coded(m, stochastic=stochastic)
         for role, column in zip(ROLES, columns, strict=False)
         for i, m in enumerate(column)
         if is_coded(m)
@@ -296,7 +296,7 @@ def change_chunks(
         change(batch, wider, False)
         for at, chunk, x in _of_coded(batch, wider, coded):
             leaf = parts[at[1]].leaf
-            noise = leaf.noise(key(), at[0], chunk.box, x.device) if coded[at].format.keyed else None
+            noise = leaf.noise(key(), at[0], chunk.box, x.device) if coded[at].format.stochastic else None
             amax = known[at][chunk.of_scales] if at in known else None
             coded[at].rounded(leaf, chunk, x, amax, noise, finite)
     # Not before: other chunks are still widened with the old ones. And a rank has the scales of all blocks, also of
@@ -361,7 +361,7 @@ def _shared_amaxes(parts: Sequence[Part], coded: _CodedMoments, change: _Change)
 
 def rounds_by_key(params: Iterable[Tensor], context: UpdateContext) -> bool:
     """Whether an update rounds some of these parameters by key."""
-    return context.rounding == "keyed" and any(x.dtype == torch.bfloat16 for x in params)
+    return context.rounding == "stochastic" and any(x.dtype == torch.bfloat16 for x in params)
 
 
 def rounds_moments(moments: Iterable[Any], context: UpdateContext) -> bool:
@@ -385,7 +385,7 @@ def round_moment(
     """Round a chunk of a moment to the dtype in which it is kept, by key if that is below float32."""
     if dtype not in _NARROW or new.dtype == dtype or context.rounding == "nearest":
         return new.to(dtype)
-    return codec.round_keyed(new.to(torch.float32), dtype, leaf.noise(key(), role, chunk.box, new.device, coarse=True))
+    return codec.round_stochastic(new.float(), dtype, leaf.noise(key(), role, chunk.box, new.device, coarse=True))
 
 
 def round_whole_moment(
@@ -402,6 +402,6 @@ def write_param(
     param: Tensor, new: Tensor, context: UpdateContext, leaf: ChunkedLeaf, chunk: Chunk, key: Callable[[], Tensor]
 ) -> None:
     """Write new values over a chunk of a parameter, rounded as the context says."""
-    if context.rounding == "keyed" and param.dtype == torch.bfloat16:
-        new = codec.round_keyed(new.to(torch.float32), param.dtype, leaf.noise(key(), "main", chunk.box, new.device))
+    if context.rounding == "stochastic" and param.dtype == torch.bfloat16:
+        new = codec.round_stochastic(new.float(), param.dtype, leaf.noise(key(), "main", chunk.box, new.device))
     _write(param, new.to(param.dtype), context.finite)  # a NaN that stays has the bits that it had

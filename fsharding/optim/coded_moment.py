@@ -33,7 +33,7 @@ def moment_leaves(moments: Tree) -> list[Any]:
 
 def carriers(moments: Tree) -> Tree:
     """A tree of tensors in the shapes and shardings of moments: in the place of one in low precision its codes."""
-    return tree.map(lambda m: m.codes if is_coded(m) else m, moments, is_leaf=is_coded)
+    return tree.map(lambda m: m.values if is_coded(m) else m, moments, is_leaf=is_coded)
 
 
 def parts_of(moments: Tree) -> list[Any]:
@@ -43,7 +43,7 @@ def parts_of(moments: Tree) -> list[Any]:
 
 def carrier_of(part: Any) -> Tensor:
     """The local tensor in whose shape a rank has a moment."""
-    return local_of(part.codes) if is_coded(part) else part
+    return local_of(part.values) if is_coded(part) else part
 
 
 def check_moments(**moments: Tree) -> None:

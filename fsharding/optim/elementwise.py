@@ -334,7 +334,7 @@ def _run_on_chunks(
             elif x is not y:
                 write_param(x, y, context, of_leaves[i].leaf, chunk, key)
 
-    change_chunks(of_leaves, change, key=key, keyed=context.rounding != "nearest", finite=step.finite)
+    change_chunks(of_leaves, change, key=key, stochastic=context.rounding != "nearest", finite=step.finite)
 
 
 def _alike(columns: Sequence[Sequence[Any]]) -> bool:

@@ -136,13 +136,13 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
 def add_updates(params: Tree, updates: Tree, context: UpdateContext, *, donate: bool = False) -> Tree:
     """Apply updates as `apply_updates` does; the context says how parameters are rounded."""
     deltas = local_leaves(updates)
-    keyed = rounds_by_key(tree.leaves(params), context)
-    leaves = leaves_of(updates, context.shardings) if keyed else []
+    stochastic = rounds_by_key(tree.leaves(params), context)
+    leaves = leaves_of(updates, context.shardings) if stochastic else []
     key = functools.cache(lambda: step_key(context, torch.zeros((), dtype=torch.int64)))
 
     def added(i: int, param: Tensor) -> Tensor:
         delta = deltas[i]
-        if not keyed or param.dtype != torch.bfloat16:
+        if not stochastic or param.dtype != torch.bfloat16:
             return _add(param, delta, donate)
         new = param if donate else clone(param)
         for chunk in leaves[i].chunks(chunk_size(new.device)):

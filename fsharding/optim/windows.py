@@ -163,14 +163,14 @@ def _rows_of(some: Sequence[_Piece], whole: Sequence[_Piece]) -> Rows | None:
 def _pieces(name: str, leaves: Mapping[str, Any], context: UpdateContext) -> list[_Piece]:
     """Split a parameter into ranges of rows if all its leaves are sharded alike, else return one piece."""
     flat = [x for leaf in leaves.values() for x in tree.leaves(leaf)]
-    # Bits of keyed rounding follow from the index in the whole leaf, which a range of rows does not tell.
-    keyed = rounds_by_key(flat, context) or rounds_moments(
+    # Bits of stochastic rounding follow from the index in the whole leaf, which a range of rows does not tell.
+    stochastic = rounds_by_key(flat, context) or rounds_moments(
         (x for path, x in leaves.items() if path.startswith(_STATE)), context
     )
     first = flat[0]
     total = sum(math.prod(_most(x)) * x.element_size() for x in flat if is_away(x))
     alike = all(isinstance(x, DTensor) and (x.shape, x.placements) == (first.shape, first.placements) for x in flat)
-    if alike and first.ndim and all(isinstance(x, Tensor) for x in leaves.values()) and not keyed:
+    if alike and first.ndim and all(isinstance(x, Tensor) for x in leaves.values()) and not stochastic:
         shape, here = _most(first), local_of(first).shape
         step = rows_together(shape)
         # If other dims are sharded unevenly, ranks would disagree on how many rows an extent of the file has.

@@ -81,7 +81,7 @@ def pipeline_grads(
         known: tree, shapes and dtypes of activations from earlier calls with the same layout, schedule and precision;
             updated in place. A sender describes them once per shape of microbatches.
         agreement: of the step, which goes with the sums of losses and weights.
-        key: int64[2], for formats whose rounding is keyed.
+        key: int64[2], for formats whose rounding is stochastic.
         prefetch_depth: how many units of a stage are gathered ahead, where they are gathered for each microbatch.
 
     Returns:

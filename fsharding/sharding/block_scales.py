@@ -52,7 +52,7 @@ class CodedMoment:
     """A moment of one leaf in low precision: a node of a state's tree, with two leaves.
 
     Attributes:
-        codes: uint8, in the shape and the sharding of the parameter.
+        values: uint8, in the shape and the sharding of the parameter.
         scales: of its blocks: cut as the parameter along dims whose cuts are on borders of blocks, else whole.
         format: of both.
         root: what is kept is the root of the moment.
@@ -60,25 +60,25 @@ class CodedMoment:
     Example:
         >>> opt = fs.adamw(1e-3, moments=fs.formats.MXFP8)
         >>> nu = opt.init({"w": torch.zeros(64, 64)}).nu["w"]
-        >>> nu.codes.dtype, nu.scales.shape, nu.root
+        >>> nu.values.dtype, nu.scales.shape, nu.root
         (torch.uint8, torch.Size([64, 2]), True)
     """
 
-    codes: Tensor
+    values: Tensor
     scales: Tensor
     format: Blocks
     root: bool = False
 
     def __getattr__(self, name: str) -> Any:
-        # The path of the scales says of which blocks they are.
-        if not name.startswith("_") and name == scales_name(self.format):
-            return self.scales
+        # The names of both in paths: that of the scales tells their blocks, and checkpoints call values codes.
+        if not name.startswith("_") and name in (paths := {CODES: "values", scales_name(self.format): "scales"}):
+            return getattr(self, paths[name])
         raise AttributeError(name)
 
 
 tree.register_node(
     CodedMoment,
-    lambda m: ((m.codes, m.scales), (m.format, m.root), (CODES, scales_name(m.format))),
+    lambda m: ((m.values, m.scales), (m.format, m.root), (CODES, scales_name(m.format))),
     lambda static, children: CodedMoment(*children, *static),
     fields=True,
 )

@@ -98,7 +98,7 @@ class DeviceGraph:
 class _Recorded(NamedTuple):
     """The results of a recorded step, in memory of its graph."""
 
-    numbers: Tensor  # loss, norm, weight, 1 where the step does not count, and, if experts drop, how many (float32)
+    numbers: Tensor  # loss, norm, count, 1 where the step does not count, and, if experts drop, how many (float32)
     code: Tensor  # the verdict (int64, 0-d)
     stops: Tensor  # how many ranks want to stop (float64, 0-d)
     refusal: Callable[[int], FshardingError]  # makes an error by the code of the verdict
@@ -109,7 +109,7 @@ class CapturedStep:
     """A step that was captured: `captured(state, batch) -> (state, metrics)`, made by `capture`."""
 
     # The returned state is the graph's static memory: the next call takes it as its argument, donates it and overwrites
-    # it. A different state in this layout is copied to that memory and donated as well. Loss, norm, weight and
+    # it. A different state in this layout is copied to that memory and donated as well. Loss, norm, count and
     # `skipped` of the metrics are copies; aux is the graph's own memory, too.
 
     # `_state` and `_batch` are the static memory that the graph reads, and `_state` is what it writes; `_stop` is this
@@ -186,8 +186,8 @@ class CapturedStep:
         assert self._recorded is not None
         numbers, code, stops, refusal, aux = self._recorded
         preemption.agree(stops)
-        loss, norm, weight, skipped, *dropped = numbers.clone().unbind()
-        metrics = UncheckedMetrics(refuse_backward(loss), norm, weight, skipped=skipped.bool(), aux=aux)
+        loss, norm, count, skipped, *dropped = numbers.clone().unbind()
+        metrics = UncheckedMetrics(refuse_backward(loss), norm, count, skipped=skipped.bool(), aux=aux)
         vars(metrics)["dropped"] = dropped[0] if dropped else None
         if not _compat.is_fake(code):
             vars(metrics)["verdict"] = self._unchecked = PendingVerdict(code, refusal)
@@ -205,7 +205,7 @@ def _run(step: TrainStep, plan: StepPlan, static: TrainState, batch: Tree, bit: 
     agreement = step.agreement(plan, static, batch, bit)
     verdict = step.judge(plan, static, batch, agreement)
     stops = agreement.stops(verdict.loss.device)
-    parts = (verdict.loss, verdict.norm, verdict.sums.weight, verdict.finite.logical_not(), verdict.dropped)
+    parts = (verdict.loss, verdict.norm, verdict.sums.count, verdict.finite.logical_not(), verdict.dropped)
     numbers = torch.stack([x.float() for x in parts if x is not None])
     refusal = verdict.refusal(static.step, static.layout.mesh)
     # The update may donate what it gets: `replace` keeps `static` itself, whose memory the graph writes.

@@ -87,7 +87,7 @@ class LossFunction(NamedTuple):
         parts = cast("tuple[Any, ...]", result)
         if not isinstance(result, tuple) or isinstance(result, Loss) or len(parts) != count:
             mend = f"Return ({self.results})"
-            mend += ", or leave has_aux out." if self.has_aux else "; loss may be (sum, weight)."
+            mend += ", or leave has_aux out." if self.has_aux else "; loss may be (sum, count)."
             rule = f"needs ({self.results}); got {results_text(result)}."
             raise TransformError(message(rule, mend=mend))
         buffers = self._checked(parts[1], before) if self.takes_buffers else {}

@@ -85,7 +85,7 @@ def setup(
         >>> state, step = fs.setup(init, loss_fn, fs.adamw(1e-2), fs.random.key(0))
         >>> batch = fs.local_batch({"x": torch.ones(6, 4), "y": torch.zeros(6, 1)}, state.layout.mesh)
         >>> state, metrics = step(state, batch)
-        >>> int(state.step), str(state.layout.strategy), int(metrics.weight)
+        >>> int(state.step), str(state.layout.strategy), int(metrics.count)
         (1, 'zero3', 6)
     """
     settings = StepSettings(**options)

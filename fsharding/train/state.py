@@ -598,10 +598,10 @@ def params_from_main(
         params: the parameters before.
         layout: of both.
         donate: the memory of `params` may be used.
-        key: int64[2], for a format whose rounding is keyed.
+        key: int64[2], for a format whose rounding is stochastic.
 
     Raises:
-        ConfigError: rounding is keyed, and there is no key.
+        ConfigError: rounding is stochastic, and there is no key.
         LayoutError: leaves that are not what the layout says; all of them are listed.
         TreeError: another tree.
 
@@ -618,8 +618,8 @@ def params_from_main(
 
 def rounding_key(key: Tensor, step: Tensor, layout: Layout, precision: Precision | None = None) -> Tensor | None:
     """Return the key that rounds weights after `step` updates, which the host does not read; None without one."""
-    keyed = layout.precision.keyed_weights or (precision or layout.precision).keyed_terms
-    return random.fold_in_count(key, step) if keyed else None
+    stochastic = layout.precision.stochastic_weights or (precision or layout.precision).stochastic_terms
+    return random.fold_in_count(key, step) if stochastic else None
 
 
 def spread(main: Tree, params: Tree, layout: Layout, *, donate: bool = False, key: Tensor | None = None) -> Tree:

@@ -81,7 +81,7 @@ __all__ = [
 class _Metrics(NamedTuple):
     loss: Tensor
     grad_norm: Tensor
-    weight: Tensor
+    count: Tensor
     skipped: bool | Tensor
     aux: tuple[Any, ...] = ()
 
@@ -92,7 +92,7 @@ class Metrics(Immutable, _Metrics, instead="metrics._replace({name}=...)"):
     Attributes:
         loss: global mean over all tokens of the batch (float32, 0-d).
         grad_norm: global norm of the mean gradient, before clipping (float32, 0-d).
-        weight: number of tokens (float32, 0-d).
+        count: number of tokens (float32, 0-d).
         skipped: whether the step was skipped because of an fp16 overflow: a bool, or where the step was made with
             `check="async"` a bool tensor, 0-d, for which `if metrics.skipped` waits.
         aux: with `has_aux`, what the loss function returned beside its loss on this rank, without history: one for each
@@ -159,7 +159,7 @@ def model_loss(
         policy: what the blocks keep for backward.
 
     Returns:
-        `loss_fn(params, batch) -> (sum, weight)`.
+        `loss_fn(params, batch) -> (sum, count)`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -195,10 +195,10 @@ def make_train_step(
     """Makes the step of a run.
 
     Args:
-        model: a `Model`, or a loss function `(params, batch) -> (sum, weight)`. One with a parameter `key` gets a
+        model: a `Model`, or a loss function `(params, batch) -> (sum, count)`. One with a parameter `key` gets a
             random key, int64[2]: the state's, with the numbers of step and microbatch folded in. It is the same on
             every rank; `fs.random.fold_in(key, fs.data_rank_and_size(mesh)[0])` is this rank's own. One with a
-            parameter `buffers` gets `state.buffers`, and returns `((sum, weight), buffers)`: microbatches hand them on
+            parameter `buffers` gets `state.buffers`, and returns `((sum, count), buffers)`: microbatches hand them on
             in order, and the next state has those of the first rank of the mesh, as with torch's DDP; see
             `fs.sync_buffers`.
         opt: the optimizer, such as `fs.adamw(1e-3)`.
@@ -226,7 +226,7 @@ def make_train_step(
             call all ranks raise together. At a later one only that rank raises, and the others wait for it until the
             mesh's timeout.
         NonFiniteError: from the step, on every rank: loss or gradients are NaN or infinite, without loss scaling or at
-            the least scale; or no token of the batch counts, or the sum of all weights is negative, NaN or infinite.
+            the least scale; or no token of the batch counts, or the sum of all counts is negative, NaN or infinite.
             See `check`.
 
     Example:
@@ -291,7 +291,7 @@ class Sums(NamedTuple):
 
     grads: Tree  # in `layout.reduced`, of losses times the loss scale
     loss: Tensor  # times the loss scale (float32, 0-d)
-    weight: Tensor  # number of tokens (float32, 0-d)
+    count: Tensor  # number of tokens (float32, 0-d)
     aux: tuple[Any, ...] = ()  # of each microbatch, on this rank
     # after the last microbatch, the same on every rank; {} for a loss function that takes none
     buffers: Buffers = MappingProxyType({})
@@ -307,14 +307,14 @@ class Verdict(NamedTuple):
     squares: LeafSquares  # of the gradients
     norm: Tensor  # of the mean gradient (float32, 0-d)
     loss: Tensor  # mean over the batch (float32, 0-d)
-    finite: Tensor  # whether loss and norm are finite, the weight is above 0, and ranks did the same (bool, 0-d)
+    finite: Tensor  # whether loss and norm are finite, the count is above 0, and ranks did the same (bool, 0-d)
     code: Tensor  # of `train.verdict` (int64, 0-d)
     agreement: StepAgreement
     dropped: Tensor | None  # choices that full experts dropped (float32, 0-d); None for a model whose experts drop none
 
     def refusal(self, number: Tensor, mesh: Mesh, parameters: Sequence[str] = ()) -> Callable[[int], FshardingError]:
         """Makes the error for a step that is refused, or unlike on its ranks, by the code. It holds no gradients."""
-        cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.weight, parameters)
+        cause = functools.partial(_not_finite, number, self.squares, self.loss, self.norm, self.sums.count, parameters)
         word = functools.partial(_refusal, cause, self.agreement.order, mesh)
         return lambda code: call_as("train step", word, code)
 
@@ -390,7 +390,7 @@ class TrainStep:
             raise verdict.refusal(number, mesh, bad)(result)
         skipped = verdict.finite.logical_not() if result is None else result == SKIPPED
         kind = UncheckedMetrics if result is None else Metrics
-        metrics = kind(verdict.loss, verdict.norm, verdict.sums.weight, skipped, verdict.sums.aux)
+        metrics = kind(verdict.loss, verdict.norm, verdict.sums.count, skipped, verdict.sums.aux)
         vars(metrics)["dropped"] = verdict.dropped
         if result is None and not _compat.is_fake(verdict.code):
             vars(metrics)["verdict"] = self._unchecked = PendingVerdict(verdict.code, verdict.refusal(number, mesh))
@@ -430,14 +430,14 @@ class TrainStep:
         dropped = _dropped(drops, layout.mesh, sums.loss.device) if self._drops else None
         grads, loads = split_loads(sums.grads, self._bias_rates)
         # In float64, as a Python float would be: a float32 factor would round twice.
-        weight = sums.weight.double() if scale is None else sums.weight.double() * scale.double()
+        count = sums.count.double() if scale is None else sums.count.double() * scale.double()
         with _compat.region("norm"):
-            to_mean = 1.0 / weight
+            to_mean = 1.0 / count
             squares = square_sums(agreement, grads, layout.main)
             norm = (squares.norm().double() * to_mean).float()
-        loss = refuse_backward((sums.loss.double() / weight).float())
+        loss = refuse_backward((sums.loss.double() / count).float())
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        weighted = is_divisor(sums.weight)
+        weighted = is_divisor(sums.count)
         alike = agreement.alike(loss.device)
         code = verdict_of(finite, weighted, alike, scale, plan.precision.loss_scale)
         counts = finite & weighted & alike
@@ -523,7 +523,7 @@ class TrainStep:
         buffers = loss_fn.buffers(state)
         grads: Tree = None
         losses: list[Tensor] = []
-        weights: list[Tensor] = []
+        counts: list[Tensor] = []
         auxes: list[Any] = []
         for i, microbatch in enumerate(microbatches):
             last = i + 1 == len(microbatches)  # whose gradients go where the optimizer wants the sum
@@ -543,9 +543,9 @@ class TrainStep:
             if loss_fn.has_aux:
                 auxes.append(tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, sums.aux.aux))
             losses.append(sums.loss.float())
-            weights.append(sums.count.float())
+            counts.append(sums.count.float())
         buffers = sync_buffers(buffers, layout.mesh)
-        return Sums(grads, torch.stack(losses).sum(), torch.stack(weights).sum(), tuple(auxes), buffers)
+        return Sums(grads, torch.stack(losses).sum(), torch.stack(counts).sum(), tuple(auxes), buffers)
 
     def _skipped(self, plan: StepPlan, state: TrainState) -> TrainState:
         """The state after a step that the host knows to be skipped: as before, with a smaller loss scale."""
@@ -580,7 +580,7 @@ def check_model(model: Any, *, has_aux: bool) -> None:
     if not hasattr(model, "block"):
         check_function("a Model, or a loss function (params, batch)", model, 2)
     elif has_aux:
-        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
+        mend = "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
         raise ConfigError(message("got has_aux with a Model, which returns no aux.", mend=mend))
 
 
@@ -632,11 +632,11 @@ def _refusal(cause: Callable[[], str], order: UnitOrder | None, mesh: Mesh, code
 
 
 def _not_finite(
-    number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, weight: Tensor, parameters: Sequence[str]
+    number: Tensor, squares: LeafSquares, loss: Tensor, norm: Tensor, count: Tensor, parameters: Sequence[str]
 ) -> str:
-    """Name the step and the cause: parameters that are not finite, its weight, or else every such gradient."""
-    if not parameters and not bool(is_divisor(weight)):
-        return _refusal_of_weight(int(number), float(weight))
+    """Name the step and the cause: parameters that are not finite, its count, or else every such gradient."""
+    if not parameters and not bool(is_divisor(count)):
+        return _refusal_of_count(int(number), float(count))
     rows = [f"step {int(number)}: loss {float(loss)}, gradient norm {float(norm)}"]
     if parameters:
         rows += [f"params.{path}: it is not finite itself" for path in parameters]
@@ -647,18 +647,18 @@ def _not_finite(
     return report("train step refused: loss or gradients are not finite.", rows, mend)
 
 
-def _refusal_of_weight(number: int, weight: float) -> str:
+def _refusal_of_count(number: int, count: float) -> str:
     """Explain a step whose mean has no divisor."""
-    if is_full(weight):
+    if is_full(count):
         mend = "The state is as before. Raise capacity=, or drop what has no room: Experts(capacity=..., drop=True)."
         return report(f"train step refused: {FULL}.", [f"step {number}"], mend)
-    row = f"step {number}: the weights of all microbatches and data ranks sum to {weight:g}"
-    if weight == 0:
+    row = f"step {number}: the counts of all microbatches and data ranks sum to {count:g}"
+    if count == 0:
         rule = "no token of this batch counts, so its loss has no mean."
         mend = "Leave such batches out before you call the step."
     else:
-        rule = f"the weight of this batch is {weight:g}."
-        mend = "Return (sum, weight) with the number of tokens that count as the weight."
+        rule = f"the count of this batch is {count:g}."
+        mend = "Return (sum, count) with the number of tokens that count."
     return report(f"train step refused: {rule}", [row], f"The state is as before. {mend}")
 
 

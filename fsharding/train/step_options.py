@@ -34,7 +34,7 @@ class StepOptions(TypedDict, total=False):
         donate: the step may overwrite the state that it is given, which raises `DonatedError` afterwards; by default it
             may not.
         policy: what the blocks of a `Model` keep for backward, by default `fs.policies.save_except_gathered`.
-        has_aux: the loss function returns `((sum, weight), aux)`, or `((sum, weight), buffers, aux)`; aux, any tree,
+        has_aux: the loss function returns `((sum, count), aux)`, or `((sum, count), buffers, aux)`; aux, any tree,
             is returned in the metrics. False by default.
         check: when a step that is not finite raises. "sync": the step reads one number from the device before it
             updates, and raises; the default on the CPU. "async": the step reads nothing and masks its update; the error

@@ -153,7 +153,7 @@ class FirstCall:
             return
         number = float(weight)
         if number > 1 and _is_mean(total, number):
-            rule = f"got (mean, {number:g}) where it takes (sum, weight): the mean is divided by the weight again."
+            rule = f"got (mean, {number:g}) where it takes (sum, count): the mean is divided by the count again."
             mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
             self._warn("mean", rule, (), mend)
 

@@ -61,7 +61,7 @@ class GatheredUnit:
         name: str,
         # Is told of the unit each time before its all-gathers start, and how many of them send something.
         starts: Callable[[GatheredUnit, int], object],
-        # Returns the numbers for keyed rounding of a leaf, by its number in the plan.
+        # Returns the numbers for stochastic rounding of a leaf, by its number in the plan.
         noise: Callable[[GatheredUnit, int], Tensor],
         site: tuple[str, int] | None = None,  # file and line of the user's call; None if no error needs them
     ) -> None:

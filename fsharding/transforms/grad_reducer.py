@@ -102,7 +102,7 @@ class GradReducer:
         leaves: Mapping[int, TapeLeaf],  # by their numbers in the differentiated tree
         memory: Memory,
         device: torch.device,
-        # Returns, for a unit, the numbers for keyed rounding of a term of a leaf's gradient, by its number in the unit.
+        # Returns the numbers for stochastic rounding of a term of a leaf's gradient, by the leaf's number in the unit.
         noise: Callable[[GatheredUnit, int], Tensor],
         grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
     ) -> None:

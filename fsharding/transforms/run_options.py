@@ -22,7 +22,7 @@ class RunOptions:
     """How a forward and its backward run."""
 
     precision: Precision = FP32  # dtypes of compute, wire and gradients, and formats of weights
-    key: Tensor | None = None  # int64[2], for formats whose rounding is keyed
+    key: Tensor | None = None  # int64[2], for formats whose rounding is stochastic
     microbatch: int = 0  # index of this call among those with the same key
     prefetch_depth: int = 1  # how many units are gathered ahead of the one that computes, in forward and in backward
     caller: str = "fs.value_and_grad"  # the public function that an error names if another rank is lost

@@ -163,7 +163,7 @@ def value_and_grad(
         precision: dtypes of compute, wire and gradients, and formats of weights. For rounded copies of main parameters
             pass `layout.in_flight(precision)`, so that they are not rounded twice.
         mean: divide by the global count; otherwise loss and gradients are sums.
-        key: int64[2], for keyed (stochastic) rounding: a new one in each step, the same on all ranks.
+        key: int64[2], for stochastic rounding: a new one in each step, the same on all ranks.
         prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward. Under
             policies that free gathered weights at most `prefetch_depth + 1` are alive. Results don't depend on it.
 
@@ -473,7 +473,7 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
     total, weight = loss if is_pair(loss) else (loss, None)
     is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
-        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, weight); got {results_text(loss)}."
+        rule = f"needs a loss that is a 0-d floating point tensor, or (sum, count); got {results_text(loss)}."
         raise TransformError(message(rule, mend=_mend(total)))
     if weight is not None:
         if isinstance(weight, Tensor):
@@ -500,7 +500,7 @@ def results_text(x: Any) -> str:
 
 
 def _global_sums(loss: _Loss, notes: Sequence[Tensor], mesh: Mesh | None, agreement: StepAgreement | None) -> Tensor:
-    """(sum, weight) over all data ranks: float64[2], or one more that is of the agreement."""
+    """(sum, count) over all data ranks: float64[2], or one more that is of the agreement."""
     device = loss.total.device
     weight = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
     also = () if agreement is None else (agreement.as_term(device),)

@@ -34,7 +34,7 @@ def reports(step, state):
     seen = []
     for number in range(5):
         state, metrics = step(state, batch(number))
-        seen.append((metrics.loss, metrics.grad_norm, metrics.weight, bool(metrics.skipped), bits(state)))
+        seen.append((metrics.loss, metrics.grad_norm, metrics.count, bool(metrics.skipped), bits(state)))
     return seen
 
 

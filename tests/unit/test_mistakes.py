@@ -657,7 +657,7 @@ MISTAKES = {
     ),
     "metrics['lr']": (
         ArgumentError,
-        "Its names are loss, grad_norm, weight, skipped, aux.",
+        "Its names are loss, grad_norm, count, skipped, aux.",
         lambda at: at.step(at.state, at.batch)[1]["lr"],
     ),
     "a policy that is text": (
@@ -1026,7 +1026,7 @@ NAMES_ELSEWHERE = {
     ("TrainState", "grads"): "Take them of a loss: value, grads = fs.value_and_grad(loss_fn)(state.params, batch).",
     ("TrainState", "mesh"): "Write state.layout.mesh.",
     ("Metrics", "los"): "Did you mean 'loss'?",
-    ("Metrics", "accuracy"): "Its names are loss, grad_norm, weight, skipped, aux.",
+    ("Metrics", "accuracy"): "Its names are loss, grad_norm, count, skipped, aux.",
     ("Model", "parameters"): (
         "A model holds none: they are state.params, of state = fs.init_state(model, opt, fs.random.key(0), layout)."
     ),
@@ -1176,7 +1176,7 @@ SUMS = {
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_a_mean_with_a_weight_is_warned_of(at, mean):
-    with pytest.warns(UserWarning, match=r"got \(mean, 6\) where it takes \(sum, weight\)(?s:.*)reduction=\"sum\""):
+    with pytest.warns(UserWarning, match=r"got \(mean, 6\) where it takes \(sum, count\)(?s:.*)reduction=\"sum\""):
         fs.value_and_grad(scaled(MEANS[mean]))(at.state.params, at.batch)
 
 
@@ -1192,7 +1192,7 @@ def test_metrics_are_still_a_tuple(at):
     _, metrics = at.step(at.state, at.batch)
     loss, norm, weight, skipped, aux = metrics
     assert metrics[0] is loss and metrics[-1] is aux and metrics[1:4] == (norm, weight, skipped)
-    assert fs.tree.paths(metrics) == ("loss", "grad_norm", "weight", "skipped")
+    assert fs.tree.paths(metrics) == ("loss", "grad_norm", "count", "skipped")
 
 
 def test_a_timeout_that_is_one(at):

@@ -335,7 +335,7 @@ MISTAKES = {
     '`metrics["loss"]`': lambda at: at.step(at.state, at.batch)[1]["loss"],
     "loss or gradients are NaN": lambda at: at.step(at.state, {**at.batch, "x": at.batch["x"] * float("nan")}),
     "a batch in which no token counts": in_step(lambda p, b: (loss_fn(p, b)[0], 0)),
-    "a weight that is infinite": in_step(lambda p, b: (loss_fn(p, b)[0], float("inf"))),
+    "a count that is infinite": in_step(lambda p, b: (loss_fn(p, b)[0], float("inf"))),
     # ------------------------------------------------------------------------------------------------------- batches
     "arrays of NumPy in a batch": lambda at: at.step(at.state, fs.tree.map(lambda x: x.numpy(), at.batch)),
     "a data loader for a batch: `step(state, loader)`": lambda at: at.step(at.state, DataLoader([at.batch])),

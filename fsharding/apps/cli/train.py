@@ -411,7 +411,7 @@ class _Log:
         self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float, val: float | None
     ) -> None:
         """Write the numbers of a step to all files, and its line of progress."""
-        tokens = int(m.weight)
+        tokens = int(m.count)
         row = {
             "step": step, "loss": float(m.loss), "grad_norm": float(m.grad_norm), "lr": lr, "tokens": tokens,
             "tokens_per_s": tokens / seconds, "step_s": seconds, "state_bytes": size,

@@ -18,7 +18,7 @@ MODEL, OPT = fs.models.decoder(CONFIG), fs.adamw(1e-2)
 PRECISIONS = {
     "FP8": precision.FP8,
     "MXFP8": precision.MXFP8,
-    "keyed": dataclasses.replace(precision.MXFP8, gather=fs.formats.MXFP8.with_rounding("keyed")),
+    "stochastic": dataclasses.replace(precision.MXFP8, gather=fs.formats.MXFP8.with_rounding("stochastic")),
     "NVFP4": precision.NVFP4,
 }
 
@@ -63,7 +63,7 @@ def resumed(how, path):
     assert checkpoint.layout_of(checkpoint.metadata(path), mesh) == layouts[1]
 
 
-@pytest.mark.parametrize("name", [x if x == "keyed" else pytest.param(x, marks=full) for x in PRECISIONS])
+@pytest.mark.parametrize("name", [x if x == "stochastic" else pytest.param(x, marks=full) for x in PRECISIONS])
 def test_a_run_goes_on_bitwise_from_its_checkpoint(name, tmp_path):
     run_ranks(resumed, 2, PRECISIONS[name], tmp_path / "2")
     leaves = fs.foreign.open_weights(tmp_path / "2").leaves

@@ -41,10 +41,12 @@ CASES |= {
     ),
     "offload": replace(BASE, strategy=fs.zero(3), policy="offload"),
     "moments": replace(BASE, strategy=fs.zero(3).with_memory(moments="host"), donate=True),
-    "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed"), strategy=fs.zero(2)),
+    "stochastic": replace(
+        BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="stochastic"), strategy=fs.zero(2)
+    ),
 }
 CASES |= pipelines(replace(BASE, strategy=fs.zero(3)))
-KEPT = {"ep", "offload", "moments", "keyed", "zbv", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
+KEPT = {"ep", "offload", "moments", "stochastic", "zbv", "zero1-bf16", "zero3-fp16", "zero3-mxfp8"}
 
 
 @pytest.fixture(scope="module")

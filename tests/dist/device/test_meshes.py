@@ -41,14 +41,14 @@ def test_every_pair_of_axes(pool, axes):
 
 
 FORMATS = {"fp8": fs.FP8, "fp8-blocks": fs.FP8_BLOCK, "mxfp8": fs.MXFP8, "nvfp4": fs.NVFP4}
-KEYED = replace(fs.BF16, params=torch.bfloat16, rounding="keyed")
+STOCHASTIC = replace(fs.BF16, params=torch.bfloat16, rounding="stochastic")
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8", "mxfp8", "keyed", *(pytest.param(name, marks=full) for name in ("fp8-blocks", "nvfp4"))]
+    "name", ["fp8", "mxfp8", "stochastic", *(pytest.param(name, marks=full) for name in ("fp8-blocks", "nvfp4"))]
 )
 def test_formats_and_keyed_rounding(pool, name):
     config = fs.models.DecoderConfig(vocab_size=64, dim=64, layers=3, heads=4, kv_heads=2, intermediate_size=128)
-    precision = replace(FORMATS.get(name, KEYED), sums="ordered")
+    precision = replace(FORMATS.get(name, STOCHASTIC), sums="ordered")
     mesh = fs.AbstractMesh(("dp",), (4,))
     check(pool, DecoderCase(config, mesh, fs.zero(3), rows=8, length=8, steps=2, microbatches=2, precision=precision))

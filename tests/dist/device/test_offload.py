@@ -111,7 +111,7 @@ MOMENTS |= {
         {
             "tp": replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,))),
             "bf16": replace(BASE, precision=fs.BF16),
-            "keyed": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed")),
+            "stochastic": replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="stochastic")),
             **pipelines(BASE),
         }.items()
     )
@@ -193,11 +193,11 @@ UPDATED |= {
     "disk": (replace(BF16, donate=True), {**HOST, "moments": "disk", "main": "disk"}, "adamw"),
     "all": (BF16, {**HOST, "params": "host", "grads": "host"}, "adamw"),
     "experts": (replace(BASE, config=replace(CONFIG, layers=2, experts=BIASED), strategy=fs.zero(2)), HOST, "adamw"),
-    "keyed": (replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="keyed")), HOST, "adamw"),
+    "stochastic": (replace(BASE, precision=replace(fs.BF16, params=torch.bfloat16, rounding="stochastic")), HOST, "adamw"),
     "tp": (replace(BASE, mesh=fs.AbstractMesh(("tp",), (2,)), donate=True), HOST, "mxfp8"),
     **{name: (replace(case, donate=True), HOST, "adamw") for name, case in pipelines(BASE).items()},
 }  # fmt: skip
-UPDATED_KEPT = {"zero0-adamw", "zero1-adamw", "zero3-mxfp8", "blocks", "disk", "keyed", "experts", "zbv"}
+UPDATED_KEPT = {"zero0-adamw", "zero1-adamw", "zero3-mxfp8", "blocks", "disk", "stochastic", "experts", "zbv"}
 
 
 @pytest.mark.parametrize("name", [name if name in UPDATED_KEPT else pytest.param(name, marks=full) for name in UPDATED])

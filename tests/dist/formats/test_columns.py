@@ -21,7 +21,7 @@ COLUMNS = ("w[qkv]*", "[gu]*[ep]")
 """The first product of attention and of the MLP, fused or not."""
 FORMATS = {
     "mx": formats.MXFP8, "row": formats.ROWWISE, "nvfp4": formats.NVFP4, "1x128": formats.E4M3_1x128,
-    "mx keyed": formats.MXFP8.with_rounding("keyed"),
+    "mx stochastic": formats.MXFP8.with_rounding("stochastic"),
 }  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def two_ways(format, axes):
     return [losses(in_columns(format, columns), fs.zero(3), axes) for columns in ((), COLUMNS)]
 
 
-@pytest.mark.parametrize("format", ["mx", "mx keyed"])
+@pytest.mark.parametrize("format", ["mx", "mx stochastic"])
 def test_losses_stay_near_those_of_one_orientation(format):
     for one, two in run_ranks(two_ways, 2, FORMATS[format], {"dp": 2}):
         assert not torch.equal(one, two), "gradients of activations have other numbers"

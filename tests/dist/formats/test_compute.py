@@ -59,13 +59,13 @@ def same_on_ranks(cases):
 
 
 KEPT = policies.save_except_gathered
-KEYED = formats.MXFP8.with_rounding("keyed")
+STOCHASTIC = formats.MXFP8.with_rounding("stochastic")
 
 
 DP, TP = {"dp": 2}, {"tp": 2}
 FORMATS = [
     (formats.MXFP8, TP), (formats.NVFP4, DP), (formats.E4M3_128x128, TP),
-    *(pytest.param(format, axes, marks=full) for format in (formats.TENSORWISE, formats.ROWWISE, KEYED) for axes in (DP, TP)),
+    *(pytest.param(format, axes, marks=full) for format in (formats.TENSORWISE, formats.ROWWISE, STOCHASTIC) for axes in (DP, TP)),
     pytest.param(formats.MXFP8, DP, marks=full), pytest.param(formats.NVFP4, TP, marks=full),
     pytest.param(formats.MXFP4, TP, marks=full),
 ]  # fmt: skip

@@ -28,7 +28,7 @@ FORMATS = {
     "squares": Blocks(formats.E4M3, (32, 32)), "mxfp4": formats.MXFP4, "1x128": formats.E4M3_1x128,
     "e5m2": formats.MXFP8_E5M2,
 }  # fmt: skip
-FORMATS |= {f"{name} keyed": FORMATS[name].with_rounding("keyed") for name in ("mx", "nvfp4", "tensor")}
+FORMATS |= {f"{name} stochastic": FORMATS[name].with_rounding("stochastic") for name in ("mx", "nvfp4", "tensor")}
 INNER = replace(fs.zero(1), replica_params=True)
 STRATEGIES = {f"zero{level}": fs.zero(level) for level in range(3)} | {
     "hfsdp": fs.hybrid(opt_state=True),
@@ -83,7 +83,7 @@ def rounded_whole(x, leaf, layout, key):
     if format is None:
         return result
     noise, shape = None, tuple(whole.shape)
-    if format.keyed:
+    if format.stochastic:
         runs = [((0, n),) for n in shape]
         if layers is not None:
             runs[0], shape = tuple((i, i + 1) for i in layers), (leaf.shape[0], *shape[1:])
@@ -142,7 +142,7 @@ MORE |= {"replica2dp2tp2": {"replica": 2, "dp": 2, "tp": 2}, "pp2cp2": {"pp": 2,
 @pytest.mark.parametrize("place", PLACES)
 def test_copies_are_the_whole_main_parameters_rounded(place):
     strategies = [*STRATEGIES] if "replica" in PLACES[place] else ["zero1"]
-    cases = cases_on(PLACES[place], ["mx", "nvfp4 keyed", "tensor"], strategies)
+    cases = cases_on(PLACES[place], ["mx", "nvfp4 stochastic", "tensor"], strategies)
     run_ranks(spread, math.prod(PLACES[place].values()), cases)
 
 
@@ -163,7 +163,7 @@ CROSSED = [*itertools.combinations(AXES, 2), *itertools.combinations([axis for a
 @pytest.mark.parametrize("names", CROSSED, ids="-".join)
 def test_copies_on_meshes_of_all_axes(names):
     axes, strategies = dict.fromkeys(names, 2), [*STRATEGIES] if "replica" in names else ["zero1", "zero2"]
-    run_ranks(spread, 2 ** len(names), cases_on(axes, ["mx", "nvfp4 keyed", "row"], strategies), timeout=1700)
+    run_ranks(spread, 2 ** len(names), cases_on(axes, ["mx", "nvfp4 stochastic", "row"], strategies), timeout=1700)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -192,7 +192,7 @@ def test_a_step_sends_what_is_foreseen_and_no_strategy_changes_a_bit(axes):
     strategies = [fs.zero(level) for level in range(4)] + (
         [fs.hybrid(), fs.hybrid(opt_state=True), INNER] if "replica" in axes else []
     )
-    for name, keep in (("mx", "all"), ("nvfp4 keyed", "some")):
+    for name, keep in (("mx", "all"), ("nvfp4 stochastic", "some")):
         precision = with_format(name, keep=KEEPS[keep])
         cases = [replace(case, strategy=s, precision=precision, donate=bool(i % 2)) for i, s in enumerate(strategies)]
         first, *others = run_ranks(trained, case.ranks, cases)

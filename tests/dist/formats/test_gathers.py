@@ -33,7 +33,7 @@ FORMATS = {
     "mxfp4": formats.MXFP4, "1x128": formats.E4M3_1x128, "e5m2": formats.MXFP8_E5M2,
     "mx across": formats.MXFP8.across((32, 32)), "nvfp4 across": formats.NVFP4.across((16, 16)),
 }  # fmt: skip
-KEYED = {f"{name} keyed": FORMATS[name].with_rounding("keyed") for name in ("mx", "nvfp4", "tensor")}
+STOCHASTIC = {f"{name} stochastic": FORMATS[name].with_rounding("stochastic") for name in ("mx", "nvfp4", "tensor")}
 
 
 # -------------------------------------------------------------------------------------------------------- the first law
@@ -66,7 +66,7 @@ def both(sharding, shape, format, seed):
     scales = codec.scales_of(
         codec.amaxes(x, format.sizes(tuple(shape))), format, x.abs().amax((-2, -1)) if format.has_outer else None
     )
-    drawn = formats.uniform_at(key, 1, tuple(shape), [((0, n),) for n in shape], device) if format.keyed else None
+    drawn = formats.uniform_at(key, 1, tuple(shape), [((0, n),) for n in shape], device) if format.stochastic else None
     every = codec.encode(x, scales, format, noise=drawn)
     here = tuple(slice(a, b) for a, b in gathered.box(shape))
     return torch.equal(values, every[here]), torch.equal(got, codec.decode(every, scales, format)[here])
@@ -87,7 +87,7 @@ def a_cut(draw, ranks):
     if "tp" in axes:
         dim = draw(st.integers(max(0, ndim - 2), ndim - 1))
         spec[dim] = ("tp", *spec[dim])
-    format = draw(st.sampled_from([*FORMATS.values(), *KEYED.values()]))
+    format = draw(st.sampled_from([*FORMATS.values(), *STOCHASTIC.values()]))
     return axes, tuple(spec), shape, format, draw(st.integers(0, 99))
 
 
@@ -111,7 +111,7 @@ def leaves_both_ways(axes, strategy):
             if leaf.names[0] == "layers":
                 sharding, shape = sharding.drop(0), shape[1:]
             if len(shape) > 1:
-                for kind, format in {**FORMATS, **KEYED}.items():
+                for kind, format in {**FORMATS, **STOCHASTIC}.items():
                     result[name, leaf.path, kind] = both(sharding.simplified(), shape, format, len(result))
     return result
 
@@ -157,15 +157,15 @@ def with_format(format, **more):
 LEVELS = [fs.zero(level) for level in range(4)]
 
 
-SOME = ("tensor", "blocks", "mx", "nvfp4 keyed")
-EVERY = tuple(name for name in (*FORMATS, *KEYED) if name != "1x128")  # rows are no longer than that here
+SOME = ("tensor", "blocks", "mx", "nvfp4 stochastic")
+EVERY = tuple(name for name in (*FORMATS, *STOCHASTIC) if name != "1x128")  # rows are no longer than that here
 CASES = [({"dp": 2}, SOME), *(pytest.param(axes, EVERY, marks=full) for axes in ({"dp": 2}, {"tp": 2, "dp": 2}))]
 
 
 @pytest.mark.parametrize(("axes", "names"), CASES, ids=["some", "every", "every-tp"])
 def test_no_strategy_changes_a_bit(axes, names):
-    precisions = [with_format({**FORMATS, **KEYED}[name], keep=(*KEEP, "blocks[-1]")) for name in names]
-    precisions += [Precision(gather=formats.MXFP8), Precision(gather=KEYED["nvfp4 keyed"])]
+    precisions = [with_format({**FORMATS, **STOCHASTIC}[name], keep=(*KEEP, "blocks[-1]")) for name in names]
+    precisions += [Precision(gather=formats.MXFP8), Precision(gather=STOCHASTIC["nvfp4 stochastic"])]
     cases = [(axes, level, precision, {}) for precision in precisions for level in LEVELS]
     ranks = math.prod(axes.values())
     for result in run_ranks(trained, ranks, cases, 2, timeout=600):
@@ -177,7 +177,7 @@ def test_no_strategy_changes_a_bit(axes, names):
 
 
 def test_hsdp_hfsdp_and_pipelines_see_the_same_weights():
-    mx = with_format(KEYED["mx keyed"], keep=(*KEEP, "blocks[-1]"))
+    mx = with_format(STOCHASTIC["mx stochastic"], keep=(*KEEP, "blocks[-1]"))
     outer = {"replica": 2, "dp": 2}
     cases = [(outer, strategy, mx, {}) for strategy in (fs.hybrid(), fs.hybrid(opt_state=True))]
     (hsdp, hfsdp), *_ = run_ranks(trained, 4, cases)
@@ -211,7 +211,7 @@ def swapped(first, *later):
 
 
 def test_swaps_of_format_and_strategy_in_mid_run_change_no_bit_but_those_of_the_format():
-    mx, nv = with_format(formats.MXFP8), with_format(KEYED["nvfp4 keyed"])
+    mx, nv = with_format(formats.MXFP8), with_format(STOCHASTIC["nvfp4 stochastic"])
     plain = [(fs.BF16, fs.zero(3)), (mx, fs.zero(3)), (nv, fs.zero(3)), (fs.BF16, fs.zero(3))]
     moved = [(fs.BF16, fs.zero(1)), (mx, fs.zero(0)), (nv, fs.zero(2)), (fs.BF16, fs.zero(3))]
     back = [(mx, fs.zero(1)), (mx, fs.zero(3)), (mx, fs.zero(0))]
@@ -276,11 +276,11 @@ def test_a_step_rounds_as_its_state_does():
     assert "Leave precision= out, or move the state: fs.reshard(state, layout.with_precision(precision))." in text
 
 
-def test_keyed_rounding_wants_a_key():
+def test_stochastic_rounding_wants_a_key():
     layout = fs.plan_layout(MODEL, fs.make_mesh(device="cpu"))
     state = fs.init_state(MODEL, fs.sgd(0.1), fs.random.key(0), layout)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    batch, precision = {"tokens": tokens, "targets": tokens}, with_format(KEYED["mx keyed"])
+    batch, precision = {"tokens": tokens, "targets": tokens}, with_format(STOCHASTIC["mx stochastic"])
     run = fs.value_and_grad(fs.model_loss(MODEL), precision=precision)
     text = refusal(run, state.params, batch, kind=ConfigError)
     assert text == (

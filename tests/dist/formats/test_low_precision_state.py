@@ -31,12 +31,12 @@ NAMES = {
     "qkv": ("embed", Fused("mlp", (48, 24, 24))),
     "vector": (None,),
 }
-NARROW = Precision(params=torch.bfloat16, grads=torch.float32, moments=formats.MXFP8, rounding="keyed")
+NARROW = Precision(params=torch.bfloat16, grads=torch.float32, moments=formats.MXFP8, rounding="stochastic")
 FORMATS = {
     "mx": formats.MXFP8,
     "squares": formats.E4M3_128x128,
     "rows": formats.ROWWISE,
-    "keyed": formats.MXFP8_E5M2.with_rounding("keyed"),
+    "stochastic": formats.MXFP8_E5M2.with_rounding("stochastic"),
 }
 OPTIMIZERS = {
     "adamw": lambda: fs.adamw(1e-2, weight_decay=0.1),
@@ -97,7 +97,7 @@ def states_on(axes, cases, strategies, updates):
 FEW = [
     ("groups", NARROW),
     ("adamw", Precision(moments=FORMATS["rows"])),
-    ("lion", Precision(params=torch.bfloat16, rounding="keyed", moments=FORMATS["squares"])),
+    ("lion", Precision(params=torch.bfloat16, rounding="stochastic", moments=FORMATS["squares"])),
 ]
 EVERY = [(name, replace(NARROW, moments=format)) for name, format in itertools.product(OPTIMIZERS, FORMATS.values())]
 MESHES = [{"dp": 2, "tp": 2}, {"pp": 2, "ep": 2}]

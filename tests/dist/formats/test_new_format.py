@@ -32,7 +32,7 @@ class Int8:
 
 fs.formats.register_element(torch.int8, Int8())
 INT8 = fs.formats.Blocks(torch.int8, (1, 64))
-SENT = fs.Precision(params=torch.float32, compute=torch.bfloat16, gather=INT8.with_rounding("keyed"), reduce=INT8)
+SENT = fs.Precision(params=torch.float32, compute=torch.bfloat16, gather=INT8.with_rounding("stochastic"), reduce=INT8)
 CONFIG = fs.models.DecoderConfig(vocab_size=34, dim=64, layers=3, heads=2, kv_heads=2, intermediate_size=96)
 
 

@@ -19,10 +19,10 @@ from tests.decoders import DecoderCase
 from tests.helpers import TRANSPORTS, full, whole
 from tests.training import DP, OUTER, ZEROS, train
 
-KEYED = formats.MXFP4.with_rounding("keyed")
+STOCHASTIC = formats.MXFP4.with_rounding("stochastic")
 FORMATS = {
     "mxfp8": formats.MXFP8, "nvfp4": formats.NVFP4, "tensor": formats.TENSORWISE, "row": formats.ROWWISE,
-    "128x128": formats.E4M3_128x128, "keyed": KEYED,
+    "128x128": formats.E4M3_128x128, "stochastic": STOCHASTIC,
 }  # fmt: skip
 ROUGH = fs.models.DecoderConfig(vocab_size=32, dim=36, layers=2, heads=2, kv_heads=1, intermediate_size=50, bias=True)
 LARGE = fs.models.DecoderConfig(vocab_size=32, dim=96, layers=1, heads=2, kv_heads=1, intermediate_size=160)
@@ -48,8 +48,8 @@ def on_ranks(ranks, runs):
 @pytest.mark.parametrize(
     ("ranks", "axes", "config", "names"),
     [
-        pytest.param(3, DP, ROUGH, ("nvfp4", "tensor", "keyed"), id="3-rough"),
-        pytest.param(3, DP, LARGE, ("mxfp8", "keyed"), id="3-large"),
+        pytest.param(3, DP, ROUGH, ("nvfp4", "tensor", "stochastic"), id="3-rough"),
+        pytest.param(3, DP, LARGE, ("mxfp8", "stochastic"), id="3-large"),
         pytest.param(3, DP, LARGE, FORMATS, marks=full, id="3-large-all"),
         pytest.param(4, {"dp": 2, "cp": 2}, ROUGH, FORMATS, marks=full, id="4-rough"),
         pytest.param(2, DP, LARGE, FORMATS, marks=full, id="2-large"),
@@ -68,7 +68,7 @@ def test_strategies_agree_bitwise(ranks, axes, config, names):
 
 
 def test_hybrids_agree_bitwise():
-    for format in (formats.MXFP8, KEYED):
+    for format in (formats.MXFP8, STOCHASTIC):
         how = {"precision": reducing(format), "config": ROUGH, "steps": 1}
         places = [
             (fs.zero(3), DP),
@@ -82,7 +82,7 @@ def test_hybrids_agree_bitwise():
 
 
 def test_where_gradients_are_reduced_with_each_microbatch_strategies_agree_bitwise():
-    how = {"precision": reducing(KEYED, gather=formats.MXFP8), "config": ROUGH, "steps": 2, "microbatches": 2}
+    how = {"precision": reducing(STOCHASTIC, gather=formats.MXFP8), "config": ROUGH, "steps": 2, "microbatches": 2}
     zero0, zero1, zero2, zero3 = on_ranks(2, [(strategy, DP, how) for strategy in ZEROS])
     assert_bitwise_equal(zero2, zero3)
     assert_bitwise_equal(zero0, zero1)
@@ -95,11 +95,11 @@ def trained_in_pieces(size, runs):
 
 
 def test_transports_and_early_gradients_agree_bitwise():
-    how = {"precision": reducing(KEYED), "config": LARGE, "steps": 2}
+    how = {"precision": reducing(STOCHASTIC), "config": LARGE, "steps": 2}
     runs = [(strategy, DP, {**how, "transport": name}) for name in TRANSPORTS for strategy in (fs.zero(0), fs.zero(3))]
     # A format means ordered sums.
-    runs += [(fs.zero(3), DP, {**how, "precision": replace(reducing(KEYED), sums="native", keep=())})]
-    runs += [(fs.zero(3), DP, {**how, "precision": replace(reducing(KEYED), sums="ordered", keep=())})]
+    runs += [(fs.zero(3), DP, {**how, "precision": replace(reducing(STOCHASTIC), sums="native", keep=())})]
+    runs += [(fs.zero(3), DP, {**how, "precision": replace(reducing(STOCHASTIC), sums="ordered", keep=())})]
     early, late = (run_ranks(trained_in_pieces, 2, size, runs)[0] for size in (1, 1 << 30))
     assert_bitwise_equal(early, late)
     for run in early[1:-2]:
@@ -154,7 +154,7 @@ def steps_off(x, format):
         factors = factors.index_select(dim, torch.arange(x.shape[dim]) // along)
     element, size = format.element, (x.double() / factors.double()).abs()
     exponent = size.clamp(min=2.0**element.least).log2().floor()
-    step = torch.exp2(exponent - element.mantissa) * (1.0 if format.keyed else 0.5)
+    step = torch.exp2(exponent - element.mantissa) * (1.0 if format.stochastic else 0.5)
     return factors.double() * torch.maximum(step, size - element.largest)
 
 
@@ -182,10 +182,10 @@ def test_sums_are_those_of_rounded_terms_and_their_errors_have_a_bound(microbatc
                 assert_bitwise_equal(mine[name], sum(rows).view(SHAPES[name]))
 
 
-def test_keyed_terms_have_the_right_mean():
+def test_stochastic_terms_have_the_right_mean():
     """Every rank, every microbatch and every key rounds by numbers of its own."""
     # Powers of two as scales would leave numbers above the largest one, whose mean is too small.
-    format = formats.Blocks(formats.E2M1, (1, 32), rounding="keyed")
+    format = formats.Blocks(formats.E2M1, (1, 32), rounding="stochastic")
     draws = run_ranks(gradients_of_all, 2, [(format, 3, 2, seed) for seed in range(48)])[0]
     exact = {name: sum(term(name, rank, number) for rank in range(2) for number in range(2)) for name in ("w", "v")}
     for name, want in exact.items():
@@ -195,14 +195,14 @@ def test_keyed_terms_have_the_right_mean():
 
 
 def rounds_without_a_key():
-    layout = fs.plan_layout({"w": torch.zeros(8, 8)}, fs.make_mesh(dp=2), precision=fs.Precision(reduce=KEYED))
+    layout = fs.plan_layout({"w": torch.zeros(8, 8)}, fs.make_mesh(dp=2), precision=fs.Precision(reduce=STOCHASTIC))
     params = fs.shard({"w": torch.zeros(8, 8)}, layout)
     with pytest.raises(ConfigError) as caught:
         fs.value_and_grad(lambda p: fs.gather_unit(p)["w"].sum(), precision=layout.precision)(params)
     return str(caught.value)
 
 
-def test_keyed_terms_need_a_key():
+def test_stochastic_terms_need_a_key():
     (text,) = {*run_ranks(rounds_without_a_key, 2)}
     assert text == (
         "fs.value_and_grad rounds terms of the gradient of w by key, and has none.\n"
@@ -245,7 +245,7 @@ class Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "keyed", "nvfp4"])
+@pytest.mark.parametrize("format", ["mxfp8", "stochastic", "nvfp4"])
 def test_what_is_not_finite_is_refused_by_name(format):
     for level, value in ((0, math.inf), (3, math.nan), (3, -math.inf)):
         for lines in run_ranks(refused, 2, FORMATS[format], level, value):
@@ -257,7 +257,14 @@ def test_what_is_not_finite_is_refused_by_name(format):
 KEPT = (*KEEP, "blocks[-1]")
 SENT = [
     ("dp", (2,), LARGE, fs.zero(3), 2, {"reduce": formats.MXFP8, "gather": formats.MXFP8}),
-    ("dp", (2,), ROUGH, fs.zero(3), 1, {"reduce": KEYED, "gather": formats.NVFP4.with_rounding("keyed"), "keep": KEPT}),
+    (
+        "dp",
+        (2,),
+        ROUGH,
+        fs.zero(3),
+        1,
+        {"reduce": STOCHASTIC, "gather": formats.NVFP4.with_rounding("stochastic"), "keep": KEPT},
+    ),
     ("dp", (2,), ROUGH, fs.zero(1), 2, {"reduce": formats.NVFP4, "gather": formats.TENSORWISE, "keep": KEPT}),
     ("dp", (2,), ROUGH, fs.zero(2), 2, {"reduce": formats.MXFP4, "gather": formats.MXFP8, "sums": "native"}),
     ("dp", (3,), LARGE, fs.zero(0), 2, {"reduce": formats.MXFP8, "gather": formats.E4M3_128x128}),
@@ -273,7 +280,7 @@ SENT = [
     ),
     ("dp tp", (2, 2), LARGE, fs.zero(3), 2, {"reduce": formats.MXFP8, "gather": formats.NVFP4}),
     ("dp tp", (2, 2), LARGE, fs.zero(0), 1, {"reduce": formats.NVFP4, "gather": formats.MXFP8}),
-    ("pp dp", (2, 2), ROUGH, fs.zero(3), 2, {"reduce": KEYED, "gather": formats.ROWWISE, "keep": KEPT}),
+    ("pp dp", (2, 2), ROUGH, fs.zero(3), 2, {"reduce": STOCHASTIC, "gather": formats.ROWWISE, "keep": KEPT}),
 ]
 
 

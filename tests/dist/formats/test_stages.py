@@ -19,7 +19,7 @@ MX = Precision(params=torch.float32, compute=torch.bfloat16, gather=formats.MXFP
 PRECISIONS = {
     "mx": MX,
     "mx, some layers": replace(MX, keep=(*KEEP, "blocks[1]", "blocks[-1]")),
-    "nvfp4 keyed": replace(MX, gather=formats.NVFP4.with_rounding("keyed"), keep=(*KEEP, "blocks[2:4]")),
+    "nvfp4 stochastic": replace(MX, gather=formats.NVFP4.with_rounding("stochastic"), keep=(*KEEP, "blocks[2:4]")),
     "tensor": replace(MX, gather=formats.TENSORWISE),
     "computes": Precision(params=torch.float32, compute=formats.MXFP8),
 }
@@ -35,7 +35,7 @@ CASES = {
 DEFAULT = {
     "mx": ["1f1b", "microbatch", "alone"],
     "mx, some layers": ["interleaved"],
-    "nvfp4 keyed": ["1f1b"],
+    "nvfp4 stochastic": ["1f1b"],
     "computes": ["1f1b"],
 }
 

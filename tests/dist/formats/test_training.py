@@ -20,7 +20,7 @@ TEXT = torch.frombuffer(bytearray((Path(__file__).parents[3] / "LICENSE").read_b
 NVFP4 = Precision(
     params=torch.float32,
     compute=torch.bfloat16,
-    gather=formats.NVFP4.with_rounding("keyed"),
+    gather=formats.NVFP4.with_rounding("stochastic"),
     keep=(*KEEP, "blocks[-2:]"),
 )
 
@@ -51,7 +51,7 @@ PRECISIONS = {"bf16": (fs.BF16, 0.0), "fp8": (FP8, 0.01), "fp8 blocks": (FP8_BLO
 PRECISIONS["nvfp4"] = (NVFP4, 0.02)
 PRECISIONS["8-bit moments"] = (replace(fs.BF16, moments=formats.MXFP8), 0.01)
 PRECISIONS["8-bit moments, bf16 main"] = (
-    Precision(params=torch.bfloat16, grads=torch.float32, moments=formats.MXFP8, rounding="keyed"), 0.01,
+    Precision(params=torch.bfloat16, grads=torch.float32, moments=formats.MXFP8, rounding="stochastic"), 0.01,
 )  # fmt: skip
 PRECISIONS["mxfp8 both ways"] = (
     Precision(

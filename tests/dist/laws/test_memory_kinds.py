@@ -39,7 +39,7 @@ OPTIMIZERS = {
 PRECISIONS = {
     "fp32": fs.FP32,
     "bf16": fs.BF16,
-    "keyed": replace(fs.BF16, params=torch.bfloat16, rounding="keyed"),
+    "stochastic": replace(fs.BF16, params=torch.bfloat16, rounding="stochastic"),
     "mxfp8": fs.MXFP8,
 }
 ALL = dict.fromkeys(ROLES, "disk")
@@ -52,7 +52,7 @@ def run(case, optimizer):
     numbers = []
     for number in range(case.steps):
         state, metrics = step(state, case.batch(number, mesh))
-        numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.weight)))
+        numbers.append(torch.stack((metrics.loss, metrics.grad_norm, metrics.count)))
     return numbers, state
 
 
@@ -83,7 +83,7 @@ def values(state):
     ("level", "precision", "role"),
     crossed(
         range(4), [*PRECISIONS], (*ROLES, "all"),
-        kept=["0-fp32-all", "1-bf16-main", "1-fp32-params", "2-fp32-grads", "3-bf16-all", "3-keyed-moments", "3-mxfp8-main"],
+        kept=["0-fp32-all", "1-bf16-main", "1-fp32-params", "2-fp32-grads", "3-bf16-all", "3-stochastic-moments", "3-mxfp8-main"],
     ),
 )  # fmt: skip
 def test_roles_on_disk(level, precision, role, tmp_path):

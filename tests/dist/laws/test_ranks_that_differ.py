@@ -257,7 +257,7 @@ def on_cp(cut):
     if not cut:
         return refusal(step, state, batch, kind=BatchError)
     _, metrics = step(state, fs.local_batch(batch, mesh))
-    return int(metrics.weight), float(metrics.loss)
+    return int(metrics.count), float(metrics.loss)
 
 
 def test_cp_ranks_with_whole_sequences_are_refused_and_local_batch_cuts_them():

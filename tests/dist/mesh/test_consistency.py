@@ -82,7 +82,7 @@ def uneven(rows, pieces):
     with pytest.raises(BatchError) as refusal:
         step(state, {"tokens": tokens, "targets": tokens})
     _, metrics = step(state, batch)
-    return str(refusal.value), float(metrics.weight)
+    return str(refusal.value), float(metrics.count)
 
 
 def test_a_batch_that_one_rank_cannot_cut_is_refused_on_every_rank():

@@ -34,7 +34,7 @@ def by_hand(strategy, axes, opt, frozen=()):
         updates, opt_state = optim.update(grads, opt_state, params)
         params = fs.optim.apply_updates(params, updates)
         state, metrics = step(state, batch)
-        losses.append((loss.item(), metrics.loss.item(), weight.item(), metrics.weight.item()))
+        losses.append((loss.item(), metrics.loss.item(), weight.item(), metrics.count.item()))
     assert fs.tree.map(lambda x: str(x.placements), params) == fs.tree.map(lambda x: str(x.placements), state.params)
     return losses, whole(params), whole(state.params), whole(opt_state.states[1].mu) if opt == "adamw" else None
 

@@ -40,7 +40,7 @@ def reports(step, state, rows):
     seen = []
     for batch in rows:
         state, metrics = step(state, batch)
-        seen.append((metrics.loss, metrics.grad_norm, metrics.weight, bool(metrics.skipped), bits(state)))
+        seen.append((metrics.loss, metrics.grad_norm, metrics.count, bool(metrics.skipped), bits(state)))
     return seen
 
 
@@ -295,8 +295,8 @@ def on_fake_device():
             print("yes")
         of_host = torch.full((), 2.0)
         batch = {"x": torch.ones(2, 4, device=sim_device.NAME)}
-        keyed = fs.Precision(params=torch.bfloat16, compute=torch.float32, rounding="keyed")
-        for loss, precision in ((draws, fs.FP32), (squares, keyed), (normals, fs.FP32)):
+        stochastic = fs.Precision(params=torch.bfloat16, compute=torch.float32, rounding="stochastic")
+        for loss, precision in ((draws, fs.FP32), (squares, stochastic), (normals, fs.FP32)):
             layout = fs.plan_layout(WEIGHTS, mesh, strategy=fs.zero(0), precision=precision)
             state = fs.init_state(lambda key: WEIGHTS, fs.adamw(1e-2), fs.random.key(0), layout)
             step = fs.make_train_step(loss, fs.adamw(1e-2))

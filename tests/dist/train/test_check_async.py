@@ -48,7 +48,7 @@ def run(axes, strategy, precision, name, donate, check):
     reports = []
     for batch in rows:
         state, metrics = step(state, batch)
-        reports.append((metrics.loss.clone(), metrics.grad_norm, metrics.weight, bool(metrics.skipped)))
+        reports.append((metrics.loss.clone(), metrics.grad_norm, metrics.count, bool(metrics.skipped)))
     return reports, bits(state)
 
 

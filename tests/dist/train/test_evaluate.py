@@ -36,7 +36,7 @@ def evaluated_beside_a_step(axes, strategy, precision, microbatches, schedule):
     reductions = sum(len(c.reductions) for c in counts)
     peak = max((c.peak_units for c in counts), default=0)
     _, metrics = step(state, batch)
-    return loss.mean, loss.count, metrics.loss, metrics.weight, reductions, peak
+    return loss.mean, loss.count, metrics.loss, metrics.count, reductions, peak
 
 
 CASES = {

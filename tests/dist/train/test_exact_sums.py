@@ -44,7 +44,7 @@ def count_with(strategy, mesh, microbatches):
         copies = [local_of(x).clone() for x in fs.tree.leaves(before)]
         _, held = run(state.params, piece, accumulate=before)
         assert_bitwise_equal([local_of(x) for x in fs.tree.leaves(before)], copies)
-    return count, metrics.loss.item(), metrics.weight.item(), whole(after.params), whole(held)
+    return count, metrics.loss.item(), metrics.count.item(), whole(after.params), whole(held)
 
 
 SUMMED = [(1, DP), (2, DP), (4, DP), (2, {"replica": 2}), (4, OUTER), (4, {"dp": 2, "cp": 2})]

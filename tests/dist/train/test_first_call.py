@@ -48,7 +48,7 @@ def weighs_nothing(weights):
     weight = weights[data_rank_and_size(mesh)[0]]
     step = fs.make_train_step(lambda params, x: ((x @ fs.gather_unit(params)["w"]).sum(), weight), fs.sgd(0.1))
     try:
-        return float(step(state, torch.ones(3, 4))[1].weight)
+        return float(step(state, torch.ones(3, 4))[1].count)
     except NonFiniteError as error:
         return str(error)
 
@@ -57,6 +57,6 @@ def test_weights_are_judged_by_their_sum():
     assert run_ranks(weighs_nothing, 2, (0, 3)) == [3.0, 3.0]
     for weights, text in (
         ((0, 0), "no token of this batch counts"),
-        ((3, float("inf")), "the weight of this batch is inf"),
+        ((3, float("inf")), "the count of this batch is inf"),
     ):
         assert all(text in said for said in run_ranks(weighs_nothing, 2, weights))

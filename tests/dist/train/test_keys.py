@@ -79,7 +79,7 @@ def test_a_loss_that_does_not_ask_gets_none():
     bound = fs.make_train_step(
         lambda params, batch, key="mine": (fs.gather_unit(params["first"]).sum(), len(key)), fs.sgd(0.1)
     )
-    assert bound(state, torch.ones(2, 2))[1].weight == 4 and bound(state, torch.ones(2, 2))[1].aux == ()
+    assert bound(state, torch.ones(2, 2))[1].count == 4 and bound(state, torch.ones(2, 2))[1].aux == ()
     model = fs.models.decoder(
         fs.models.DecoderConfig(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
     )
@@ -87,7 +87,7 @@ def test_a_loss_that_does_not_ask_gets_none():
         fs.make_train_step(model, fs.sgd(0.1), has_aux=True)
     assert str(error.value) == (
         "fs.make_train_step got has_aux with a Model, which returns no aux.\n"
-        "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, weight)."
+        "Give a loss function that calls the model's parts: fs.model_loss(model) returns (sum, count)."
     )
 
 

@@ -51,7 +51,7 @@ def document_losses(axes, microbatches):
     by_hand = fs.value_and_grad(document_loss)(state.params, batch)[0]
     seen = fs.evaluate(document_loss, microbatches=microbatches)(state, batch)
     metrics = step(state, batch)[1]
-    return [(float(x), float(n)) for x, n in (by_hand, (seen.mean, seen.count), (metrics.loss, metrics.weight))]
+    return [(float(x), float(n)) for x, n in (by_hand, (seen.mean, seen.count), (metrics.loss, metrics.count))]
 
 
 def test_borders_of_documents_reach_every_rank_and_microbatch():

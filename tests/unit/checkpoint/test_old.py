@@ -1,5 +1,7 @@
 """A checkpoint that commit 9bfb5d7 wrote on two ranks, before modules moved to rooms, loads and trains on as it did there."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,16 @@ def test_it_trains_on_as_where_it_was_saved():
 def test_a_state_of_groups_has_another_name_since():
     saved = {"namedtuple": "MaskedState", "fields": {"groups": {"dict": {"a": "leaf", "b": None}}}}
     assert rebuild(saved, lambda path: path) == fs.optim.MultiTransformState({"a": "opt_state.groups.a", "b": None})
+
+
+def test_stochastic_rounding_was_called_keyed(tmp_path):
+    format, mesh = fs.formats.MXFP8.with_rounding("stochastic"), fs.make_mesh(dp=1)
+    precision = fs.Precision(params=torch.bfloat16, gather=format, rounding="stochastic")
+    state = fs.init_state(
+        init, fs.sgd(0.1), fs.random.key(0), fs.plan_layout(init(fs.random.key(0)), mesh, precision=precision)
+    )
+    fs.checkpoint.save(tmp_path / "new", state)
+    manifest = fs.checkpoint.metadata(tmp_path / "new")
+    old = json.loads(json.dumps(manifest.layout).replace('"stochastic"', '"keyed"'))
+    assert old != manifest.layout
+    assert fs.checkpoint.layout_of(replace(manifest, layout=old), mesh).precision == precision

@@ -235,7 +235,7 @@ def test_formats_come_out_of_a_manifest(tmp_path, strategy):
     for number, name in enumerate(FORMATS):
         format = getattr(fs.formats, name)
         precision = fs.Precision(
-            params=torch.float32, compute=torch.bfloat16, gather=format.with_rounding("keyed" if number % 2 else "nearest"),
+            params=torch.float32, compute=torch.bfloat16, gather=format.with_rounding("stochastic" if number % 2 else "nearest"),
             reduce=format if number % 2 else torch.bfloat16, keep=("pair", "blocks[-1]") if number % 3 else KEEP,
         )  # fmt: skip
         layout = planned(strategy, precision, names=names)
@@ -246,7 +246,7 @@ def test_formats_come_out_of_a_manifest(tmp_path, strategy):
         assert manifest.layout["precision"]["gather"]["dtype"] == str(format.dtype).removeprefix("torch.")
         loaded = ck.load(tmp_path / name, again)
         assert_bitwise_equal(main_of(loaded), main_of(state))
-        if not precision.gather.keyed:  # the bits of a keyed one follow from the step, which was set here
+        if not precision.gather.stochastic:  # the bits of a stochastic one follow from the step, which was set here
             assert_bitwise_equal(loaded.params, state.params)
     manifest.layout["precision"]["gather"]["scale"] = "e5m2"
     with pytest.raises(ConfigError, match="scale='e5m2': use one of float32, e8m0, e4m3"):

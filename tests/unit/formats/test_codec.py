@@ -181,8 +181,8 @@ def test_noise_of_a_part_is_that_of_the_whole():
     assert not torch.equal(whole, uniform_at(key, 8, shape, [((0, n),) for n in shape], torch.device("cpu")))
 
 
-def test_keyed_rounding_has_an_exact_mean():
-    x, format = torch.full((1, 1 << 16), 1.03), formats.MXFP8.with_rounding("keyed")
+def test_stochastic_rounding_has_an_exact_mean():
+    x, format = torch.full((1, 1 << 16), 1.03), formats.MXFP8.with_rounding("stochastic")
     noise = uniform_at(torch.tensor([0, 1]), 0, tuple(x.shape), [((0, 1),), ((0, 1 << 16),)], x.device)
     codes, scales = coded(x, format, noise)
     got = codec.decode(codes, scales, format)
@@ -197,7 +197,7 @@ def test_blocks_that_cannot_be_are_refused():
         "fs.formats.Blocks cannot be made so.\n"
         f"  dtype=torch.float16: use one of {', '.join(map(str, ELEMENTS))}\n"
         "  scale='float16': use one of float32, e8m0, e4m3\n"
-        "  rounding='up': use one of nearest, keyed\n"
+        "  rounding='up': use one of nearest, stochastic\n"
         '  block=(0, 3): use rows and columns from 1, such as (1, 32), or "row" or "tensor"'
     )
 

@@ -12,7 +12,7 @@ from tests.helpers import refusal
 
 FORMATS = {
     "tensor": formats.TENSORWISE, "row": formats.ROWWISE, "squares": formats.E4M3_128x128, "mx": formats.MXFP8,
-    "mxfp4": formats.MXFP4, "nvfp4": formats.NVFP4, "keyed": formats.MXFP8.with_rounding("keyed"),
+    "mxfp4": formats.MXFP4, "nvfp4": formats.NVFP4, "stochastic": formats.MXFP8.with_rounding("stochastic"),
 }  # fmt: skip
 SHAPES = [(5, 70), (2, 3, 37), (37,), (2, 0, 5)]
 
@@ -21,7 +21,7 @@ SHAPES = [(5, 70), (2, 3, 37), (37,), (2, 0, 5)]
 def a_function_that_holds(request):
     """A tensor to its numbers in a format."""
     format = FORMATS[request.param]
-    key = torch.tensor([1, 2]) if format.keyed else None
+    key = torch.tensor([1, 2]) if format.stochastic else None
     return lambda x: fs.formats.dequantize(fs.formats.quantize(x, format, key=key))
 
 
@@ -82,7 +82,7 @@ def test_a_product_is_that_of_the_numbers_in_every_derivative(dim, dtype):
 
 
 def test_keys_may_differ_within_a_vmap():
-    x, keys, format = torch.randn(4, 40), torch.tensor([[1, 2], [3, 4]]), FORMATS["keyed"]
+    x, keys, format = torch.randn(4, 40), torch.tensor([[1, 2], [3, 4]]), FORMATS["stochastic"]
     out = torch.func.vmap(lambda k: fs.formats.dequantize(fs.formats.quantize(x, format, key=k)))(keys)
     assert torch.equal(out[1], fs.formats.dequantize(fs.formats.quantize(x, format, key=keys[1])))
     assert not torch.equal(out[0], out[1])
@@ -109,7 +109,7 @@ def test_it_is_a_node_of_both_kinds_of_trees():
 
 def test_codes_and_scales_take_the_bytes_that_the_format_says():
     for name, format in FORMATS.items():
-        key = torch.tensor([0, 0]) if format.keyed else None
+        key = torch.tensor([0, 0]) if format.stochastic else None
         assert fs.formats.quantize(torch.randn(64, 96), format, key=key).nbytes == format.bytes((64, 96)), name
 
 
@@ -159,13 +159,18 @@ def test_a_function_of_trees_that_changes_codes_is_refused():
 
 
 def test_bad_arguments():
-    keyed = FORMATS["keyed"]
+    stochastic = FORMATS["stochastic"]
     cases = [
         ((torch.ones(2), "mxfp8"), {}, ArgumentError, "takes a format, got str."),
         ((torch.ones(()), formats.MXFP8), {}, ArgumentError, "of at least one dim, got Tensor float32[]."),
         ((torch.ones(2, dtype=torch.int64), formats.MXFP8), {}, ArgumentError, "got Tensor int64[2]."),
         (([1.0], formats.MXFP8), {}, ArgumentError, "got list."),
-        ((torch.ones(2), keyed), {}, ConfigError, "rounds to float8_e4m3fn[1x32, e8m0, keyed] by key, and has none."),
+        (
+            (torch.ones(2), stochastic),
+            {},
+            ConfigError,
+            "rounds to float8_e4m3fn[1x32, e8m0, stochastic] by key, and has none.",
+        ),
         ((torch.ones(2), formats.MXFP8), {"key": torch.tensor([0, 1])}, ConfigError, "without a key, and got one."),
     ]
     for args, more, kind, said in cases:

@@ -223,7 +223,7 @@ def test_what_cannot_be_written_as_codes(tmp_path):
     for format, why in (
         (formats.MXFP8, "is float8_e4m3fn[1x32, e8m0]"),
         (formats.TENSORWISE, "is float8_e4m3fn[tensor, float32]"),
-        (SMALL.with_rounding("keyed"), "is float8_e4m3fn[6x4, float32, keyed]"),
+        (SMALL.with_rounding("stochastic"), "is float8_e4m3fn[6x4, float32, stochastic]"),
         ("fp8", "is a str"),
     ):
         assert refusal(hf.save, tmp_path / "out", params_of(layout), config, format=format, kind=CheckpointError) == (

@@ -23,7 +23,9 @@ def test_which_kernels_there_are():
         format = getattr(formats, name)
         kernel = ops.scaled_kernel(format)
         assert (kernel.exists, kernel.transposes) == (name in ON_CPU, ON_CPU.get(name, False)), name
-        assert ops.scaled_kernel(format.with_rounding("keyed")) is kernel, "codes of a weight are codes, however made"
+        assert ops.scaled_kernel(format.with_rounding("stochastic")) is kernel, (
+            "codes of a weight are codes, however made"
+        )
         if not torch.cuda.is_available():
             assert str(ops.scaled_kernel(format, "cuda")) == f"{format} on cuda: none, this machine has no cuda device"
     odd = Blocks(formats.E4M3, (2, 8))

@@ -48,7 +48,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("format", [MX, formats.E4M3_128x128.with_rounding("keyed")], ids=str)
+@pytest.mark.parametrize("format", [MX, formats.E4M3_128x128.with_rounding("stochastic")], ids=str)
 def test_updates_are_those_of_moments_in_float32_but_for_the_rounding(name, format):
     make, settings = OPTIMIZERS[name]
     params = normal_tree(SHAPES, 0)
@@ -141,15 +141,15 @@ def test_what_cannot_be_kept_is_refused():
     )
     text = refusal(optim.from_torch(torch.optim.Adam, lr=1e-3).init, params, context, kind=ConfigError)
     assert text.startswith("fs.optim.from_torch cannot keep moments as float8_e4m3fn[1x32, e8m0]: torch's optimizer")
-    assert refusal(Precision, rounding="keyed") == (
-        'fs.Precision got rounding="keyed" with params=None.\n'
+    assert refusal(Precision, rounding="stochastic") == (
+        'fs.Precision got rounding="stochastic" with params=None.\n'
         "Write params=torch.bfloat16; wider main parameters lose nothing, and others have no such rounding."
     )
-    assert refusal(Precision, rounding="up") == "fs.Precision got rounding='up'.\nUse one of nearest, keyed."
+    assert refusal(Precision, rounding="up") == "fs.Precision got rounding='up'.\nUse one of nearest, stochastic."
 
 
 def test_a_state_is_rebuilt_from_its_description():
-    state = fs.adamw(1e-3, moments=formats.ROWWISE.with_rounding("keyed")).init(normal_tree(SHAPES, 0))
+    state = fs.adamw(1e-3, moments=formats.ROWWISE.with_rounding("stochastic")).init(normal_tree(SHAPES, 0))
     named, plain = fs.tree.named_leaves({"opt_state": state}), describe(state)
     again = rebuild(plain, lambda path: named[path])
     assert fs.tree.flatten(again)[1] == fs.tree.flatten(state)[1]
@@ -162,7 +162,7 @@ def test_a_state_is_rebuilt_from_its_description():
 @pytest.mark.parametrize(("dtype", "last_bit"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=str)
 def test_the_mean_of_rounding_by_key_is_exact(dtype, last_bit):
     def rounded(x, noise):
-        return codec.round_keyed(x, dtype, noise)
+        return codec.round_stochastic(x, dtype, noise)
 
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
     x[::2] *= 1e-6  # in float16 below its normal numbers
@@ -212,7 +212,7 @@ def test_an_update_below_half_a_step_is_not_lost(make, moves):
     opt = make()
     grads = {"w": torch.full((64, 64), -1.0)}
     ends = []
-    for rounding in ("nearest", "keyed"):
+    for rounding in ("nearest", "stochastic"):
         params = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
         state = opt.start(params)
         for step in range(16):

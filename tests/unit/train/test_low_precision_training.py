@@ -13,7 +13,7 @@ MODEL = fs.models.decoder(CONFIG)
 BF16 = torch.bfloat16
 WIDE = Precision(compute=BF16)
 MOMENTS = Precision(compute=BF16, moments=formats.MXFP8)
-BOTH = Precision(params=BF16, grads=torch.float32, moments=formats.MXFP8, rounding="keyed")
+BOTH = Precision(params=BF16, grads=torch.float32, moments=formats.MXFP8, rounding="stochastic")
 
 
 def batches(steps):

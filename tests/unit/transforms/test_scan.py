@@ -177,7 +177,7 @@ def loss_refusal(result):
 )  # fmt: skip
 def test_losses_that_are_none(result, kind):
     assert loss_refusal(result) == (
-        f"fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, weight); got {kind}.\n"
+        f"fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, count); got {kind}.\n"
         "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
     )
 
@@ -189,7 +189,7 @@ def test_losses_that_are_none(result, kind):
 )
 def test_pairs_that_are_no_loss_and_weight(result):
     assert loss_refusal(result).startswith(
-        "fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, weight)"
+        "fs.value_and_grad needs a loss that is a 0-d floating point tensor, or (sum, count)"
     )
 
 
