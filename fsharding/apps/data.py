@@ -1,4 +1,4 @@
-"""Token data whose batches depend on their number alone: bytes or ids at random places, and packed documents."""
+"""Token data whose batches depend only on their number: rows at random places of a stream, and packed documents."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _CHUNK = _SAMPLED = 16
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
-    """Rows of `seq_len` tokens from random places of one flat stream, without epochs and without a state.
+    """Rows of `seq_len` tokens at random places of a flat stream; stateless, without epochs.
 
-    Row `r` of step `s` is row `n = s * batch_size + r` of the run and starts at word 0 of block n of the counter-based
-    generator Philox4x64-10 with key `seed`, modulo the number of starts (Salmon et al., SC11).
+    Row `r` of step `s` is row `n = s * batch_size + r` of the run. It starts at word 0 of block n of the counter-based
+    generator Philox4x64-10 with key `seed`, modulo the number of possible starts (Salmon et al., SC11).
 
     Attributes:
-        stream: integer[N], N > seq_len; may be a memory map, of which only the rows asked for are read.
-        batch_size, global_batch_size: rows of the global batch.
-        seq_len: tokens of a row.
-        seed: key of the generator, 0 <= seed < 2**128.
-        vocab_size: every id is below it; checked on each batch.
-        source: where the stream came from, for messages.
-        begins: where documents begin in the stream (int64, ascending), if batches are to say it: then they have
-            `documents` too, and a token whose target is in another document has the target -100, which does not count.
+        stream: Token ids, integer[N] with N > seq_len; of a memory map only the requested rows are read.
+        batch_size, global_batch_size: Rows of the global batch.
+        seq_len: Tokens in a row.
+        seed: Key of the generator, in [0, 2**128).
+        vocab_size: Upper bound of the ids, checked for each batch.
+        source: Name of the stream in messages.
+        begins: First positions of the documents in the stream (int64, ascending), or None. With them, batches have
+            `documents`, and a target in the next document is -100, which no loss counts.
 
     Raises:
-        DataError: a size or the seed is out of range, or the stream is not 1-d with `seq_len + 1` integers or more.
+        DataError: a size or the seed is out of range, or the stream isn't 1-d with at least `seq_len + 1` integers.
 
     Example:
         >>> data = fs.data.Tokens(stream=torch.arange(100).numpy(), batch_size=4, seq_len=8)
@@ -79,26 +79,26 @@ class Tokens:
             raise DataError(message(rule, mend="Give a flat array of integer token ids."))
         if (size := self.stream.size) <= self.seq_len:
             mend = "Give more data" + (f", or seq_len {size - 1} or less." if size > 1 else ".")
-            rule = f"cannot cut a row of {self.seq_len + 1} tokens out of the {size} of {self.source}."
+            rule = f"cannot take a row of {self.seq_len + 1} tokens from the {size} of {self.source}."
             raise DataError(message(rule, mend=mend))
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of one step over all data-parallel ranks."""
+        """Rows of one step on all data ranks."""
         return self.batch_size
 
     def starts(self, first: int, count: int) -> Ids:
-        """Where rows [first, first + count) of the run begin in the stream: int64[count]."""
+        """Return the positions in the stream at which rows [first, first + count) of the run begin: int64[count]."""
         words = np.random.Philox(key=self.seed, counter=first).random_raw(4 * count)[::4]
         return (words % np.uint64(self.stream.size - self.seq_len)).astype(np.int64)
 
     @public
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
-        """The rows of `shard` at `step`, from 0; only these are read.
+        """Read the rows of `shard` at `step`, which counts from 0.
 
         Returns:
-            `{"tokens", "targets"}`, each int64[batch_size / shard.count, seq_len], new memory at every call; with
-            `begins` also `documents`, of the same kind: numbers that ascend within a row.
+            `{"tokens", "targets"}`, each int64[batch_size / shard.count, seq_len] in new memory; with `begins` also
+            `documents`, of the same shape and dtype, ascending within a row.
 
         Raises:
             DataError: `step` is negative, the batch cannot be divided, or an id is not in [0, vocab_size).
@@ -124,7 +124,7 @@ class Tokens:
         return {name: torch.as_tensor(part.copy()) for name, part in parts.items()}
 
     def fingerprint(self) -> str:
-        """16 hex digits over sizes, dtype, seed, documents and samples of the stream, all of a short one."""
+        """Return 16 hex digits: a hash of sizes, dtype, seed, documents and the stream, or samples of a long stream."""
         size = self.stream.size
         head = ["fsharding-tokens-1", size, self.stream.dtype.str, self.batch_size, self.seq_len, self.seed]
         digest = hashlib.sha256(json.dumps(head).encode())
@@ -147,20 +147,23 @@ def _check_sizes(seed: int | None, **sizes: int | None) -> None:
 
 @public
 def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, documents: bool = False) -> Tokens:
-    """Opens the data that a command line names.
+    """Open bytes or token ids as `fsharding train --data` does.
 
     Args:
-        spec: "default" is the standard library of this Python; "*.bin" is a file of little-endian token ids, mapped
-            into memory, whose dtype ("uint8", "uint16", "uint32"), vocabulary and id that ends a document may stand
-            beside it in `PATH.json` as `{"dtype": "uint16", "vocab_size": N, "separator": 0}`; else the bytes of a
-            file, or of all files of a directory that are not hidden, in the order of their relative paths.
-        batch_size: rows of the global batch.
-        seq_len: tokens of a row.
-        seed: key of the generator that places the rows.
-        documents: batches say which tokens are of one document: a file, or what a separator ends.
+        spec: "default" (source of the Python standard library), or a path. A `*.bin` file has little-endian token ids
+            and is memory-mapped; `PATH.json` may set its dtype ("uint8", "uint16", "uint32"), vocabulary and
+            end-of-document id, as `{"dtype": "uint16", "vocab_size": N, "separator": 0}`. Any other file, or all files
+            of a directory that aren't hidden, sorted by relative path, are read as bytes.
+        batch_size: Rows of the global batch.
+        seq_len: Tokens in a row.
+        seed: Key of the generator that places the rows.
+        documents: Whether batches have `documents`: a file, or the tokens up to a separator, is one.
+
+    Returns:
+        The `Tokens`.
 
     Raises:
-        DataError: there are no files, they cannot be read or hold too little; or the sidecar file is not as above.
+        DataError: no file is found, one can't be read, they are too short, or the sidecar file is malformed.
 
     Example:
         >>> data = fs.data.open_data("default", batch_size=2, seq_len=4)
@@ -181,7 +184,7 @@ def open_data(spec: str, *, batch_size: int, seq_len: int, seed: int = 0, docume
 
 
 def _read_ids(path: Path, documents: bool) -> tuple[Stream, int, Ids]:
-    """Map a file of ids into memory; return the size of its vocabulary and where documents begin, too."""
+    """Memory-map a file of ids; also return the size of its vocabulary and the starts of documents."""
     said: Any = {}
     try:
         said = read_json(os.path.realpath(f"{path}.json"), most=1 << 20)
@@ -194,20 +197,20 @@ def _read_ids(path: Path, documents: bool) -> tuple[Stream, int, Ids]:
         mend = 'It holds one JSON object such as {"dtype": "uint16", "vocab_size": 50257}, or uint8, or uint32.'
         raise DataError(message(f"cannot use the sidecar file {path}.json.", [f"It reads: {said}"], mend))
     if documents and separator is None:
-        mend = f'Say the id that ends a document in {path}.json, such as {{"separator": 0}}.'
+        mend = f'Write the id that ends a document to {path}.json, such as {{"separator": 0}}.'
         raise DataError(message(f"cannot tell the documents of {path}.", mend=mend))
     item = np.dtype(_ITEM[dtype])
     try:
         with open_plain(os.path.realpath(path)) as file:
             count, rest = divmod(os.fstat(file.fileno()).st_size, item.itemsize)
             if rest:
-                raise ValueError(f"its size is no multiple of {item.itemsize} bytes, as {dtype} needs it")
+                raise ValueError(f"its size isn't a multiple of the {item.itemsize} bytes of {dtype}")
             stream = cast("Stream", np.memmap(file, item, "r", shape=(count,)) if count else np.empty(0, item))
     except (OSError, ValueError) as error:
         rule = f"cannot open {path}: {getattr(error, 'strerror', None) or error}."
         mend = f"Give the path of a file of token ids, with another dtype than uint16 in {path}.json."
         raise DataError(message(rule, mend=mend)) from error
-    # In pieces, so that the file is never in memory.
+    # In chunks: the full file need not fit in memory.
     pieces = [(at, stream[at : at + _PIECE]) for at in range(0, stream.size, _PIECE)]
     if vocab_size is None:
         vocab_size = 1 + max((int(piece.max()) for _, piece in pieces), default=0)
@@ -216,7 +219,7 @@ def _read_ids(path: Path, documents: bool) -> tuple[Stream, int, Ids]:
 
 
 def _read_bytes(files: list[Path]) -> tuple[Stream, int, Ids]:
-    """Join the bytes of files, each of which counts once; return where files that are not empty begin, too."""
+    """Join the bytes of distinct files; also return the starts of those that aren't empty."""
     buffer = bytearray()
     begins: list[int] = []
     for real, file in {file.resolve(): file for file in files}.items():
@@ -261,7 +264,7 @@ def stdlib_files(max_bytes: int = 1 << 24) -> list[Path]:
 
 
 class _Place(NamedTuple):
-    """Where a batch begins."""
+    """The first token of a batch."""
 
     step: int
     epoch: int
@@ -270,31 +273,32 @@ class _Place(NamedTuple):
     offset: int  # of the batch's first token in that document
 
 
-_Part: TypeAlias = tuple[tuple[int, int, int], Ids]  # (epoch, mark, document) of a place, and ids with the end's
+_Part: TypeAlias = tuple[tuple[int, int, int], Ids]  # (epoch, mark, document) of a place, and its ids with `eos`
 
 
 @dataclasses.dataclass(eq=False)
 class Packed(IterableDataset[dict[str, torch.Tensor]]):
-    """Global batches of documents that are joined end to end and cut into rows of one length.
+    """Global batches of documents, concatenated and split into rows of equal length.
 
-    Every rank gives the same arguments, and takes its rows out of each batch with `fs.local_batch`. As an iterator it
-    gives one batch after the other from its position on, which `fs.checkpoint.Checkpointer(directory, data=...)` keeps.
-    Each rank tokenizes all documents; `StatefulDataLoader(data, batch_size=None, num_workers=1)` reads ahead.
+    Pass the same arguments on every rank, and take a rank's rows of each batch with `fs.local_batch`. Iteration starts
+    at the position, which `fs.checkpoint.Checkpointer(directory, data=...)` saves and restores. Each rank tokenizes all
+    documents; `StatefulDataLoader(data, batch_size=None, num_workers=1)` reads ahead.
 
     Attributes:
-        documents: texts, lists of token ids, or rows of one column of these, in a list or a data set that is asked by
+        documents: Texts, lists of token ids, or rows with one column of either, in a list or a data set indexed by
             number, such as `datasets.Dataset`.
-        batch_size, global_batch_size: rows of the global batch.
-        seq_len: tokens of a row.
-        tokenizer: a function from text to ids; its attribute `digest`, by default its name, is part of positions.
-        eos: the id that ends a document; left out, none is added.
-        vocab_size: the model's: every id is below it.
-        seed: of the order of documents, another one in each epoch; None keeps their order.
-        boundaries: batches say which tokens are of one document, as `documents`, inside of which the attention of
-            `fs.models` then stays, and a token whose target is in another one has the target -100: it does not count.
+        batch_size, global_batch_size: Rows of the global batch.
+        seq_len: Tokens in a row.
+        tokenizer: Function from text to ids. Positions record its attribute `digest`, by default its name.
+        eos: Id appended to each document. Default: none.
+        vocab_size: Upper bound of the ids: the vocabulary of the model.
+        seed: Key of the order of documents, which differs in each epoch; None keeps their order.
+        boundaries: Whether batches have `documents`, to which the attention of `fs.models` is then confined; a target
+            in the next document is -100, which no loss counts.
 
     Raises:
-        DataError: sizes below 1; no documents, or some that are not asked by number; no function as tokenizer.
+        DataError: a size is below 1, there are no documents, or they aren't indexed by number, or the tokenizer isn't
+            a function.
 
     Example:
         >>> data = fs.data.packed([[1, 2, 3], [4, 5]], batch_size=2, seq_len=4, eos=0)
@@ -318,7 +322,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         _check_sizes(self.seed, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size)
         if isinstance(self.documents, str | bytes | Mapping) or not hasattr(self.documents, "__getitem__"):
             names = f" of {', '.join(map(str, self.documents))}" if isinstance(self.documents, Mapping) else ""
-            mend = "Give a list of texts or of ids, or a data set that is asked by number, such as documents['train']."
+            mend = "Give a list of texts or of ids, or a data set indexed by number, such as documents['train']."
             raise DataError(message(f"takes documents, got {kind_of(self.documents)}{names}.", mend=mend))
         if not len(self.documents):
             raise DataError(message("got no documents: the data set is empty.", mend="Give one with rows."))
@@ -339,7 +343,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Self:
         if (worker := get_worker_info()) is not None and worker.num_workers > 1:
             rule = f"cannot divide its rows among {worker.num_workers} workers of a loader."
-            raise DataError(message(rule, mend="Give the loader num_workers=1, which tokenizes beside the training."))
+            raise DataError(message(rule, mend="Pass num_workers=1, which tokenizes while the model trains."))
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -347,10 +351,10 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
 
     @public
     def batch(self, step: int, shard: Shard = WHOLE) -> dict[str, torch.Tensor]:
-        """The rows of `shard` at `step`, as `Tokens.batch` gives them; the position is then the one after that step.
+        """Return the rows of `shard` at `step`, as `Tokens.batch` does, and move the position to the next step.
 
         Raises:
-            DataError: as there; or a document cannot be used, or all of them together are shorter than a row.
+            DataError: as in `Tokens.batch`; or a document is invalid, or all documents are shorter than a row.
         """
         if step < 0:
             raise DataError(message(f"got step {step}.", mend="Steps count from 0."))
@@ -362,32 +366,32 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch, for a checkpoint: a few numbers, and what they depend on."""
+        """Return the position of the next batch, for a checkpoint: a few numbers, and a hash of their data."""
         return {**self._next._asdict(), "data": {**self._facts}}
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position that `state_dict` gave, of this data set or one of the same documents and sizes.
+        """Continue from a position that `state_dict` returned for the same documents, tokenizer and sizes.
 
         Raises:
-            DataError: it is no position, or one of other data; what differs is listed.
+            DataError: the position is malformed, or belongs to different data; the differences are listed.
         """
         table = {} if not isinstance(state, Mapping) else {**state}
         before = table.pop("data", None)
         numbers = all(type(n) is int and n >= 0 for n in table.values())
         if not isinstance(before, Mapping) or {*table} != {*_Place._fields} or not numbers:
-            mend = "Give what state_dict() of such data gave."
+            mend = "Pass the result of state_dict()."
             raise DataError(message("got no position of packed documents.", mend=mend))
         facts = self._facts.items()
         if rows := [f"{k}: {before.get(k)} in the position, {v} now" for k, v in facts if before.get(k) != v]:
-            mend = "Give the documents, tokenizer and sizes that the position is of; or begin the data anew."
+            mend = "Pass the documents, tokenizer and sizes of the position, or start the data again."
             raise DataError(message("got a position in other data.", rows, mend))
         self._next = _Place(**table)
         self._places = [self._start, self._next]
 
     @functools.cached_property
     def _facts(self) -> dict[str, Any]:
-        """Everything that the rows of a position depend on, with samples of the documents."""
+        """Everything that determines the rows at a position, with samples of the documents."""
         count = len(self.documents)
         rows = self._get(sorted({i * (count - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)}))
         digest = hashlib.sha256(json.dumps(rows, sort_keys=True, default=repr).encode()).hexdigest()[:16]
@@ -400,13 +404,13 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         }
 
     def fingerprint(self) -> str:
-        """16 hex digits over samples of the documents, tokenizer and sizes."""
+        """Return 16 hex digits: a hash of samples of the documents, the tokenizer and the sizes."""
         facts = {**self._facts, "boundaries": self.boundaries}
         return hashlib.sha256(json.dumps(["fsharding-packed-1", facts]).encode()).hexdigest()[:16]
 
     def _read(self, place: _Place, shard: Shard | None) -> tuple[dict[str, torch.Tensor], _Place]:
         """Return the batch at a place, empty without a shard, and the place of the next one."""
-        reading = self._reading.pop(place, None) or self._batches(place)  # an error ends a generator
+        reading = self._reading.pop(place, None) or self._batches(place)  # a generator that raised is finished
         window, owners, after = next(reading)
         self._reading = {after: reading}
         self._places = [self._start, place, after]
@@ -437,7 +441,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
             left = size + 1
             for _, ids in ahead:
                 start = 0 if pieces else offset
-                pieces.append(ids[start : start + left])  # of a long document only what the batch takes is copied
+                pieces.append(ids[start : start + left])  # copies only the part of a long document in this batch
                 left -= len(pieces[-1])
             owners = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
             first = int(owners[size])  # the document of the token that the next batch begins with
@@ -471,7 +475,7 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         return [*many(numbers)] if many is not None else [self.documents[number] for number in numbers]
 
     def _ids(self, document: Any) -> Ids:
-        """Return the ids of a document with the end's; none if it is empty."""
+        """Return the ids of a document with `eos`; an empty document has none."""
         if isinstance(document, Mapping) and len(document) == 1:
             (document,) = document.values()
         if isinstance(document, str) and self.tokenizer is not None:
@@ -481,9 +485,8 @@ class Packed(IterableDataset[dict[str, torch.Tensor]]):
         except (TypeError, ValueError):
             ids = np.empty((), object)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            rule = (
-                f"fs.data.packed got {kind_of(document)} as a document, with{'out' * (not self.tokenizer)} a tokenizer."
-            )
+            how = "with" if self.tokenizer else "without"
+            rule = f"fs.data.packed got {kind_of(document)} as a document, {how} a tokenizer."
             mend = "Give texts and tokenizer=, or lists of ids; of rows one column, documents.select_columns(['text'])."
             raise DataError(report(rule, mend=mend))
         for bad in (int(ids.min()), int(ids.max())) if ids.size else ():

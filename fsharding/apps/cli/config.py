@@ -1,4 +1,4 @@
-"""The checks of `fsharding train` before anything has changed, and what its options stand for."""
+"""Check the options of `fsharding train` before anything changes, and turn them into objects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OPTIMIZERS = {"adamw": 1.0, "lion": 0.2, "muon": 1.0, "adafactor": 10.0}
 
 
 def check(config: TrainConfig, world: int) -> None:
-    """Refuse whatever could go wrong later on `world` ranks: only a full disk, a lost rank or a NaN may."""
+    """Refuse options that would fail later on `world` ranks; only a full disk, a lost rank or a NaN may."""
     check_values("fsharding train", config)
     check_numbers("fsharding train", config)
     _check_together(config)
@@ -61,15 +61,15 @@ def check(config: TrainConfig, world: int) -> None:
     data, validation = open_data_of(config)
     for opened in (data, validation):
         if isinstance(opened, Packed):
-            opened.batch(0)  # its documents are read as late as they are needed
+            opened.batch(0)  # documents are read on demand: find errors now
     if config.resume:
         _check_resume(config, data)
-        next(metrics_rows(config.metrics), None)  # what cannot be read is found before a rank starts
+        next(metrics_rows(config.metrics), None)  # an unreadable file is found before a rank starts
     _check_out(config)
 
 
 def _check_together(config: TrainConfig) -> None:
-    """Refuse options that do not go together."""
+    """Refuse combinations of options."""
     wrong: list[str] = []
     if config.trace is not None and config.trace > config.steps:
         wrong.append(f"--trace {config.trace}: at most the {config.steps} of --steps")
@@ -83,10 +83,10 @@ def _check_together(config: TrainConfig) -> None:
     if config.deadline:
         when = call_as("fsharding train --deadline", preemption.read_deadline, config.deadline)
         if when.timestamp() <= time.time():
-            text = f"got a deadline that is over: {when:%Y-%m-%d %H:%M:%S}."
-            raise ConfigError(report(f"fsharding train --deadline {text}", mend="Give a later one, or leave it out."))
+            text = f"got a deadline in the past: {when:%Y-%m-%d %H:%M:%S}."
+            raise ConfigError(report(f"fsharding train --deadline {text}", mend="Pass a later one, or omit it."))
     if config.val_every and not config.val_data:
-        mend = "Give the data of the validation as well, or leave --val-every out."
+        mend = "Pass --val-data as well, or omit --val-every."
         raise ConfigError(message("got --val-every without --val-data.", mend=mend))
 
 
@@ -112,7 +112,7 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
 
 
 def stages(config: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
-    """Say who owns what along `pp`, as `plan_layout` takes it; None on a mesh without `pp`."""
+    """Return the pipeline stages, as `plan_layout` takes them; None on a mesh without `pp`."""
     schedule = schedule_of(config, mesh)
     return None if schedule is None else stages_of(model_of(config), schedule, counts=_layers_of_stages(config))
 
@@ -132,7 +132,7 @@ def _check_mesh(config: TrainConfig, text: str, world: int) -> None:
     model = model_of(config)
     known = ("pp", "replica", "dp", "ep", *model.axes)
     if others := [axis for axis in AXES if axis not in known and shape.axis_size(axis) > 1]:
-        text = f"cannot cut the decoder over {', '.join(others)} on mesh {shape}."
+        text = f"cannot shard the decoder over {', '.join(others)} on mesh {shape}."
         raise ConfigError(message(text, mend=f"It runs on the axes {', '.join(known)}."))
     if model.check is not None:
         model.check(shape, DEFAULT_RULES)
@@ -142,7 +142,7 @@ def _check_mesh(config: TrainConfig, text: str, world: int) -> None:
     parts = (2 * cp if cp > 1 else 1) * tp
     if config.seq % parts:
         what = " and ".join(f"{axis}={size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1)
-        raise BatchError(message(f"cannot cut --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."))
+        raise BatchError(message(f"cannot shard --seq {config.seq} over {what}.", mend=f"Use a multiple of {parts}."))
     ranks = math.prod(map(shape.axis_size, ("replica", "dp", "ep")))
     step = ranks * config.microbatches
     if config.batch % step:
@@ -152,22 +152,22 @@ def _check_mesh(config: TrainConfig, text: str, world: int) -> None:
 
 
 def open_data_of(config: TrainConfig) -> tuple[Data, Data | None]:
-    """Open the data of a run, and of its validation if there is any."""
+    """Open the data of a run, and its validation data if any."""
     data = _open(config, "--data", config.data)
     return data, _open(config, "--val-data", config.val_data) if config.val_data else None
 
 
 def _open(config: TrainConfig, option: str, source: str) -> Data:
-    """Open bytes or tokens of a file, at random places; with a tokenizer, documents one after the other."""
+    """Open rows at random places of bytes or tokens; with a tokenizer, packed documents."""
     sizes: dict[str, Any] = {"batch_size": config.batch, "seq_len": config.seq, "seed": config.seed}
     if config.tokenizer is None:
         if source != "default" and is_table(Path(source)):
             text = f"cannot read the data set {option} {source} byte by byte."
-            raise ConfigError(message(text, mend="Give its tokenizer: --tokenizer tokenizer.json."))
+            raise ConfigError(message(text, mend="Pass its tokenizer: --tokenizer tokenizer.json."))
         data = open_data(source, documents=config.documents, **sizes)
     elif source.endswith(".bin"):
-        text = f"got --tokenizer {config.tokenizer}, and {option} {source} has tokens already."
-        raise ConfigError(message(text, mend="Leave --tokenizer out."))
+        text = f"got --tokenizer {config.tokenizer}, but {option} {source} already has tokens."
+        raise ConfigError(message(text, mend="Omit --tokenizer."))
     else:
         encoder = open_encoder(config.tokenizer, config.eos)
         documents = open_documents(source, config.text_column or "text")
@@ -176,20 +176,20 @@ def _open(config: TrainConfig, option: str, source: str) -> Data:
     vocab = recipe(config.preset).config.vocab_size
     if data.vocab_size is not None and data.vocab_size > vocab:
         text = f"cannot embed {data.vocab_size} tokens of {source} in the {vocab} of --preset {config.preset}."
-        raise ConfigError(message(text, mend="Choose a preset with a larger vocabulary, or other data."))
+        raise ConfigError(message(text, mend="Choose a preset with a larger vocabulary, or different data."))
     return data
 
 
 def _check_out(config: TrainConfig) -> None:
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=config.out).close()  # it has no name, so nothing of it can stay
+        tempfile.TemporaryFile(dir=config.out).close()  # a nameless file: nothing can remain
     except OSError as error:
         text = f"cannot write to --out {config.out}: {error.strerror}."
-        raise ConfigError(message(text, mend="Choose a directory that can be written.")) from error
+        raise ConfigError(message(text, mend="Choose a writable directory.")) from error
 
 
-# Options that say which rows a step sees.
+# Options that determine the rows of a step.
 _OF_DATA = ("data", "tokenizer", "text_column", "eos", "documents", "batch", "seq", "seed")
 
 
@@ -203,14 +203,14 @@ def _check_resume(config: TrainConfig, data: Data) -> None:
     others = _OF_DATA if extra.get("data") != now["data"] else ()
     rows += changes(config, {"optimizer": "adamw", **extra["config"]}, ("optimizer", *others))
     if rows:
-        mend = "Give the options of the run; its data have to be as they were. Or start a new one in another --out."
-        rule = f"fsharding train --resume cannot go on from {newest}: it is another run."
+        mend = "Pass the options and data of that run; or start a new run in a different --out."
+        rule = f"fsharding train --resume cannot continue from {newest}: it belongs to a different run."
         raise CheckpointError(report(rule, rows, mend))
 
 
 # ------------------------------------------------------------------------------------------------- swaps, --offload
 class Swap(NamedTuple):
-    """A swap of strategy, precision or mesh after `step` updates; what is "" stays as it was."""
+    """A swap of strategy, precision or mesh after `step` updates; "" keeps the present one."""
 
     step: int
     strategy: str
@@ -236,7 +236,7 @@ def parse_swaps(text: str) -> tuple[Swap, ...]:
         swaps.append(Swap(int(step), name, mesh) if name in STRATEGIES else Swap(int(step), "", mesh, dtype))
     steps = [swap.step for swap in swaps]
     if twice := sorted({step for step in steps if steps.count(step) > 1}):
-        raise ConfigError(message(f"got --swap-at {text}: step {twice[0]} stands twice."))
+        raise ConfigError(message(f"got --swap-at {text}: step {twice[0]} occurs twice."))
     return tuple(sorted(swaps))
 
 
@@ -251,7 +251,7 @@ def _split(text: str) -> tuple[list[str], str]:
 
 
 def offloaded(command: str, strategy: str, text: str) -> Strategy:
-    """Return a strategy with the memory that `--offload` says."""
+    """Return a strategy with the memory kinds of `--offload`."""
     policy_of(command, text, _DEFAULT_POLICY)
     return Strategy.parse(strategy).with_memory(**call_as(f"{command} --offload", parse_memory, _split(text)[1]))
 
@@ -265,6 +265,6 @@ def policy_of(command: str, text: str, policy: str) -> str:
     if "host" not in kinds:
         return policy
     if policy not in (_DEFAULT_POLICY, "offload", "offload_inputs"):
-        mend = "Leave one of the two out, or write --policy offload_inputs, which keeps inputs of blocks on the host."
-        raise ConfigError(report(f"{command} --offload got activations=host beside --policy {policy}.", mend=mend))
+        mend = "Omit one of the two, or write --policy offload_inputs, which keeps inputs of blocks on the host."
+        raise ConfigError(report(f"{command} --offload got activations=host and --policy {policy}.", mend=mend))
     return "offload" if policy == _DEFAULT_POLICY else policy

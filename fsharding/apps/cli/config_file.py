@@ -29,7 +29,7 @@ _DEPTH = 3
 
 
 def with_config_file(args: Sequence[str], command: str, config: type[Any]) -> list[str]:
-    """Return the arguments of a command line, with the options of its `--config` file before those that were typed."""
+    """Insert the options of the `--config` file before those typed."""
     if not args or args[0] != command:
         return list(args)
     paths = [args[i + 1] for i, arg in enumerate(args[:-1]) if arg == "--config"]
@@ -68,7 +68,7 @@ def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
         if name not in known:
             wrong.append(f"{key}: unknown.{did_you_mean(str(name), known)}")
         elif name in result:
-            wrong.append(f"{key}: stands twice")
+            wrong.append(f"{key}: occurs twice")
         elif isinstance(given := _arguments(name, value, hints[name]), str):
             wrong.append(f"{key}: {given}, not {value!r}")
         else:
@@ -81,7 +81,7 @@ def _read_options(path: Path, config: type[Any]) -> dict[str, list[str]]:
 
 def _parse_yaml(text: str) -> list[tuple[Any, Any]]:
     """Return the pairs of a mapping, each key as often as it is there."""
-    # Events are checked before any object is built: aliases and depth could fill the process.
+    # Check events before building objects: aliases and nesting could exhaust memory.
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -95,17 +95,17 @@ def _parse_yaml(text: str) -> list[tuple[Any, Any]]:
         if node is None:
             return []
         if not isinstance(node, yaml.MappingNode):
-            raise ValueError("it is no mapping of keys to values")
+            raise ValueError("it isn't a mapping of keys to values")
         return [tuple(loader.construct_object(part, deep=True) for part in pair) for pair in node.value]
     finally:
         loader.dispose()
 
 
-_WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "text"}
+_WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "text"}
 
 
 def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
-    """Return the arguments of an option; or, as a text, the type that its value should have."""
+    """Return the arguments of an option; or, as text, the type it needs."""
     typed = option(name)
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None:
@@ -120,7 +120,7 @@ def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
         return [f"{typed}={value}"] if value in get_args(kind) else f"one of {', '.join(get_args(kind))}"
     if isinstance(value, datetime.datetime):  # a deadline
         value = value.isoformat()
-    if kind is float and isinstance(value, str):  # YAML 1.1 takes 1e-3 for a text
+    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         try:
             value = float(value)
         except ValueError:
@@ -130,7 +130,7 @@ def _arguments(name: str, value: Any, hint: Any) -> list[str] | str:
 
 
 def config_text(config: Any) -> str:
-    """Return a configuration as YAML that `--config` reads back to the same one."""
+    """Return a configuration as YAML for `--config`."""
     values = {k: v for k, v in dataclasses.asdict(config).items() if k not in OWN_OPTIONS}
     plain = {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1 << 20)

@@ -1,4 +1,4 @@
-"""`fsharding doctor`: what this machine has, how ranks talk on it, and what of it other machines can reach."""
+"""`fsharding doctor`: check this machine, how its ranks communicate, and what other machines can reach."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ _COPIED = 256 << 20  # bytes
 
 
 class Finding(NamedTuple):
-    """One row: what was found, what is wrong with it, and the mend."""
+    """One row: a value, a problem if any, and its fix."""
 
     name: str
     value: str
     wrong: str = ""
     mend: str = ""
-    grave: bool = False  # ranks cannot run so, or other machines can reach them
+    grave: bool = False  # ranks cannot run, or other machines can reach them
 
 
 class Socket(NamedTuple):
-    """A TCP socket of the launcher or of a rank that waits for connections."""
+    """A listening TCP socket of the launcher or of a rank."""
 
     process: str
     address: str
@@ -74,7 +74,7 @@ class Socket(NamedTuple):
 
 
 def doctor(config: DoctorConfig) -> int:
-    """Print what this machine has; return 1 if two local ranks cannot run or other machines can reach them, else 0."""
+    """Print the findings; return 1 if two local ranks cannot run or other machines can reach them, else 0."""
     findings = [*_machine(), *_variables()]
     print("fsharding doctor: starts two ranks, which takes some seconds", file=sys.stderr, flush=True)
     findings += _ranks()
@@ -83,7 +83,7 @@ def doctor(config: DoctorConfig) -> int:
         rows = [finding._asdict() for finding in findings]
         print(json.dumps({"healthy": healthy, "findings": rows}), flush=True)
     else:
-        table = Table("what", "found", "wrong, and the mend", box=None, pad_edge=False)
+        table = Table("item", "value", "problem and fix", box=None, pad_edge=False)
         for it in findings:
             table.add_row(*map(Text, (it.name, it.value, f"{it.wrong} {it.mend}".strip() or "-")))
         # Rows are read by people and by grep: they break on a terminal only.
@@ -112,7 +112,7 @@ def _machine() -> Iterator[Finding]:
 def _memory() -> Finding:
     file = Path("/proc/meminfo")
     if not file.is_file():
-        return Finding("memory", "not known: no /proc/meminfo")
+        return Finding("memory", "unknown: no /proc/meminfo")
     kib = {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
     total = kib["MemTotal:"] << 10
     left = kib["MemAvailable:"] << 10
@@ -122,12 +122,12 @@ def _memory() -> Finding:
         left = min(left, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     value = f"{_size(total)}, {_size(left)} free"
     if left < 1 << 30:
-        return Finding("memory", value, "Two ranks that have torch loaded take about 1 GiB.", "End other programs.")
+        return Finding("memory", value, "Two ranks with torch take about 1 GiB.", "End other programs.")
     return Finding("memory", value)
 
 
 def _copies() -> Iterator[Finding]:
-    """Yield how fast leaves of the host are copied to a device and back."""
+    """Yield the bandwidth of copies between host and device."""
     if not devices.device_count():
         return
     there = torch.empty(_COPIED, dtype=torch.uint8, device=devices.accelerator())
@@ -142,7 +142,7 @@ def _copies() -> Iterator[Finding]:
 
 
 def _disk() -> Finding:
-    """Return how fast leaves on disk are written and read, with their checksums."""
+    """Return the bandwidth of leaves on disk, checksums included."""
     name = f"disk, {disk_folder()}"
     try:
         begun = time.perf_counter()
@@ -163,7 +163,7 @@ def _rate(begun: float) -> str:
 
 
 def _build() -> str:
-    """Return what torch was built for; its version need not show it."""
+    """Return the platform of this build of torch; the version may not show it."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip} build"
     return f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
@@ -184,7 +184,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """Yield which formats of low precision a device has a product for; all others are dequantized first."""
+    """Yield the low-precision formats with a matmul kernel on a device; all others are dequantized first."""
     for device in dict.fromkeys(("cpu", devices.accelerator())):
         kernels = {name: scaled_kernel(getattr(formats, name), device) for name in _FORMATS}
         for name, kernel in kernels.items():
@@ -200,17 +200,17 @@ def _shm() -> Finding:
     value = f"{_size(usage.total)}, {_size(usage.free)} free; gloo ranks do not need it" if there else "none"
     if not devices.device_count() or (there and usage.free >= 256 << 20):
         return Finding("/dev/shm", value)
-    wrong = "NCCL and data loaders share memory of one machine through it."
+    wrong = "NCCL and data loaders share memory through it."
     return Finding("/dev/shm", value, wrong, "Mount it, or give the container --shm-size=1g.")
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = [str(n) if n != resource.RLIM_INFINITY else "unlimited" for n in (soft, hard)]
-    value = f"{text[0]}, may be raised to {text[1]}"
+    value = f"{text[0]}, limit {text[1]}"
     if soft == resource.RLIM_INFINITY or soft >= _FEW_FILES:
         return Finding("open files", value)
-    wrong = "Each process group of a rank has a few open files for each of its peers: meshes of many ranks run out."
+    wrong = "Each process group takes a few open files per peer: large meshes run out."
     most = _FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, _FEW_FILES)
     return Finding("open files", value, wrong, f"Run `ulimit -n {most}` first.")
 
@@ -225,24 +225,24 @@ def _variables() -> Iterator[Finding]:
     for name in names:
         yield Finding(name, os.environ[name], *_trouble(name, os.environ[name]))
     if not names:
-        yield Finding("variables", "none is set that ranks read")
+        yield Finding("variables", "none set that ranks read")
 
 
 def _trouble(name: str, value: str) -> tuple[str, str]:
-    """Return what is wrong with a variable, and the mend."""
+    """Return the problem with a variable, and its fix."""
     if name in _OF_A_LAUNCHER:
-        return "A launcher sets it: commands of this shell take themselves for one rank of many.", f"unset {name}"
+        return "A launcher sets it: commands in this shell run as one rank of many.", f"unset {name}"
     if name in _INTERFACES:
         there = [interface for _, interface in socket.if_nameindex()]
-        # NCCL takes prefixes, lists, and ^ for all but these.
+        # NCCL accepts prefixes, lists, and ^ to exclude.
         plain = name.startswith("GLOO") or not set("^=,") & set(value)
         if plain and not any(interface.startswith(value) for interface in there):
-            return f"There is no such interface: there are {', '.join(there)}.", f"unset {name}"
+            return f"No such interface; found {', '.join(there)}.", f"unset {name}"
     if name == "MASTER_ADDR":
         try:
             socket.getaddrinfo(value, None)
         except OSError as error:
-            return f"It is not found: {error.strerror or error}.", "Give the address of the machine of rank 0."
+            return f"Not found: {error.strerror or error}.", "Set it to the address of rank 0."
     return "", ""
 
 
@@ -256,15 +256,15 @@ def _ranks() -> Iterator[Finding]:
     yield Finding("two local ranks", "run")
     yield Finding("transport", *transport(*answers[0]["transport"]))
     if not Path("/proc/self/net/tcp").exists():
-        yield Finding("listening", "not known", "What listens is read from /proc, which is not there.", "Use Linux.")
+        yield Finding("listening", "unknown", "Listening sockets are read from /proc.", "Use Linux.")
     sockets = [Socket(*row) for rank in answers for row in rank["sockets"]]
     for it in sockets:
         finding = Finding(f"listening on {it}", f"{it.process}, for this machine only")
         if it.outside:
-            wrong = "Any process that reaches this address can talk to a run, without a password."
-            mend = "Keep strangers off the network, by a firewall or a namespace of its own."
+            wrong = "Any process that reaches this address can talk to a run, unauthenticated."
+            mend = "Isolate the network, with a firewall or a separate namespace."
             if chosen := [f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ]:
-                mend = f"Unset {', '.join(chosen)}, or keep strangers off the network."
+                mend = f"Unset {', '.join(chosen)}, or isolate the network."
             finding = Finding(finding.name, f"{it.process}, reachable from outside", wrong, mend, grave=True)
         yield finding
     if not sockets:
@@ -272,18 +272,18 @@ def _ranks() -> Iterator[Finding]:
 
 
 def transport(name: str, reason: str) -> tuple[str, str, str]:
-    """Return how tensors are sent between ranks of this machine and why, what is wrong with that, and the mend."""
+    """Return the transport between local ranks and its reason, the problem with it, and the fix."""
     value = f"{name}: {reason}"
     if name != Pairwise.name:
         return value, "", ""
     mend = "Run all ranks as one user, in one container, on Linux with /proc/PID/fd."
     if os.environ.get("FSHARDING_SHARED_MEMORY") == "0":
         mend = "unset FSHARDING_SHARED_MEMORY"
-    return value, "Every byte goes through a socket, which is slower than memory that ranks share.", mend
+    return value, "Every byte goes through a socket, slower than shared memory.", mend
 
 
 def _look() -> dict[str, Any]:
-    """Report a rank's transport and sockets; rank 0 reports the sockets of the launcher, too."""
+    """Report a rank's transport and sockets; rank 0 adds the launcher's."""
     enough = devices.device_count() >= int(os.environ["WORLD_SIZE"])
     mesh = make_mesh(dp=-1, device=None if enough else "cpu", timeout=timedelta(seconds=60))
     try:
@@ -299,7 +299,7 @@ def _look() -> dict[str, Any]:
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Return addresses and ports of the TCP sockets of a process that wait for connections, as Linux tells them."""
+    """Return addresses and ports of the listening TCP sockets of a process, from /proc."""
     folder = Path(f"/proc/{pid}/fd")
     inodes: set[str] = set()
     for link in folder.iterdir() if folder.exists() else ():
@@ -316,7 +316,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def _address(words: str) -> str:
-    """Read an address from hexadecimal words of 32 bits, each in the byte order of this machine, as Linux writes it."""
+    """Read an address from hexadecimal 32-bit words in native byte order."""
     parts = [int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)]
     result = ipaddress.ip_address(b"".join(parts))
     return str(getattr(result, "ipv4_mapped", None) or result)

@@ -1,4 +1,4 @@
-"""Documents and a tokenizer for `fsharding train --tokenizer`, as the packages datasets and tokenizers read them."""
+"""Documents and tokenizer of `fsharding train --tokenizer`, read by the packages datasets and tokenizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]"
 
 
 class Encoder(NamedTuple):
-    """Text to ids without special tokens, and what ends a document; no closure, so that it can be pickled."""
+    """Encode text to ids without special tokens. A class, not a closure: it is pickled."""
 
     tokenizer: Any
     vocab_size: int
@@ -39,7 +39,7 @@ def _require(package: str) -> None:
 
 
 def read_tokenizer(path: Path) -> tuple[Any, Path]:
-    """Read a tokenizer.json, or that of a directory; return the tokenizer, and the file that it is in."""
+    """Read tokenizer.json, or that file of a directory; return the tokenizer and its file."""
     _require("tokenizers")
     from tokenizers import Tokenizer  # lazy: an extra
 
@@ -48,12 +48,12 @@ def read_tokenizer(path: Path) -> tuple[Any, Path]:
         return Tokenizer.from_file(os.path.realpath(file)), file
     except Exception as error:  # the package raises Exception itself
         rule = f"cannot read {file} as a tokenizer: {error}."
-        mend = "Give a tokenizer.json, or a directory with one, as the package tokenizers or save_pretrained writes it."
+        mend = "Pass a tokenizer.json, or a directory with one, as written by tokenizers or save_pretrained."
         raise DataError(message(rule, mend=mend)) from error
 
 
 def open_encoder(path: Path, eos: str) -> Encoder:
-    """Read a tokenizer; `eos` is the end of a document by text or id, "" to find it."""
+    """Read a tokenizer; `eos` is its end-of-document token, as text or id, "" to find it."""
     tokenizer, file = read_tokenizer(path)
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -66,15 +66,15 @@ def open_encoder(path: Path, eos: str) -> Encoder:
         if len(ends) != 1:
             special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
             rows = [f"{name!r} has the id {vocab[name]}" for name in special]
-            what = f"got --eos {eos!r}, which is no token of" if eos else "cannot tell what ends a document for"
-            raise DataError(message(f"{what} {file}.", rows, "Give one of its tokens, or the id, such as --eos 0."))
+            what = f"got --eos {eos!r}, which isn't a token of" if eos else "cannot find the end-of-document token of"
+            raise DataError(message(f"{what} {file}.", rows, "Pass one of its tokens, or an id, such as --eos 0."))
         end = ends[0]
     digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
     return Encoder(tokenizer, max(vocab.values(), default=-1) + 1, end, digest)
 
 
 def _own_end(file: Path) -> Any:
-    """Return the name that the config beside a tokenizer gives to the end of a document; None without it."""
+    """Return the `eos_token` of a tokenizer's config, or None."""
     try:
         config = read_json(os.path.realpath(file.with_name("tokenizer_config.json")), most=64 << 20)
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def _own_end(file: Path) -> Any:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a path is a data set whose bytes are no text."""
+    """Return whether a path is a binary data set."""
     return path.suffix in (".parquet", ".arrow") or _is_saved(path)
 
 
@@ -94,7 +94,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def open_documents(source: str, column: str) -> Any:
-    """Read a saved data set, a file or directory of rows, or files of which each is one document."""
+    """Read a saved data set, files of rows, or files that are one document each."""
     path = Path(source)
     files = stdlib_files() if source == "default" else files_below(path)
     kinds = sorted({file.suffix for file in files})
@@ -113,11 +113,9 @@ def open_documents(source: str, column: str) -> Any:
             rows = datasets.load_dataset(_TABLES[kinds[0]], data_files=[str(file) for file in files], split="train")
     except ConfigError:
         raise
-    except Exception as error:  # what is wrong with a row of a file comes as many kinds of errors
+    except Exception as error:  # readers raise many kinds of errors
         rule = f"cannot read {source}: {error.__cause__ or error}."
-        mend = (
-            "Give text in UTF-8, a split that save_to_disk has written, or files of one kind with one row a document."
-        )
+        mend = "Pass UTF-8 text, a split written by save_to_disk, or files of one kind with a document per row."
         raise DataError(message(rule, mend=mend)) from error
     if column not in rows.column_names:
         mend = f"Give one of {', '.join(map(repr, rows.column_names))}."

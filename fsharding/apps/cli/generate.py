@@ -1,4 +1,4 @@
-"""The verb `generate`: text after a prompt, from a checkpoint, printed as it comes."""
+"""`fsharding generate`: continue a prompt with the model of a checkpoint, and stream the text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FUNCTION = "fsharding generate"
 
 
 def check_generate(config: GenerateConfig, world: int) -> None:
-    """Refuse options, a checkpoint or a prompt that could not run on `world` ranks."""
+    """Refuse options, a checkpoint or a prompt that would fail on `world` ranks."""
     check_values(_FUNCTION, config)
     check_numbers(_FUNCTION, config)
     if config.eos is not None and config.eos < 0:
@@ -55,12 +55,12 @@ def check_generate(config: GenerateConfig, world: int) -> None:
     ids = source.text.encode(config.prompt)
     vocab = source.config.vocab_size
     if not ids:
-        mend = "Give --prompt at least one character; a text may begin after a line break."
+        mend = "Pass --prompt with at least one character, such as a line break."
         raise DataError(message("got a prompt without tokens.", mend=mend))
     if outside := [i for i in ids if i >= vocab]:
         pieces = ", ".join(f"{source.text.decode([i])!r} is {i}" for i in dict.fromkeys(outside[:5]))
-        mend = "Leave them out, or take the tokenizer of this model."
-        rule = f"got a prompt with {len(outside)} tokens outside of the vocabulary of {vocab}."
+        mend = "Remove them, or pass the tokenizer of this model."
+        rule = f"got a prompt with {len(outside)} tokens outside the vocabulary of {vocab}."
         raise DataError(message(rule, [pieces], mend))
 
 
@@ -80,7 +80,7 @@ def _generate(config: GenerateConfig) -> None:
     mesh = make_mesh(timeout=timedelta(seconds=config.timeout), **axes)
     model = decoder(source.config)
     prompt = source.text.encode(config.prompt)
-    # Leaves sharded over data axes would be gathered at once.
+    # zero0: leaves sharded over data axes would be gathered at every token.
     params = source.load(plan_layout(model, mesh, strategy=fs.zero(0)))
     shown = _Shown(source.text, prompt, config.eos, quiet=config.json or own_rank() != 0)
     shown.print(config.prompt)
@@ -126,7 +126,7 @@ _Codec: TypeAlias = Bytes | _Tokenizer
 
 
 class _Source(NamedTuple):
-    """A model with its text, and how its parameters are read."""
+    """A model, its tokenizer, and a function that reads its parameters."""
 
     config: DecoderConfig
     text: _Codec
@@ -134,7 +134,7 @@ class _Source(NamedTuple):
 
 
 def _open(config: GenerateConfig) -> _Source:
-    """Find the model at a path, and read no parameters yet."""
+    """Find the model at a path; parameters are read later."""
     path = config.path
     if not os.path.lexists(path / MANIFEST):
         if (path / "config.json").is_file():
@@ -161,11 +161,11 @@ def _model(config: GenerateConfig, noted: dict[str, Any], path: Path) -> Decoder
     if isinstance(noted.get("model"), dict):
         return hf.config_of(noted["model"])
     mend = 'Give --preset NAME or --model config.json; or save with extra={"model": fs.hf.config_json(config)}.'
-    raise ConfigError(message(f"cannot tell which model {path} is of.", mend=mend))
+    raise ConfigError(message(f"cannot find the model of {path}.", mend=mend))
 
 
 def _check_leaves(path: Path, manifest: Manifest, sizes: DecoderConfig) -> None:
-    """Refuse a checkpoint of other parameters than the model's."""
+    """Refuse a checkpoint whose parameters aren't the model's."""
     draws = fs.tree.named_leaves(decoder(sizes).init(torch.zeros(2, dtype=torch.int64)))
     want = {f"params.{name}": list(draw.shape) for name, draw in draws.items()}
     have = {name: list(leaf.shape) for name, leaf in manifest.tree.items() if name.startswith("params.")}
@@ -175,25 +175,25 @@ def _check_leaves(path: Path, manifest: Manifest, sizes: DecoderConfig) -> None:
         if have.get(name) != want.get(name)
     ]
     if rows:
-        mend = "Give --preset or --model of the run that saved it."
-        raise CheckpointError(message(f"finds other parameters in {path} than the model's.", rows, mend))
+        mend = "Pass --preset or --model of the run that saved it."
+        raise CheckpointError(message(f"finds different parameters in {path} than in the model.", rows, mend))
 
 
 def _text(config: GenerateConfig, options: dict[str, Any], sizes: DecoderConfig, path: Path) -> _Codec:
-    """Return how the run has encoded its text: by a tokenizer, or byte by byte."""
+    """Return the encoding of the run's text: a tokenizer, or bytes."""
     noted = options.get("tokenizer")
     if config.tokenizer is not None or (isinstance(noted, str) and noted not in ("", "None")):
         return _Tokenizer(config.tokenizer or Path(str(noted)))
     data = options.get("data")
     if (isinstance(data, str) and data.endswith(".bin")) or (data is None and sizes.vocab_size != 256):
-        mend = "Give the one that encoded its text: --tokenizer tokenizer.json."
-        raise ConfigError(message(f"cannot tell the tokenizer of {path}.", mend=mend))
+        mend = "Pass the one that encoded its text: --tokenizer tokenizer.json."
+        raise ConfigError(message(f"cannot find the tokenizer of {path}.", mend=mend))
     return Bytes()
 
 
 # ---------------------------------------------------------------------------------------------------------- the screen
 class _Shown:
-    """Prints text as its tokens come: half a character waits for its other half."""
+    """Print text as tokens arrive, in full characters."""
 
     def __init__(self, codec: _Codec, prompt: Sequence[int], eos: int | None, *, quiet: bool) -> None:
         self.codec = codec
@@ -212,7 +212,7 @@ class _Shown:
         if token == self.eos:
             return
         self.ids.append(token)
-        # With the prompt: some tokenizers decode a word without the space before it.
+        # Decode with the prompt: alone, some tokenizers drop the space before a word.
         before = self.codec.decode(self.prompt)
         whole = self.codec.decode([*self.prompt, *self.ids])
         self.text = whole[len(before) :] if whole.startswith(before) else self.codec.decode(self.ids)
@@ -229,6 +229,6 @@ class _Shown:
 
     def print(self, text: str) -> None:
         if not self.quiet:
-            # A model may have learnt what a terminal would act on.
+            # Escape control characters: a terminal would act on them.
             safe = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
             print(safe, end="", flush=True)

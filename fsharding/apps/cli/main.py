@@ -64,16 +64,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if isinstance(config, declared.TrainConfig):
             quit_on_signals(config.preempt_status)
             tell(config, "loading torch")
-        from fsharding.apps.cli.verbs import run  # lazy: it imports torch, for which no help waits
+        from fsharding.apps.cli.verbs import run  # lazy: imports torch, which --help doesn't need
 
         status = run(config)
     except FshardingError as error:
-        # Functions name themselves, which a user of the command line has not called.
+        # Errors of functions get the name of the command, which the user typed.
         text = str(error) if str(error).startswith("fsharding") else f"{_command(given)[0]}: {error}"
         print(f"{type(error).__name__}: {text}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except BrokenPipeError:
-        # The reader of the output is gone, as `head` is when it has enough; Python would complain again at its end.
+        # The reader, such as `head`, has closed the pipe; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt as error:
@@ -89,7 +89,7 @@ def _command(args: Sequence[str]) -> tuple[str, type[Any] | None, Sequence[str]]
 
 
 def _check_verbs(args: Sequence[str]) -> None:
-    """Refuse a verb that does not exist; the parser would not say which one is near."""
+    """Refuse an unknown subcommand with a suggestion, which the parser lacks."""
     if args and args[0].startswith("--") and args[0] not in _OPTIONS and not args[0].startswith("--tyro-"):
         mend = f"Write one of {', '.join(_VERBS)} first.{did_you_mean(args[0], _OPTIONS)}"
         raise ConfigError(report(f"fsharding has no {args[0]}.", mend=mend))

@@ -1,4 +1,4 @@
-"""Signals before `fsharding train` has anything to save, and what it prints until the first step."""
+"""Signals before `fsharding train` has anything to save, and progress until the first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hold(args: Sequence[str]) -> None:
 
 def quit_on_signals(status: int) -> None:
     """End this process at once on a signal, with `status`, or 130 for SIGINT."""
-    if not _held or "RANK" in os.environ:  # other ranks of a launcher may have begun
+    if not _held or "RANK" in os.environ:  # other launched ranks may be running
         return
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""How fast a run is: model FLOPs, tokens a second, and the most memory that a rank has used."""
+"""Throughput of a run: model FLOPs, tokens per second, and peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def peak_memory(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class Meter:
-    """The measure of a run's steps."""
+    """Throughput of a run's steps."""
 
     flops: float  # model FLOPs of a token
     ranks: int

@@ -1,4 +1,4 @@
-"""`--log`: the metrics of a run in TensorBoard and in Weights & Biases. After a resume no step is in either twice."""
+"""`--log`: metrics in TensorBoard and Weights & Biases; after a resume, no step is logged twice."""
 
 import json
 import math
@@ -30,7 +30,7 @@ class Trackers:
         if "wandb" in names:
             import wandb  # lazy: an extra, and slow to import
 
-            # A run of W&B cannot be cut back: this file has its id and its last step, and no step is logged again.
+            # A W&B run can't be truncated: this file records its id and last step, so no step is logged again.
             self._progress = out / "wandb" / "fsharding.json"
             self._progress.parent.mkdir(exist_ok=True)
             self._row = next(metrics_rows(self._progress), {})

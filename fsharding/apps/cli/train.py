@@ -1,4 +1,4 @@
-"""The main job: trains a decoder on bytes or tokens, on one process, on local ranks, or under torchrun."""
+"""`fsharding train`: train a decoder in one process, on local ranks, or under torchrun."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = ["train"]
 
 
 def train(config: TrainConfig) -> int:
-    """Train on this process, or the ranks that a launcher started; return the exit status."""
+    """Train in this process or on the launched ranks; return the exit status."""
     return call_as("fsharding train", _until_stopped, config)
 
 
@@ -73,7 +73,7 @@ def _until_stopped(config: TrainConfig) -> int:
 
 
 def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
-    """Train; return whether the run was told to stop before its last step."""
+    """Train; return whether the run stopped before its last step."""
     os.environ.setdefault("FSHARDING_DISK", str(config.out))
     chosen = recipe(config.preset)
     model = job.model_of(config)
@@ -83,7 +83,7 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
     with ExitStack() as held:
         state, data, validation, source, first = _begin(config, model, opt, [*swaps.values()], held)
         if first < config.steps:
-            # Read before a file changes, so that bad data leaves an earlier run alone.
+            # Read before any file changes: bad data must leave an earlier run intact.
             shard = Shard(*fs.data_rank_and_size(state.layout.mesh))
             data.batch(first, shard)
             if validation is not None:
@@ -91,7 +91,7 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
         step, validate = _functions(config, model, opt, state)
         size = state_bytes(state)
         longest_step = 0.0
-        longest_save = size / 1e8  # 100 MB/s, until there was a save
+        longest_save = size / 1e8  # 100 MB/s until the first save
         if watch is not None:
             watch.margin = _margin(longest_step, longest_save)
         done = first
@@ -127,7 +127,7 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
                 took = time.perf_counter() - began
                 longest_save = max(longest_save, took) if saved > first else took
                 saved = done
-                # Asked of all ranks: what came while it was saved needs no further step.
+                # Collective: a signal that arrived during the save needs no further step.
                 stopped = stopped or preemption.requested(state.layout.mesh)
             if watch is not None:
                 watch.margin = _margin(longest_step, longest_save)
@@ -140,14 +140,14 @@ def _train(config: TrainConfig, watch: preemption.Watch | None = None) -> bool:
 
 
 def _margin(step: float, save: float) -> timedelta:
-    """Return how long before a deadline a run has to stop, of the longest step and save so far."""
-    # Two steps: the bit is set in the middle of one, and sent with the next. Five seconds: all processes end.
+    """Return how long before a deadline to stop, given the longest step and save so far."""
+    # Two steps: the request arrives during one and is sent with the next. Five seconds: processes exit.
     return timedelta(seconds=5 + 2 * step + 2 * save)
 
 
 # ------------------------------------------------------------------------------------------------- start and resume
 class _Begun(NamedTuple):
-    """A run before its first step: the checkpoint that it resumes from, and how many batches that had seen."""
+    """A run before its first step; `checkpoint` is the one it resumes from, after `first` batches."""
 
     state: TrainState
     data: Data
@@ -159,7 +159,7 @@ class _Begun(NamedTuple):
 def _begin(
     config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, swaps: list[Swap], held: ExitStack
 ) -> _Begun:
-    """Make or load the first state of a run; `held` keeps its directory locked."""
+    """Create or load the first state of a run; `held` keeps its directory locked."""
     skip: set[Path] = set()
     locked = False
     while True:
@@ -172,7 +172,7 @@ def _begin(
             held.enter_context(alone_in(config.out))
             locked = True
             if choose(config.resume, config.checkpoints, skip) != choice:
-                continue  # a run that was ending has saved meanwhile
+                continue  # a run that was ending saved meanwhile
         _tell(config, choice, first)
         if choice.path is None:
             state = init_state(model, opt, fs.random.key(config.seed), layout)
@@ -188,11 +188,11 @@ def _begin(
 
 
 def _position(data: Data) -> Packed | None:
-    """Return data whose place does not follow from the number of a step, and is saved with the state."""
+    """Return data whose position must be saved; it doesn't follow from the step."""
     return data if isinstance(data, Packed) else None
 
 
-# Options that may change when a run is resumed, and that affect its numbers, memory or speed.
+# Options that may change on a resume and affect numbers, memory or speed.
 _TOLD_CHANGES = (
     "lr", "decay_steps", "clip", "dtype", "batch", "seq", "seed", "microbatches", "strategy", "offload", "mesh",
     "schedule", "attention", "policy", "swap_at",
@@ -200,16 +200,16 @@ _TOLD_CHANGES = (
 
 
 def _tell(config: TrainConfig, choice: Choice, first: int) -> None:
-    """Print what a run resumes from, what it passes over, and which options have changed."""
+    """Print the checkpoint of a resume, those skipped, and changed options."""
     if own_rank() != 0 or not config.resume:
         return
     path = choice.path
-    lines = ["starts a new run" if path is None else f"goes on from {path}, after {first} batches"]
-    lines += [printable(f"  passed over {row}") for row in choice.passed]
+    lines = ["starts a new run" if path is None else f"resumes from {path}, after {first} batches"]
+    lines += [printable(f"  skipped {row}") for row in choice.passed]
     before = notes(checkpoint.metadata(path))["config"] if path is not None else {}
     lines += [printable(f"  {row}") for row in changes(config, before, _TOLD_CHANGES)]
     if _is_own(config, path) and first and not config.metrics.exists():
-        lines.append(printable(f"  {config.metrics} is gone: a new one begins here"))
+        lines.append(printable(f"  {config.metrics} is gone: starting a new one"))
     print("\n".join(lines), file=sys.stderr if config.json else sys.stdout, flush=True)
 
 
@@ -242,7 +242,7 @@ def _mesh(config: TrainConfig, text: str) -> Any:
 
 
 def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> fs.Layout:
-    """Plan the layout that a run begins with: as the options say, changed by swaps before that step."""
+    """Plan the first layout of a run: the options, changed by swaps before that step."""
     strategy = config.strategy
     dtype = config.dtype
     text = config.mesh
@@ -259,7 +259,7 @@ def _first_layout(config: TrainConfig, model: Any, swaps: list[Swap]) -> fs.Layo
 def _functions(
     config: TrainConfig, model: Model, opt: fs.optim.GradientTransformation, state: TrainState
 ) -> tuple[TrainStep, Evaluate]:
-    """Make the step and the validation of a run on the mesh where its state is."""
+    """Create the step and the validation on the mesh of the state."""
     schedule = job.schedule_of(config, state.layout.mesh) or config.schedule
     policy = fs.policies.POLICIES[job.policy_of("fsharding train", config.offload, config.policy)]
     many = config.microbatches
@@ -279,14 +279,14 @@ def _validation_loss(config: TrainConfig, validate: Evaluate, state: TrainState,
 
 
 def _batch(data: Data, number: int, state: TrainState) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a global batch, on its device."""
+    """Return this rank's rows of a global batch, on its device."""
     mesh: Any = state.layout.mesh
     batch = ops.cut_sequence(data.batch(number, Shard(*fs.data_rank_and_size(mesh))), mesh=mesh)
     return {name: values.to(mesh.device_type) for name, values in batch.items()}
 
 
 def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
-    """Move the state, which is donated, to another strategy, precision or mesh."""
+    """Reshard the state, which is donated, to a different strategy, precision or mesh."""
     layout = state.layout
     if swap.mesh:
         mesh = _mesh(config, swap.mesh)
@@ -299,7 +299,7 @@ def _swap(config: TrainConfig, state: TrainState, swap: Swap) -> TrainState:
 
 
 def _save(config: TrainConfig, state: TrainState, data: Data, batches: int) -> None:
-    """Save under the number of batches seen: the number of updates, and of steps that a loss scale skipped."""
+    """Save under the number of batches seen; steps that a loss scale skipped count."""
     options = {name: str(value) for name, value in asdict(config).items()}
     extra = {"preset": config.preset, "data": data.fingerprint(), "batches": batches, "config": options}
     keeper = checkpoint.Checkpointer(config.checkpoints, keep=config.keep, background=False, data=_position(data))
@@ -307,7 +307,7 @@ def _save(config: TrainConfig, state: TrainState, data: Data, batches: int) -> N
 
 
 def _schedule(config: TrainConfig, chosen: Recipe) -> fs.optim.Schedule:
-    """Warm up, then stay constant: a longer run begins as a shorter one does."""
+    """Warm up, then stay constant, so a longer run begins like a shorter one."""
     peak = config.lr or chosen.learning_rate * OPTIMIZERS[config.optimizer]
     if config.decay_steps:
         return fs.optim.schedules.warmup_cosine(peak, chosen.warmup, config.decay_steps, end=peak / 10)
@@ -315,7 +315,7 @@ def _schedule(config: TrainConfig, chosen: Recipe) -> fs.optim.Schedule:
 
 
 def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule) -> fs.optim.GradientTransformation:
-    """Make the optimizer: norms and biases do not decay; Muon updates the matrices of blocks, and AdamW the rest."""
+    """Create the optimizer: norms and biases don't decay; Muon updates matrices of blocks, AdamW the rest."""
 
     def make(decay: float) -> fs.optim.GradientTransformation:
         if config.optimizer == "lion":
@@ -330,7 +330,7 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule)
             return "vector"
         return "stacked" if config.optimizer == "muon" and labels(path, leaf) == "matrix" else "matrix"
 
-    # Muon takes the rates of AdamW when its updates have about the same size.
+    # With updates of about AdamW's size, Muon takes AdamW's rates.
     muon = fs.optim.muon(schedule, weight_decay=chosen.weight_decay, adjust="match_rms_adamw")
     labels = fs.optim.label_matrices()
     groups = {"matrix": make(chosen.weight_decay), "vector": make(0.0)}
@@ -339,7 +339,7 @@ def _optimizer(config: TrainConfig, chosen: Recipe, schedule: fs.optim.Schedule)
 
 @contextmanager
 def traced(out: Path, step: int, rank: int) -> Generator[None]:
-    """Record a step, counted from 1, and write its chrome trace if it ends without an error."""
+    """Record a step, counted from 1, and write its chrome trace if it succeeds."""
     with profile(activities=[*supported_activities()], record_shapes=True, acc_events=True) as recorded:
         yield
         devices.synchronize()
@@ -378,7 +378,7 @@ def _short(rate: float) -> str:
 
 
 class _Log:
-    """Metrics and progress, on rank 0; leaving `held` closes its files."""
+    """Metrics and progress on rank 0; `held` closes the files."""
 
     def __init__(self, config: TrainConfig, first: int, meter: Meter, held: ExitStack) -> None:
         self.config = config
@@ -410,7 +410,7 @@ class _Log:
     def write(
         self, step: int, m: Metrics, counts: list[Counts], lr: float, size: int, seconds: float, val: float | None
     ) -> None:
-        """Write the numbers of a step to all files, and its line of progress."""
+        """Write the metrics of a step to all files, and its progress line."""
         tokens = int(m.count)
         row = {
             "step": step, "loss": float(m.loss), "grad_norm": float(m.grad_norm), "lr": lr, "tokens": tokens,
@@ -437,7 +437,7 @@ class _Log:
         said += [f"lr {lr:.2e}", f"peak {rates['peak_memory_bytes'] / 1e6:,.0f} MB"]
         count = f"{step}/{self.config.steps}"
         if math.isinf(self.every):
-            # Bar, count and remaining time stand beside it.
+            # Leaves space for bar, count and remaining time.
             self.progress.update(self.task, completed=step, text=_joined(said, _WIDTH - _BAR - len(count) - 11))
         elif step == self.config.steps or time.monotonic() >= self.told + self.every:
             self.told = time.monotonic()
@@ -448,15 +448,15 @@ class _Log:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.config.metrics), self.opened):
                 return
-        mend = "Start again in a directory that nothing else clears up; what was saved there is gone as well."
+        mend = "Start again in a directory that nothing else cleans; its checkpoints are gone as well."
         if self.config.checkpoints.exists():
-            mend = "Go on from the newest checkpoint with --resume auto."
-        rule = f"has lost {self.config.metrics}: it was removed or replaced while the run went on."
+            mend = "Continue from the newest checkpoint with --resume auto."
+        rule = f"has lost {self.config.metrics}: it was removed or replaced during the run."
         raise CheckpointError(report(f"fsharding train {rule}", mend=mend))
 
     def finish(self, stopped: str = "") -> None:
         """Draw the plot, and print the last line of the run."""
-        # Drawing takes longer than what a run that is stopped may have left.
+        # A stopped run may not have the time to draw.
         drawing = self.config.plot and not stopped
         undrawn = ""
         if drawing and not has_matplotlib():
@@ -480,7 +480,7 @@ class _Log:
             return
         if stopped:
             where = checkpoint.latest(self.config.checkpoints)
-            print(f"stopped at step {stopped}; saved {where}; the same command with --resume auto goes on", flush=True)
+            print(f"stopped at step {stopped}; saved {where}; --resume auto continues the run", flush=True)
             return
         text = f"loss {loss:.4f}" if loss is not None else "loss not finite"
         last = f"{text} after {steps} steps" if steps else "no steps"
@@ -491,11 +491,11 @@ class _Log:
 
 
 def _open_log(config: TrainConfig, source: Path | None, first: int, state: TrainState, held: ExitStack) -> _Log | None:
-    """Open the log on rank 0: cut back to the step that the run resumes from, or new beside an earlier run's."""
+    """Open the log on rank 0: truncated to the step of a resume, or new, with an earlier run set aside."""
     leader = own_rank() == 0
     with _writing(config.out):
         if leader and _is_own(config, source):
-            # Checkpoints newer than `source` are moved as well: the newest one has to be of this run.
+            # Move checkpoints newer than `source` too: the newest must belong to this run.
             _set_aside(config, [one.path for one in survey(config.checkpoints) if one.number > first])
             _cut_rows(config.metrics, first)
         elif leader:
@@ -518,18 +518,18 @@ def _meter(config: TrainConfig, state: TrainState) -> Meter:
 
 @contextmanager
 def _writing(path: Path) -> Generator[None]:
-    """Word an error of the file system, such as a full disk, with the path."""
+    """Name the path in an error of the file system, such as a full disk."""
     try:
         with naming_path(path):
             yield
     except OSError as error:
         rule = f"cannot write {error.filename}: {error.strerror or error}."
-        mend = "Make room there, then continue from the newest checkpoint with --resume auto."
+        mend = "Free space there, then continue from the newest checkpoint with --resume auto."
         raise CheckpointError(report(f"fsharding train {rule}", mend=mend)) from error
 
 
 def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:
-    """Move what an earlier run left in `out` to `out/earlier-N`."""
+    """Move files of an earlier run to `out/earlier-N`."""
     if left:
         number = next(n for n in range(1, 10**6) if not (config.out / f"earlier-{n}").exists())
         aside = config.out / f"earlier-{number}"
@@ -539,7 +539,7 @@ def _set_aside(config: TrainConfig, left: Sequence[Path]) -> None:
 
 
 def _cut_rows(path: Path, last: int) -> None:
-    """Keep the rows of a file of metrics up to a step, and replace the file at once."""
+    """Truncate a file of metrics after a step, atomically."""
     part = path.with_name(f".{path.name}.partial")
     with part.open("w") as file:
         file.writelines(f"{json.dumps(row)}\n" for row in metrics_rows(path) if row["step"] <= last)

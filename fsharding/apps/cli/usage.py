@@ -1,4 +1,4 @@
-"""Refuse options, names, paths and numbers that are wrong by themselves, without an import of torch."""
+"""Check options, names, paths and numbers without importing torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NUMBERS = (
     ("temperature", lambda x: 0 <= x < math.inf, "at least 0"),
     ("top_p", lambda x: 0 < x <= 1, "above 0, at most 1"),
 )
-_ARGUMENTS = ("path", "source")  # checkpoints, which are given without the name of an option
+_ARGUMENTS = ("path", "source")  # positional checkpoints
 _TEXT_PATHS = ("data", "val_data", "resume")  # a path, or another word
 _READ = (*_ARGUMENTS, "data", "val_data", "tokenizer", "model", "names")
 
@@ -66,7 +66,7 @@ def check_options(command: str, options: type[Any], args: Sequence[str]) -> None
 
 
 def _options(options: type[Any]) -> list[str]:
-    """List the options of a dataclass as they are typed, without positional arguments."""
+    """List the options of a dataclass, as typed, without positional arguments."""
     result: list[str] = []
     for field in dataclasses.fields(options):
         if "Positional[" not in str(field.type):
@@ -76,7 +76,7 @@ def _options(options: type[Any]) -> list[str]:
 
 
 def option(name: str) -> str:
-    """Return the option of a field as it is typed."""
+    """Return the option of a field, as typed."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -132,7 +132,7 @@ def _check_paths(command: str, values: Mapping[str, Any]) -> None:
 
 
 def _typed(name: str, path: Any) -> str:
-    """Return a path as it stands on the command line."""
+    """Return a path with its option, as typed."""
     return str(path) if name in (*_ARGUMENTS, "target") else f"{option(name)} {path}"
 
 
@@ -142,5 +142,5 @@ def _refuse(command: str, name: str, value: str, known: Iterable[str]) -> None:
 
 
 def _plain(preset: str) -> str:
-    """Spell a preset with `_`, for which `-` and `.` may be written."""
+    """Normalize `-` and `.` in a preset's name to `_`."""
     return preset.replace("-", "_").replace(".", "_")

@@ -1,4 +1,4 @@
-"""Each configuration with the function that acts on it; ranks are started here, unless a launcher has started them."""
+"""The function behind each subcommand; starts ranks unless a launcher did."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["run"]
 
 
 def run(config: Any) -> int:
-    """Act on a configuration, and return the exit status."""
+    """Run the subcommand of a configuration; return the exit status."""
     verb, act = _VERBS[type(config)]
     return call_as(f"fsharding {verb}", act, config) or 0
 
@@ -60,7 +60,7 @@ def _train(config: declared.TrainConfig) -> int:
         if under_launcher() or ranks == 1:
             return train(config)
         if config.deadline:
-            # Counted from here, and the same on all ranks.
+            # Resolved once: a duration counts from here, and ranks agree.
             config = dataclasses.replace(config, deadline=preemption.parse_deadline(config.deadline).isoformat())
         tell(config, f"starting {ranks} ranks")
         return max(launch_ranks(train, ranks, config, grace=config.grace))
@@ -71,7 +71,7 @@ def _train(config: declared.TrainConfig) -> int:
 
 
 def _what_is_left(config: declared.TrainConfig) -> str:
-    """Say what a run that ended without saving has left behind."""
+    """Describe the newest checkpoint of a run that ended without saving."""
     newest = checkpoint.latest(config.checkpoints)
     if newest is None:
         return f"There is no complete checkpoint in {config.checkpoints}."
@@ -87,15 +87,15 @@ def _generate(config: declared.GenerateConfig) -> int:
 
 
 def _ranks(asked: int | None) -> int:
-    """Return how many ranks will run: those that a launcher started, or those that were asked for."""
+    """Return the number of ranks: the launcher's, or `--ranks`."""
     world = os.environ["WORLD_SIZE"] if under_launcher() else ""
     if world and not world.isdigit():
         text = f"got WORLD_SIZE={world!r} from a launcher."
-        raise ConfigError(message(text, mend="Unset RANK and WORLD_SIZE, or start it by torchrun."))
+        raise ConfigError(message(text, mend="Unset RANK and WORLD_SIZE, or start with torchrun."))
     started = int(world) if world else None
     if started is not None and asked not in (None, started):
         text = f"got --ranks {asked}, but a launcher started {started} ranks."
-        raise ConfigError(message(text, mend="Leave --ranks out under torchrun."))
+        raise ConfigError(message(text, mend="Omit --ranks under torchrun."))
     ranks = started or (1 if asked is None else asked)
     if ranks < 1:
         raise ConfigError(message(f"got --ranks {ranks}.", mend="Start at least one rank."))
@@ -108,7 +108,7 @@ def _print(text: object, data: dict[str, Any], *, as_json: bool) -> None:
 
 # ----------------------------------------------------------------------------------------- inspect, reshard and export
 def _inspect(config: declared.InspectConfig) -> int:
-    """Return 1 for a checkpoint that is damaged, else 0."""
+    """Show a checkpoint or a run; return 1 if the checkpoint is damaged, else 0."""
     if seen := _checkpoints_of(config.path):
         rows = [_row(one) for one in seen]
         _print(_listed(config.path, rows), {"path": str(config.path), "checkpoints": rows}, as_json=config.json)
@@ -139,7 +139,7 @@ def _checkpoints_of(path: Path) -> list[Seen]:
     try:
         return [] if os.path.lexists(path / MANIFEST) else survey(path) or survey(path / "ckpt")
     except OSError:
-        return []  # inspect says what is wrong with such a path
+        return []  # `inspect` reports the error
 
 
 def _row(seen: Seen) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _row(seen: Seen) -> dict[str, Any]:
 
 
 def _listed(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table of a run's checkpoints; files are looked at, their checksums are not."""
+    """Return a table of a run's checkpoints, without verifying checksums."""
     table = [["step", "saved", "bytes", "state", "path"]]
     for row in rows:
         state = printable(row["problem"]) or "complete"
@@ -192,20 +192,20 @@ def _name(value: Any) -> Name:
         case {"name": name, "rows": [*keys]} if len(value) == 2 and all(isinstance(key, int | str) for key in keys):
             inner = _name(name)
             if isinstance(inner, Rows):
-                raise ValueError(f"{inner!r} has rows already")
+                raise ValueError(f"{inner!r} already has rows")
             return Rows(inner, tuple(keys))
         case _:
-            raise ValueError(f"{value!r} is no name")
+            raise ValueError(f"{value!r} isn't a name")
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
 def preview(config: declared.PlanConfig) -> None:
-    """Print what a preset takes on a mesh that need not exist; bytes equal `layout.memory()`."""
+    """Print the memory of a preset on a mesh that need not exist; bytes equal `layout.memory()`."""
     check_values("fsharding plan", config)
     check_numbers("fsharding plan", config)
     axes = parse_axes(config.mesh)
     if free := [axis for axis, size in axes.items() if size == -1]:
-        mend = "Say the size of each axis: no number of ranks is given of which one could take the rest."
+        mend = "Write the size of each axis: the number of ranks isn't known here."
         got = ", ".join(f"{axis}=-1" for axis in free)
         raise MeshError(report(f"fsharding plan --mesh {config.mesh} got {got}.", mend=mend))
     mesh = call_as(f"fsharding plan --mesh {config.mesh}", make_shape, axes, world=math.prod(axes.values()))
@@ -228,7 +228,7 @@ def preview(config: declared.PlanConfig) -> None:
     }
     layers = layers_by_coordinate(model, layout, ranks)
     for pp in range(ranks):
-        memory = layout.memory(coord={"pp": pp})  # of the first rank there, which has the most
+        memory = layout.memory(coord={"pp": pp})  # the first rank stores the most
         kept = {role: nbytes for role, nbytes in memory._asdict().items() if role != "away"}
         kept |= {name: getattr(memory, name) for name in ("host", "disk", "total", "device")}
         result["stages"].append({"pp": pp, "layers": layers[pp], "bytes": kept, "copied": _copied(layout, {"pp": pp})})
@@ -236,7 +236,7 @@ def preview(config: declared.PlanConfig) -> None:
 
 
 def _copied(layout: Layout, coord: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that a step of one microbatch copies from and to the host, and the disk."""
+    """Return the bytes that a step with one microbatch copies from and to host and disk."""
     # An update reads parameters that are their own main copies, main parameters, moments and gradients, and writes all
     # but gradients. Units are gathered for forward and for backward; parameters are made of main ones that are apart.
     # Gradients are written once, and read once more for their norm.

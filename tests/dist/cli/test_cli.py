@@ -209,7 +209,7 @@ BAD = {
     "wide seed": (["--seed", str(2**64)], f"--seed {2**64}: 0 to 2**64 - 1", ""),
     "no steps": (["--steps", "0"], "--steps 0: at least 1", ""),
     "missing data": (["--data", "nowhere.txt"], "nowhere.txt", ""),
-    "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "can be written"),
+    "unwritable out": (["--out", "/proc/nothing"], "cannot write to --out /proc/nothing", "writable directory"),
     "nothing to resume": (["--resume", "newest"], "finds no complete checkpoint", "Leave --resume out"),
     "schedule": (["--schedule", "zvb"], "knows no --schedule 'zvb'", "Did you mean 'zbv'?"),
     "size of an axis": (["--mesh", "tp=0"], "got tp=0", "A size is at least 1"),
@@ -234,7 +234,7 @@ BAD = {
     "heads": (["--ranks", "8", "--mesh", "tp=8"], "4 heads: no multiple of 8", "Choose another mesh"),
     "sequence": (
         ["--ranks", "2", "--mesh", "tp=2", "--sequence", "--seq", "33"],
-        "cut --seq 33 over tp=2",
+        "shard --seq 33 over tp=2",
         "multiple of 2",
     ),
 }
@@ -276,8 +276,12 @@ def test_empty_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_resume_of_another_run_is_refused_by_name(whole: Path, capsys: pytest.CaptureFixture[str]):
     before = (whole / "metrics.jsonl").read_bytes()
     error = refused(capsys, "train", "--out", whole, *SMALL, "--resume", "auto", "--seed", "7")
-    assert "it is another run" in error and "data: " in error and "  --seed: 0 in the checkpoint, 7 now\n" in error
-    assert "--seq" not in error and "--out" not in error.partition("is another run")[2].partition("Give")[0]
+    assert (
+        "it belongs to a different run" in error
+        and "data: " in error
+        and "  --seed: 0 in the checkpoint, 7 now\n" in error
+    )
+    assert "--seq" not in error and "--out" not in error.partition("different run")[2].partition("Pass")[0]
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 

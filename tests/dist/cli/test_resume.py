@@ -77,14 +77,14 @@ def test_auto_starts_a_run_and_goes_on_with_it(six: Path, tmp_path: Path, capsys
     assert run(tmp_path / "run", "--steps", "4", "--resume", "auto") == 0
     assert capsys.readouterr().out.startswith("loading torch\nstarts a new run\n")
     assert run(tmp_path / "run", "--steps", "6", "--resume", "auto") == 0
-    assert capsys.readouterr().out.startswith(f"loading torch\ngoes on from {tmp_path}/run/ckpt/4, after 4 batches\n")
+    assert capsys.readouterr().out.startswith(f"loading torch\nresumes from {tmp_path}/run/ckpt/4, after 4 batches\n")
     assert losses(tmp_path / "run") == losses(six)
 
 
 def test_options_that_are_others_than_before_are_said(out: Path, capsys: pytest.CaptureFixture[str]):
     assert run(out, "--steps", "7", "--resume", "auto", "--lr", "1e-3", "--dtype", "bfloat16") == 0
     said = capsys.readouterr().out.splitlines()[1:]  # after "loading torch"
-    assert said[0].startswith("goes on from ")
+    assert said[0].startswith("resumes from ")
     assert said[1:3] == [
         "  --lr: left out in the checkpoint, 0.001 now",
         "  --dtype: float32 in the checkpoint, bfloat16 now",
@@ -101,11 +101,11 @@ def test_what_is_passed_over_is_said(out: Path, six: Path, capsys: pytest.Captur
     (out / "ckpt" / "6" / "__0_0.distcp").unlink()
     assert run(out, "--steps", "6", "--resume", "auto") == 0
     said = capsys.readouterr().out.splitlines()[1:]  # after "loading torch"
-    assert said[0] == f"goes on from {out}/ckpt/4, after 4 batches"
-    assert said[1] == "  passed over 99: its save was never finished"
-    assert said[2].startswith("  passed over 98: fsharding train ") and "manifest" in said[2]
-    assert said[3] == "  passed over .97.partial: its save was never finished"
-    assert said[4] == "  passed over 6: __0_0.distcp is missing"
+    assert said[0] == f"resumes from {out}/ckpt/4, after 4 batches"
+    assert said[1] == "  skipped 99: its save was never finished"
+    assert said[2].startswith("  skipped 98: fsharding train ") and "manifest" in said[2]
+    assert said[3] == "  skipped .97.partial: its save was never finished"
+    assert said[4] == "  skipped 6: __0_0.distcp is missing"
     assert losses(out) == losses(six)
     assert sorted(os.listdir(out / "earlier-1")) == [".97.partial", "6", "98", "99"] or "6" in os.listdir(
         out / "earlier-1"
@@ -141,7 +141,7 @@ def test_damaged_data_is_an_error_unless_older_ones_may_do(out: Path, six: Path,
     assert sorted(os.listdir(out / "ckpt")) == ["2", "4", "6"] and not (out / "earlier-1").exists()
     assert run(out, *args, "--resume-older") == 0
     said = capsys.readouterr().out
-    assert f"goes on from {out}/ckpt/4, after 4 batches\n  passed over 6: its data is damaged\n" in said
+    assert f"resumes from {out}/ckpt/4, after 4 batches\n  skipped 6: its data is damaged\n" in said
     assert losses(out)[:6] == losses(six)
 
 
@@ -158,7 +158,7 @@ def test_nothing_whole_is_left(out: Path, capsys: pytest.CaptureFixture[str]):
 def test_metrics_that_are_gone_begin_again(out: Path, six: Path, capsys: pytest.CaptureFixture[str]):
     (out / "metrics.jsonl").unlink()
     assert run(out, "--steps", "6", "--resume", "4") == 0
-    assert f"  {out}/metrics.jsonl is gone: a new one begins here\n" in capsys.readouterr().out
+    assert f"  {out}/metrics.jsonl is gone: starting a new one\n" in capsys.readouterr().out
     assert losses(out) == losses(six)[4:]
 
 
@@ -256,7 +256,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path: Path):
         finally:
             started.kill()
     assert started.returncode == 0, said[-3000:]
-    assert "starts a new run" in said and "goes on from" in said
+    assert "starts a new run" in said and "resumes from" in said
     assert len(losses(out)) == 30
     plain = ["--out", str(tmp_path / "plain"), *SMALL, *steps]
     assert run_ranks(on_ranks, 2, plain, plain) == [None, None]

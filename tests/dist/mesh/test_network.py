@@ -141,10 +141,8 @@ def test_doctor_names_what_is_reachable_from_outside_and_fails():
     rows = [row for row in done.stdout.splitlines() if row.startswith("listening on ")]
     outside = [row for row in rows if "reachable from outside" in row]
     assert outside and "127.0.0.1" not in "".join(outside)
-    assert all(
-        f"Unset GLOO_SOCKET_IFNAME={outer_interface()}, or keep strangers off the network." in row for row in outside
-    )
+    assert all(f"Unset GLOO_SOCKET_IFNAME={outer_interface()}, or isolate the network." in row for row in outside)
     (transport,) = [row for row in done.stdout.splitlines() if row.startswith("transport ")]
     assert "FSHARDING_SHARED_MEMORY=0" in transport and transport.rstrip().endswith("unset FSHARDING_SHARED_MEMORY")
     (master,) = [row for row in done.stdout.splitlines() if row.startswith("MASTER_ADDR ")]
-    assert "It is not found: " in master and "Give the address of the machine of rank 0." in master
+    assert "Not found: " in master and "Set it to the address of rank 0." in master

@@ -45,7 +45,7 @@ def test_who_reaches_an_address():
 def test_variables_left_from_a_launcher_and_interfaces_that_are_not_there(monkeypatch):
     for name in [name for name in os.environ if name.startswith(doctor._PREFIXES) or name in doctor._NAMES]:
         monkeypatch.delenv(name)
-    assert [*doctor._variables()] == [Finding("variables", "none is set that ranks read")]
+    assert [*doctor._variables()] == [Finding("variables", "none set that ranks read")]
     for name, value in (
         ("RANK", "0"),
         ("GLOO_SOCKET_IFNAME", "nope0"),
@@ -55,7 +55,7 @@ def test_variables_left_from_a_launcher_and_interfaces_that_are_not_there(monkey
         monkeypatch.setenv(name, value)
     found = {finding.name: finding for finding in doctor._variables()}
     assert found["RANK"].wrong.startswith("A launcher sets it") and found["RANK"].mend == "unset RANK"
-    assert found["GLOO_SOCKET_IFNAME"].wrong.startswith("There is no such interface: there are lo")
+    assert found["GLOO_SOCKET_IFNAME"].wrong.startswith("No such interface; found lo")
     assert not found["NCCL_SOCKET_IFNAME"].wrong and found["NCCL_DEBUG"] == Finding("NCCL_DEBUG", "INFO")
 
 
@@ -70,7 +70,7 @@ def test_why_ranks_send_instead_of_sharing(monkeypatch):
 def test_few_open_files_are_told_with_the_command(monkeypatch):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, 2048))
     finding = doctor._open_files()
-    assert finding.value == "1024, may be raised to 2048" and finding.mend == "Run `ulimit -n 2048` first."
+    assert finding.value == "1024, limit 2048" and finding.mend == "Run `ulimit -n 2048` first."
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     assert not doctor._open_files().wrong
 

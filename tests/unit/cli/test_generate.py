@@ -164,14 +164,14 @@ WRONG = {
     "numbers": (["run", "--top-k", "0", "--top-p", "2", "--temperature", "-1"], "--top-k 0: at least 1", "--top-p 2.0:"),
     "wide seed": (["run", "--seed", str(2**64)], "got numbers out of range", f"--seed {2**64}: 0 to 2**64 - 1"),
     "dtype": (["run", "--dtype", "float23"], "knows no --dtype 'float23'", "Did you mean 'float32'?"),
-    "no model": (["bare"], "cannot tell which model", "Give --preset NAME or --model config.json"),
-    "another model": (["noted", "--preset", "tiny"], "finds other parameters in", "params.blocks.down is [2, 48, 32]"),
+    "no model": (["bare"], "cannot find the model", "Give --preset NAME or --model config.json"),
+    "another model": (["noted", "--preset", "tiny"], "finds different parameters in", "params.blocks.down is [2, 48, 32]"),
     "no such preset": (["bare", "--preset", "tny"], "knows no preset 'tny'", "Did you mean 'tiny'?"),
-    "an empty prompt": (["run", "--prompt", ""], "got a prompt without tokens", "Give --prompt"),
+    "an empty prompt": (["run", "--prompt", ""], "got a prompt without tokens", "Pass --prompt"),
     "outside": (["words", "--tokenizer", "none.json"], "finds nothing at 1 of its paths.", "--tokenizer none.json"),
-    "no tokenizer there": (["words", "--tokenizer", "words"], "cannot read", "Give a tokenizer.json"),
-    "no tokenizer": (["words"], "cannot tell the tokenizer", "--tokenizer tokenizer.json"),
-    "ids": (["ids"], "cannot tell the tokenizer", "--tokenizer tokenizer.json"),
+    "no tokenizer there": (["words", "--tokenizer", "words"], "cannot read", "Pass a tokenizer.json"),
+    "no tokenizer": (["words"], "cannot find the tokenizer", "--tokenizer tokenizer.json"),
+    "ids": (["ids"], "cannot find the tokenizer", "--tokenizer tokenizer.json"),
     "stages": (["run", "--ranks", "2", "--mesh", "pp=2"], "cannot generate in stages: --mesh has pp=2", "Use tp or dp"),
     "a mesh": (["run", "--ranks", "2", "--mesh", "dp=3"], "--mesh dp=3", "2"),
     "heads": (["run", "--ranks", "3"], "cannot be cut over the mesh", "4 heads: no multiple of 3"),
@@ -189,4 +189,4 @@ def test_bytes_outside_of_the_vocabulary_are_named(tmp_path: Path, capsys):
     extra = {"model": fs.hf.config_json(SMALL), "config": {"data": "default"}}
     saved(tmp_path / "saved", SMALL, extra)
     status, _, err = run(capsys, "generate", tmp_path / "saved", "--prompt", "zoo")
-    assert status == 2 and "3 tokens outside of the vocabulary of 100" in err and "'z' is 122, 'o' is 111" in err
+    assert status == 2 and "3 tokens outside the vocabulary of 100" in err and "'z' is 122, 'o' is 111" in err

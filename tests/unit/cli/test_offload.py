@@ -29,7 +29,7 @@ def test_the_strategy_and_the_policy_of_an_option():
     ("text", "policy", "said"),
     [
         ("activations=disk", "save_except_gathered", "got activations=disk: device or host"),
-        ("activations=host", "nothing_saveable", "got activations=host beside --policy nothing_saveable"),
+        ("activations=host", "nothing_saveable", "got activations=host and --policy nothing_saveable"),
     ],
 )
 def test_activations_that_cannot_be_kept_so(text, policy, said):

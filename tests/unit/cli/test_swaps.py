@@ -26,5 +26,5 @@ def test_a_swap_may_change_the_precision():
 
 
 def test_a_step_stands_once():
-    with pytest.raises(ConfigError, match="step 5 stands twice"):
+    with pytest.raises(ConfigError, match="step 5 occurs twice"):
         parse_swaps("5=zero1,5=zero2")

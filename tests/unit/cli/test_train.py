@@ -80,7 +80,7 @@ def test_a_directory_that_is_removed_ends_the_run(config, gone, monkeypatch):
 
     saved = runs._save
     monkeypatch.setattr(runs, "_save", save_and_remove)
-    mend = "Start again in" if gone == "out" else "Go on from the newest checkpoint with --resume auto."
+    mend = "Start again in" if gone == "out" else "Continue from the newest checkpoint with --resume auto."
     with pytest.raises(CheckpointError, match=rf"has lost {config.metrics}: it was removed[\s\S]*{mend}"):
         ran(replace(config, save_every=2))
     assert not config.out.exists() if gone == "out" else checkpoint.latest(config.checkpoints).name == "4"

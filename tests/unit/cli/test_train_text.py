@@ -88,11 +88,11 @@ def test_kinds_of_data(config, folder):
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
-        ({"data": "DIR/saved", "tokenizer": None}, ConfigError, "fsharding train cannot read the data set --data DIR/saved byte by byte.\nGive its tokenizer: --tokenizer tokenizer.json."),
-        ({"data": "DIR/a.bin"}, ConfigError, "fsharding train got --tokenizer DIR/tokenizer.json, and --data DIR/a.bin has tokens already.\nLeave --tokenizer out."),
+        ({"data": "DIR/saved", "tokenizer": None}, ConfigError, "fsharding train cannot read the data set --data DIR/saved byte by byte.\nPass its tokenizer: --tokenizer tokenizer.json."),
+        ({"data": "DIR/a.bin"}, ConfigError, "fsharding train got --tokenizer DIR/tokenizer.json, but --data DIR/a.bin already has tokens.\nOmit --tokenizer."),
         ({"text_column": "text"}, DataError, "fsharding train finds no column 'text' in DIR/train.jsonl.\nGive one of 'body'."),
         ({"val_data": "DIR/nowhere"}, ConfigError, f"fsharding train finds nothing at 1 of its paths.\n  --val-data DIR/nowhere\nCorrect them; relative ones begin at {os.getcwd()}, and fsharding downloads nothing."),
-        ({"eos": "<end>"}, DataError, "fsharding train got --eos '<end>', which is no token of DIR/tokenizer.json.\nGive one of its tokens, or the id, such as --eos 0."),
+        ({"eos": "<end>"}, DataError, "fsharding train got --eos '<end>', which isn't a token of DIR/tokenizer.json.\nPass one of its tokens, or an id, such as --eos 0."),
         ({"seq": 2000}, DataError, "fs.data.packed got 1320 tokens in all documents; a row takes 2001.\nGive more documents, or seq_len 1319 or less."),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -115,14 +115,14 @@ def test_a_tokenizer_that_is_larger_than_the_model(config, tmp_path):
     )
     assert text == (
         f"fsharding train cannot embed 301 tokens of {config.data} in the 256 of --preset tiny.\n"
-        "Choose a preset with a larger vocabulary, or other data."
+        "Choose a preset with a larger vocabulary, or different data."
     )
 
 
 def test_other_data_is_another_run(config, folder):
     ran(replace(config, steps=2))
     other = replace(config, data=str(folder / "val.jsonl"), resume="auto")
-    assert "cannot go on from" in refusal(call_as, "fsharding train", check, other, 1, kind=CheckpointError)
+    assert "cannot continue from" in refusal(call_as, "fsharding train", check, other, 1, kind=CheckpointError)
 
 
 def test_the_end_of_documents_is_found_beside_a_tokenizer(folder, tmp_path):
@@ -135,7 +135,7 @@ def test_the_end_of_documents_is_found_beside_a_tokenizer(folder, tmp_path):
     assert open_encoder(tmp_path, "7").eos == 7 and found.vocab_size == found.tokenizer.get_vocab_size()
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("</s>", "<end>"))
     (tmp_path / "tokenizer_config.json").unlink()
-    assert "cannot tell what ends a document" in refusal(open_encoder, tmp_path, "", kind=DataError)
+    assert "cannot find the end-of-document token" in refusal(open_encoder, tmp_path, "", kind=DataError)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "as a tokenizer: " in refusal(open_encoder, tmp_path, "", kind=DataError)
     assert "as a tokenizer: " in refusal(open_encoder, tmp_path / "nowhere.json", "", kind=DataError)

@@ -109,7 +109,7 @@ def test_documents_of_files_and_separators(tmp_path):
         open_data(str(path), batch_size=1, seq_len=1, documents=True)
     assert str(caught.value).replace(str(tmp_path), "DIR") == (
         "fs.data.open_data cannot tell the documents of DIR/ids.bin.\n"
-        'Say the id that ends a document in DIR/ids.bin.json, such as {"separator": 0}.'
+        'Write the id that ends a document to DIR/ids.bin.json, such as {"separator": 0}.'
     )
 
 
@@ -300,7 +300,7 @@ def test_errors_of_tokens(tmp_path):
     )
     fails(
         tmp_path,
-        "fs.data.Tokens cannot cut a row of 9 tokens out of the 8 of an array.\nGive more data, or seq_len 7 or less.",
+        "fs.data.Tokens cannot take a row of 9 tokens from the 8 of an array.\nGive more data, or seq_len 7 or less.",
         Tokens,
         stream=stream_of(8),
         batch_size=1,
@@ -321,7 +321,7 @@ def test_errors_of_files(tmp_path):
     none = "fs.data.open_data found no files in DIR.\nName files, or a directory that has some."
     fails(tmp_path, none, open_data, str(tmp_path), **ONE)
     (tmp_path / "empty").touch()
-    text = "fs.data.Tokens cannot cut a row of 2 tokens out of the {} of DIR.\nGive more data."
+    text = "fs.data.Tokens cannot take a row of 2 tokens from the {} of DIR.\nGive more data."
     fails(tmp_path, text.format(0), open_data, str(tmp_path), **ONE)
     (tmp_path / "short").write_text("x")
     fails(tmp_path, text.format(1), open_data, str(tmp_path), **ONE)
@@ -344,10 +344,10 @@ def test_errors_of_token_files(tmp_path):
     text = "fs.data.open_data cannot open DIR/data.bin: No such file or directory."
     fails(tmp_path, text + mend, open_data, str(path), **ONE)
     path.write_bytes(b"12345")
-    text = "fs.data.open_data cannot open DIR/data.bin: its size is no multiple of 2 bytes, as uint16 needs it."
+    text = "fs.data.open_data cannot open DIR/data.bin: its size isn't a multiple of the 2 bytes of uint16."
     fails(tmp_path, text + mend, open_data, str(path), **ONE)
     path.write_bytes(b"")
-    text = "fs.data.Tokens cannot cut a row of 2 tokens out of the 0 of DIR/data.bin.\nGive more data."
+    text = "fs.data.Tokens cannot take a row of 2 tokens from the 0 of DIR/data.bin.\nGive more data."
     fails(tmp_path, text, open_data, str(path), **ONE)
 
 

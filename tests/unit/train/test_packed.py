@@ -23,7 +23,7 @@ def of_text(text):
 
 
 class Asked:
-    """A data set that is asked by number, for several at once, and counts what it has given."""
+    """A data set indexed by number, for several at once, and counts what it has given."""
 
     def __init__(self, documents):
         self.documents, self.given = documents, 0
@@ -264,9 +264,9 @@ def test_positions_of_other_data_are_refused():
     [
         ({"batch_size": 0}, "fs.data.packed got arguments out of range.\n  batch_size is 0: not positive.\nGive positive sizes and a seed >= 0."),
         ({"documents": []}, "fs.data.packed got no documents: the data set is empty.\nGive one with rows."),
-        ({"documents": "a text"}, "fs.data.packed takes documents, got 'a text'.\nGive a list of texts or of ids, or a data set that is asked by number, such as documents['train']."),
-        ({"documents": iter([[1]])}, "fs.data.packed takes documents, got a list_iterator.\nGive a list of texts or of ids, or a data set that is asked by number, such as documents['train']."),
-        ({"documents": {"train": [[1]]}}, "fs.data.packed takes documents, got a dict of train.\nGive a list of texts or of ids, or a data set that is asked by number, such as documents['train']."),
+        ({"documents": "a text"}, "fs.data.packed takes documents, got 'a text'.\nGive a list of texts or of ids, or a data set indexed by number, such as documents['train']."),
+        ({"documents": iter([[1]])}, "fs.data.packed takes documents, got a list_iterator.\nGive a list of texts or of ids, or a data set indexed by number, such as documents['train']."),
+        ({"documents": {"train": [[1]]}}, "fs.data.packed takes documents, got a dict of train.\nGive a list of texts or of ids, or a data set indexed by number, such as documents['train']."),
         ({"documents": [[]]}, "fs.data.packed got 0 tokens in all documents; a row takes 5.\nGive more documents."),
         ({"documents": [[1, 2]]}, "fs.data.packed got 3 tokens in all documents; a row takes 5.\nGive more documents, or seq_len 2 or less."),
         ({"documents": ["text"]}, "fs.data.packed got 'text' as a document, without a tokenizer.\nGive texts and tokenizer=, or lists of ids; of rows one column, documents.select_columns(['text'])."),
