@@ -15,7 +15,16 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE_LINK = re.compile(r"\]\(\.\./((?:\.\./)*)examples/(\w+)\.py\)")
-MARKDOWN = {"CONTRIBUTING.md": "contributing.md", "bench/benchmarks.md": "benchmarks.md", "bench/facts.md": "facts.md"}
+MAINTAINERS = {
+    "design": "Decisions",
+    "runtime": "Runtime and pipeline executor",
+    "sharding": "Sharding algebra",
+    "checkpoint-format": "Checkpoint format",
+    "facts": "Measured facts",
+}
+"""Pages of contributing/ with their titles; a file without an entry fails the build."""
+MARKDOWN = {"CONTRIBUTING.md": "contributing.md", "bench/benchmarks.md": "benchmarks.md"}
+MARKDOWN |= {f"contributing/{name}.md": f"contributing/{name}.md" for name in MAINTAINERS}
 """Pages of the site by the Markdown files that they are made of."""
 MARKDOWN_LINK = re.compile(rf"\]\(\.\./((?:\.\./)*)({'|'.join(map(re.escape, MARKDOWN))})(#[\w-]+)?\)")
 
@@ -53,13 +62,15 @@ GALLERY = {
 
 
 def on_config(config: Any) -> Any:
-    """Adds the examples to the navigation, before the reference."""
+    """Adds the examples to the navigation, before the reference, and the pages for maintainers at its end."""
     pages: list[Any] = [{"All examples": "examples/index.md"}]
     pages += [
         {task: [{title: f"examples/{name}.md"} for name, title in titles.items()]} for task, titles in GALLERY.items()
     ]
     at = next(i for i, part in enumerate(config["nav"]) if "Reference" in part)
-    config["nav"] = [*config["nav"][:at], {"Examples": pages}, *config["nav"][at:], {"Contributing": "contributing.md"}]
+    maintainers = [{title: f"contributing/{name}.md"} for name, title in MAINTAINERS.items()]
+    last = {"Contributing": [{"How to contribute": "contributing.md"}, *maintainers]}
+    config["nav"] = [*config["nav"][:at], {"Examples": pages}, *config["nav"][at:], last]
     return config
 
 
@@ -72,8 +83,12 @@ def on_files(files: Files, config: Any) -> Files:
     for name, path in found.items():
         files.append(File.generated(config, f"examples/{name}.md", content=page_of(path, titles[name])))
     files.append(File.generated(config, "examples/index.md", content=gallery(found)))
+    if (written := {path.stem for path in (ROOT / "contributing").glob("*.md")}) != {*MAINTAINERS}:
+        raise ValueError(f"MAINTAINERS and contributing/ differ: {sorted(written ^ {*MAINTAINERS})}")
     for source, page in MARKDOWN.items():
-        text = (ROOT / source).read_text(encoding="utf-8").replace("](../docs/", "](")
+        text = (ROOT / source).read_text(encoding="utf-8")
+        text = text.replace("](../docs/", "](../" if "/" in page else "](")
+        text = text.replace("](docs/", "](").replace("](../bench/", "](../")
         files.append(File.generated(config, page, content=text))
     return files
 

@@ -17,7 +17,7 @@ from bench.__main__ import main as bench
 from fsharding.apps.cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [path for folder in ("", "bench", "findings") for path in sorted((ROOT / folder).glob("*.md"))]
+PAGES = [path for folder in ("", "bench", "contributing", "findings") for path in sorted((ROOT / folder).glob("*.md"))]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 LAUNCH = sorted((ROOT / "examples" / "launch").iterdir())
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

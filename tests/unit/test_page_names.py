@@ -11,7 +11,12 @@ import pytest
 import fsharding as fs
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "contributing").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 CODE = re.compile(r"`([^`\n]+)`")
 PUBLIC = re.compile(r"(?<![\w./])fs((?:\.[A-Za-z_]\w*)+)")
 FILE = re.compile(r"(?<![\w./-])((?:[a-z_]+/)+[\w./]*\w\.(?:py|md|sh|toml))(?:::(\w+))?")
