@@ -21,6 +21,8 @@ MAINTAINERS = {
     "sharding": "Sharding algebra",
     "checkpoint-format": "Checkpoint format",
     "facts": "Measured facts",
+    "guarantees": "Tests of guarantees",
+    "what-works": "What works with what",
 }
 """Pages of contributing/ with their titles; a file without an entry fails the build."""
 MARKDOWN = {"CONTRIBUTING.md": "contributing.md", "bench/benchmarks.md": "benchmarks.md"}

@@ -1,6 +1,6 @@
-"""Writes docs/reference/what-works-with-what.md from the tests that show it: `python docs/what_works.py`.
+"""Write contributing/what-works.md, and the table of features in Guarantees, from tests: `python docs/what_works.py`.
 
-Each cell of a table is the id of a test. tests/unit/test_what_works_page.py checks that the page is what this file
+Each cell of a table is the id of a test. tests/unit/test_what_works_page.py checks that the pages are what this file
 writes, and that each of these tests is collected by `make test` and never skipped. Without a test there is no mark.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parent / "reference" / "what-works-with-what.md"
+PAGE = Path(__file__).parents[1] / "contributing" / "what-works.md"
+GUARANTEES = Path(__file__).parent / "explanation" / "guarantees.md"
 PAIR = "tests/dist/models/test_every_mesh.py::test_every_pair_of_axes_has_the_losses_of_one_process[{}]"
 CELL = "tests/dist/train/test_what_works.py::test_a_feature_in_a_place[{}-{}]"
 EVERY = "tests/dist/transforms/test_transforms.py::{}"
@@ -39,13 +40,13 @@ def pair(*axes: str) -> str:
 
 
 def strategies() -> Table:
-    """Every strategy over every axis, each beside `dp`, or `replica` where the strategy is a hybrid."""
+    """Every strategy over every axis, with `dp` as the second axis, or `replica` if the strategy is a hybrid."""
     plain = {axis: pair("dp", axis if axis != "dp" else "tp") for axis in AXES}
     hybrid = {axis: pair("replica", axis if axis != "replica" else "dp") for axis in AXES}
     rows = {f"`zero({level})`": plain for level in range(4)} | {"`HSDP`": hybrid, "`HFSDP`": hybrid}
     text = (
-        "Four ranks; losses and gradient norms are those of one process, at 1e-5, and the bytes of each step are those"
-        " of the formula. A mark of `zero(0)` to `zero(3)` is beside `dp`, one of a hybrid beside `replica`."
+        "Four ranks; losses and gradient norms equal one process's at 1e-5, and the bytes of each step equal the"
+        " formula. Marks of `zero(0)` to `zero(3)` have `dp` as the second axis, marks of hybrids `replica`."
     )
     return Table("Strategies and axes", text, AXES, rows)
 
@@ -77,7 +78,7 @@ def features() -> Table:
         "activations on the host": everywhere("offload"),
         "donation": everywhere("donation"),
         "frozen leaves": everywhere("frozen_leaves"),
-        "checkpoint, and on": everywhere("checkpoint"),
+        "save, load and continue": everywhere("checkpoint"),
         "reshard there and back": everywhere("reshard"),
         "export of its weights": everywhere("export"),
         "`fs.adamw`": everywhere("remat"),
@@ -95,7 +96,7 @@ def features() -> Table:
             "cp": EVERY.format(f"{over}[axes2-ring-False-policy2-names2]"),
             "ep": EVERY.format("test_every_transform_through_experts[axes0-policy0-names0]"),
         },
-        "a module of your own: `functionalize`": {"zero1": MODULE, "zero3": MODULE},
+        "your own module: `functionalize`": {"zero1": MODULE, "zero3": MODULE},
         "Hugging Face, in and out": {
             "zero3": HUGGING_FACE.format("llama-zero3"),
             "tp": HUGGING_FACE.format("llama-tp"),
@@ -106,10 +107,10 @@ def features() -> Table:
         "`torch.compile` of blocks, on one rank": {"zero3": COMPILED},
     }
     text = (
-        "Two ranks. `zero0` to `zero3` cut over `dp`, `hsdp` and `hfsdp` are on `replica`, the others are under"
-        " `zero(3)` on the one axis of their name. Losses and norms are those of one process, up to the rounding of the"
-        " dtype, also after a save and a load or a reshard in the middle; frozen leaves and exported weights are the"
-        " same in every bit. From `fs.optim.from_torch` on rows are shown by tests of other files."
+        "Two ranks. `zero0` to `zero3` shard over `dp`, `hsdp` and `hfsdp` use `replica`, the others `zero(3)` over the"
+        " axis of their name. Losses and norms equal one process's up to the rounding of the dtype, also after a save"
+        " and a load or a reshard; frozen leaves and exported weights are equal in every bit. Rows from"
+        " `fs.optim.from_torch` on have tests in other files."
     )
     return Table("Features", text, PLACES, rows)
 
@@ -128,12 +129,9 @@ def render() -> str:
     lines = [
         "# What works with what",
         "",
-        "A mark is a test that runs the two together, and leads to its name. No mark says that no test does: it may",
-        "work, or be refused with an error that says so. `make test` runs all of them, on the CPU.",
-        "",
-        "Larger combinations are drawn at random, and compared with one process: meshes of up to eight ranks, with",
-        "schedules, policies and strategies, in `tests/dist/models/test_mesh_laws.py`; models, strategies, optimizers",
-        "and policies in `tests/property/laws/test_training_cases.py`. `python docs/what_works.py` writes this page.",
+        "A mark links to a test of the combination; without one, it may work or raise an error. `make test` runs all",
+        "of them, on the CPU. Random larger combinations are in `tests/dist/models/test_mesh_laws.py` and",
+        "`tests/property/laws/test_training_cases.py`. `python docs/what_works.py` writes this page.",
     ]
     for table in TABLES:
         lines += ["", f"## {table.title}", "", table.text, "", f"| | {' | '.join(table.columns)} |"]
@@ -141,10 +139,30 @@ def render() -> str:
         for name, row in table.rows.items():
             cells = (f"[✓](#test-{numbers[row[column]]})" if column in row else "" for column in table.columns)
             lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "## Tests", "", "Each runs by itself: `pytest` and the id in quotes.", ""]
+    lines += ["", "## Tests", "", "Run one with `pytest` and its id in quotes.", ""]
     lines += [f'{number}. <a id="test-{number}"></a>`{test}`' for test, number in numbers.items()]
     return "\n".join(lines) + "\n"
 
 
+def rows_for_users() -> list[str]:
+    """Rows of the table of features in Guarantees: features tested in the same places share one."""
+    by_places: dict[tuple[str, ...], list[str]] = {}
+    for name, row in features().rows.items():
+        by_places.setdefault(tuple(place for place in PLACES if place in row), []).append(name)
+    everywhere = "every strategy, `tp`, `cp`, `ep` and `pp`"
+    return [
+        f"| {'; '.join(names)} | {everywhere if places == tuple(PLACES) else ', '.join(places)} |"
+        for places, names in by_places.items()
+    ]
+
+
+def render_for_users() -> str:
+    """Guarantees with the rows of today."""
+    head = "| feature | tested with |\n|---|---|\n"
+    before, _, rest = GUARANTEES.read_text(encoding="utf-8").partition(head)
+    return before + head + "\n".join(rows_for_users()) + "\n\n" + rest.partition("\n\n")[2]
+
+
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
+    GUARANTEES.write_text(render_for_users(), encoding="utf-8")

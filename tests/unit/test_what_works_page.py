@@ -1,4 +1,4 @@
-"""Every mark of docs/reference/what-works-with-what.md is a test that `make test` collects and never skips."""
+"""Every mark of contributing/what-works.md is a test that `make test` collects and never skips."""
 
 import importlib.util
 import os
@@ -25,6 +25,8 @@ def page():
 
 def test_the_page_is_what_its_script_writes(page):
     assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run `python docs/what_works.py`"
+    assert page.GUARANTEES.read_text(encoding="utf-8") == page.render_for_users(), "run `python docs/what_works.py`"
+    assert all(row in page.render_for_users() for row in page.rows_for_users()) and len(page.rows_for_users()) > 5
 
 
 COLLECT = """

@@ -1,6 +1,6 @@
 """Every feature of a train step in every place: losses and norms are those of one process without ranks.
 
-The ids, [place-feature], are what docs/reference/what-works-with-what.md names: a mark of its table is one case here.
+The ids, [place-feature], are what contributing/what-works.md names: a mark of its table is one case here.
 """
 
 import functools
