@@ -132,7 +132,7 @@ def transformer_layers(text):
 
 
 def test_layers_on_the_page_and_in_docstrings_draw_nothing_and_layers_that_draw_need_a_key(te):
-    page = (Path(fs.__file__).parents[1] / "docs/reference/precision.md").read_text(encoding="utf-8")
+    page = (Path(fs.__file__).parents[1] / "docs/how-to/precision.md").read_text(encoding="utf-8")
     shown = [*transformer_layers(page), *transformer_layers(fs.te.functionalize.__doc__)]
     assert len(shown) == 3
     for expression in shown:
