@@ -33,7 +33,6 @@ from fsharding.contrib.megatron_args import arguments_of, contradictions, unsaya
 from fsharding.contrib.megatron_directory import COMMON, MAIN, Opened, iteration_of, open_directory
 from fsharding.contrib.megatron_names import (
     EMBEDDING,
-    HEAD,
     Dialect,
     dialect_of,
     extra_states,
@@ -42,11 +41,12 @@ from fsharding.contrib.megatron_names import (
     written_norms,
 )
 from fsharding.interop.hf.config_tables import decoder_config
-from fsharding.interop.hf.naming import Piece, in_tensors, untiled
+from fsharding.interop.hf.naming import Piece, in_tensors
 from fsharding.interop.hf.saving import shards_at_home, stored_params
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
-from fsharding.models.decoder import DecoderConfig
+from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.models.model import unlike_shapes
 from fsharding.optim.adam import AdamState
 from fsharding.optim.base import GradientTransformation
 from fsharding.optim.coded_moment import is_coded, moment_leaves
@@ -436,24 +436,16 @@ def _plan(
             kinds.append(_Kind(pattern.format, held(getattr(adam, tree_name)), None))
     padded = choice.padded(config.vocab_size)
     dialect = Dialect(choice.format, core, written_norms(config, choice.format, choice.transformer_impl), padded)
-    pieces = megatron_pieces(config, {path: leaf.shape for path, leaf in homes.items()}, dialect)
-    rows += _untiled(pieces, config.vocab_size)
+    shapes = {path: leaf.shape for path, leaf in homes.items()}
+    model = decoder(config)
+    leaves = {*tree.paths(model.init(state.key))}
+    rows += [f"{x}: only in the {'model' if x in leaves else 'state'}" for x in sorted(leaves ^ shapes.keys())]
+    rows += unlike_shapes(model, shapes)
     if rows:
-        mend = "Give the state of models.decoder(config)."
+        mend = "Pass the config that the state's model was made of."
         raise CheckpointError(message(f"cannot write {target}.", rows, mend))
-    return target, kinds, pieces
-
-
-def _untiled(pieces: Mapping[str, list[Piece]], vocab: int) -> list[str]:
-    """Tensors that their pieces do not tile, one row each."""
-    by_tensor: dict[str, list[Piece]] = {}
-    for piece in (piece for own in pieces.values() for piece in own):
-        by_tensor.setdefault(piece.name, []).append(piece)
-    for name in by_tensor.keys() & {EMBEDDING, HEAD}:
-        rows, width = by_tensor[name][0].shape
-        padding = Piece(name, (rows, width), ((vocab, rows), (0, width)), 0, 0, 0, transposed=False)
-        by_tensor[name].append(padding)  # is written as well
-    return untiled(by_tensor)
+    # The pieces of a decoder's leaves tile every tensor, except the padding of the vocabulary, which `_pad` writes.
+    return target, kinds, megatron_pieces(config, shapes, dialect)
 
 
 def _write(

@@ -33,7 +33,7 @@ from fsharding.mesh.device_mesh import abstract, axis_group, axis_size, set_mesh
 from fsharding.mesh.failures import naming_lost
 from fsharding.models.cache import at_each, store
 from fsharding.models.decoder import DecoderConfig, decoder
-from fsharding.models.model import Decode, Model
+from fsharding.models.model import Decode, Model, unlike_shapes
 from fsharding.ops.embedding import checked_ids
 from fsharding.sharding import random
 from fsharding.sharding.mesh_view import slice_of
@@ -282,11 +282,9 @@ def _predictor(
     wholes = {"embed": whole(params["embed"])}
     of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
     stacks = [of_each] if callable(decode.block) else [[x[name] for x in of_each] for name in decode.block]
-    blocks = [
-        _Unit(run, cache, prepare(whole(unit)))
-        for run, prepare, cache, stack in stacks
-        for unit in unstack_units(stack)
-    ]
+    blocks: list[_Unit] = []
+    for run, prepare, cache, stack in stacks:
+        blocks += [_Unit(run, cache, prepare(whole(unit))) for unit in unstack_units(stack)]
     # The head gets the very tensor of the embedding: a table is gathered once, and takes memory once.
     tied = {name: tree.at(wholes, path) for name, path in model.tied}
     return _Cached(decode, wholes["embed"], blocks, {**whole(params["head"]), **tied})
@@ -295,8 +293,7 @@ def _predictor(
 def _gathered(params: Tree, dtype: torch.dtype | None) -> Tree:
     """Any parameters, one part of the tree after the other, so that buffers are no larger than a part."""
     if isinstance(params, Mapping):
-        named = cast("Mapping[str, Tree]", params)
-        return {name: gather_unit(part, dtype=dtype) for name, part in named.items()}
+        return {name: gather_unit(part, dtype=dtype) for name, part in cast("Mapping[str, Tree]", params).items()}
     return gather_unit(params, dtype=dtype)
 
 
@@ -305,8 +302,7 @@ def _mesh_of(params: Tree) -> DeviceMesh | None:
     meshes = (to_local(x).sharding.mesh for x in tree.leaves(params) if isinstance(x, DTensor))
     mesh = cast("DeviceMesh | None", next(meshes, None))
     if mesh is not None and (stages := abstract(mesh).axis_size("pp")) > 1:
-        mend = "Move them first, fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1))), or load the checkpoint"
-        mend += " into such a layout."
+        mend = "Reshard them first: fs.reshard(state, fs.plan_layout(model, fs.make_mesh(dp=-1)))."
         raise ConfigError(message(f"got parameters on a mesh with pp={stages}.", mend=mend))
     return mesh
 
@@ -350,16 +346,11 @@ def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: S
 
 def _check_parameters(model: Model, params: Tree) -> None:
     """Refuses parameters of another model."""
-    draws = model.init(torch.zeros(2, dtype=torch.int64))
-    tree.match(draws, params, ("the model", "params"))
-    have = tree.named_leaves(params)
-    # Of a fused leaf over tp a rank's DTensor is its slice, which says nothing of the whole shape.
-    told = {path: typeof(x) for path, x in have.items() if not (isinstance(x, DTensor) and hides_owners(x))}
-    wanted = {path: tuple(draw.shape) for path, draw in tree.named_leaves(draws).items()}
-    unlike = {path: kind for path, kind in told.items() if kind.shape != wanted[path]}
-    rows = [f"{path} is {kind}, and {list(wanted[path])} in the model" for path, kind in unlike.items()]
-    if rows:
-        mend = "Give the config that they were trained with."
+    tree.match(model.init(random.key(0)), params, ("the model", "params"))
+    # A rank's DTensor of a fused leaf over tp is its slice, which doesn't show the full shape.
+    plain = {k: x for k, x in tree.named_leaves(params).items() if not (isinstance(x, DTensor) and hides_owners(x))}
+    if rows := unlike_shapes(model, {path: typeof(x).shape for path, x in plain.items()}):
+        mend = "Pass the config that they were trained with."
         raise TreeError(message("got parameters of other shapes than the model's.", rows, mend))
 
 

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fsharding.base import tree
 from fsharding.base.public import missing_name
 from fsharding.base.tree import Tree
+from fsharding.sharding import random
 
-__all__ = ["Decode", "Model"]
+__all__ = ["Decode", "Model", "unlike_shapes"]
 
 
 class Decode(NamedTuple):
@@ -87,3 +89,10 @@ _ELSEWHERE = {
     **dict.fromkeys(("forward", "apply", "loss"), _LOSS),
 }
 """What a model does not have, by the names that modules of torch and flax give it."""
+
+
+def unlike_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Compare full shapes by path with a model's: one row for each leaf of both whose shape differs."""
+    wanted = {path: (*x.shape,) for path, x in tree.named_leaves(model.init(random.key(0))).items() if path in shapes}
+    unlike = {path: shape for path, shape in wanted.items() if shape != shapes[path]}
+    return [f"{path} is {list(shapes[path])}, and {list(shape)} in the model" for path, shape in unlike.items()]

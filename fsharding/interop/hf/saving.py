@@ -44,6 +44,7 @@ from fsharding.interop.hf.naming import Names, Piece, in_tensors, names_of, piec
 from fsharding.mesh.device_mesh import own_rank, world_size
 from fsharding.mesh.meeting import called_by_all
 from fsharding.models.decoder import DecoderConfig, decoder
+from fsharding.models.model import Model, unlike_shapes
 from fsharding.sharding import boxes
 from fsharding.sharding.boxes import Box
 from fsharding.sharding.layout import Layout
@@ -168,7 +169,7 @@ class _Source:
     layout: Layout | None
     buffers: Buffers
     names: Names
-    sizes: Mapping[str, tuple[int, ...]]  # shapes of leaves, where a config says them
+    model: Model | None  # the decoder of the config, if it has the default names
     entries: Mapping[str, Any]  # of `config.json`
     generation: Mapping[str, Any] | None  # of `generation_config.json`, if there is one
 
@@ -192,13 +193,12 @@ def _source(
         mend = "Pass the config that the layout's model was made of."
         rule = f"cannot write {target}: the config and the model of the layout compute different things."
         raise CheckpointError(message(rule, contrary, mend))
-    sizes: dict[str, tuple[int, ...]] = {}
+    model = None
     if names is None:
         meant = config if isinstance(config, DecoderConfig) else config_of(entries)
-        draws = tree.named_leaves(decoder(meant).init(torch.zeros(2, dtype=torch.int64)))
-        names, sizes = names_of(meant), {path: tuple(draw.shape) for path, draw in draws.items()}
+        names, model = names_of(meant), decoder(meant)
     generation = generation_of(config) or generation_of(made_of)
-    return _Source(target, there, params, layout, buffers, names, sizes, entries, generation)
+    return _Source(target, there, params, layout, buffers, names, model, entries, generation)
 
 
 # ------------------------------------------------------------------------------------------------------------ the plan
@@ -329,8 +329,7 @@ def _plan(source: _Source, dtype: torch.dtype | None, format: Blocks | None, max
     named = tree.named_leaves(source.params)
     leaves = {path: shards_at_home(path, x, homes.get(path), rows) for path, x in named.items()}
     shapes = {path: x.shape for path, x in leaves.items()}
-    unlike = [(path, source.sizes[path]) for path, shape in shapes.items() if source.sizes.get(path, shape) != shape]
-    rows += [f"{path} is {list(shapes[path])}; the config says {list(shape)}" for path, shape in unlike]
+    rows += [] if source.model is None else unlike_shapes(source.model, shapes)
     pieces, misfits = pieces_by_leaf(source.names, shapes, layout)
     rule = None if format is None else Rule(format, layout)
     tensors = _Tensors(dtype, rule)

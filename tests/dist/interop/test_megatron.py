@@ -1,6 +1,7 @@
 """Megatron's directories in every kind of layout, and back; torch's own DCP writes and reads the other side."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,6 +110,26 @@ def test_torch_reads_what_was_written(tmp_path):
         rows = 40 if "word_embeddings" in name or "output_layer" in name else len(x)
         assert torch.equal(read[name][:rows], x[:rows]) and not read[name][rows:].any(), name
     assert torch.load(saved.path / "common.pt", weights_only=False)["iteration"] == 7
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "fsdp_dtensor"])
+def test_a_config_of_another_model_is_refused(tmp_path, format):
+    config, path = config_of(), tmp_path / "out"
+    model, mesh = fs.models.decoder(config), fs.make_mesh(dp=1, device="cpu")
+    state, _ = fs.setup(model, None, fs.adamw(1e-3), fs.random.key(0), mesh=mesh)
+    refused = [
+        (replace(config, layers=3), "blocks.norm1 is [2, 16], and [3, 16] in the model"),
+        (replace(config, vocab_size=32), "embed.table is [40, 16], and [32, 16] in the model"),
+        (replace(config, qk_norm=not config.qk_norm), "blocks.q_norm: only in the "),
+        (replace(config, tied=not config.tied), "head.unembed: only in the "),
+    ]
+    for other, row in refused:
+        with pytest.raises(CheckpointError) as caught:
+            fs.megatron.save(path, state, other, format)
+        lines = str(caught.value).splitlines()
+        assert any(line.strip().startswith(row) for line in lines), str(caught.value)
+        assert lines[0] == f"fs.megatron.save cannot write {path}." and not path.exists()
+        assert lines[-1] == "Pass the config that the state's model was made of."
 
 
 def test_arguments_and_iteration_are_found_where_each_format_has_them(tmp_path):

@@ -226,7 +226,7 @@ WRONG = {
     "a seed": (RandomKeyError, SMALL, [[1]], {"key": 3}, "needs a key int64[2]"),
     "context": (ConfigError, SMALL, [[1]], {"context": 8}, "Leave context= out"),
     "another model": (TreeError, CONFIGS["tiny"], [[1]], {}, "blocks.wq"),
-    "other sizes": (TreeError, replace(SMALL, vocab_size=51), [[1]], {}, "embed.table is float64[50, 24], and [51, 24]"),
+    "other sizes": (TreeError, replace(SMALL, vocab_size=51), [[1]], {}, "embed.table is [50, 24], and [51, 24]"),
     "a module": (ArgumentError, torch.nn.Linear(2, 2), [[1]], {}, "fs.functionalize(module)"),
     "losses": (ConfigError, of_losses(), [[1]], {}, "it has losses and no logits"),
     "another function": (ArgumentError, lambda params: None, [[1]], {}, "a function (params, tokens) -> logits"),
