@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,11 @@ EXPECTED: dict[str, list[str]] = {
 
 
 def script_of(markdown: str) -> str:
-    """The python blocks of a page as one script, each line where it stands on the page."""
+    """The python blocks of a page, those in tabs too, as one script; each line keeps its number."""
     lines = [""] * (markdown.count("\n") + 1)
-    for block in re.finditer(r"^```python\n(.*?)^```$", markdown, re.MULTILINE | re.DOTALL):
-        code = block[1].splitlines()
-        first = markdown.count("\n", 0, block.start(1))
+    for block in re.finditer(r"^( *)```python\n(.*?)^\1```$", markdown, re.MULTILINE | re.DOTALL):
+        code = textwrap.dedent(block[2]).splitlines()
+        first = markdown.count("\n", 0, block.start(2))
         lines[first : first + len(code)] = code
     return "\n".join(lines)
 
