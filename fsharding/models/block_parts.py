@@ -1,4 +1,4 @@
-"""Shared by the parts of a block: settings, the residual stream, initial values, and linear maps over `tp`."""
+"""Shared by attention and feed-forward parts: settings, the residual stream, initial values, linears over `tp`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,23 @@ from fsharding.sharding import random
 from fsharding.sharding.partition_spec import AxisRules
 from fsharding.sharding.random import LazyTensor
 
-__all__ = ["BlockSettings", "Cuts", "Draws", "Stream", "columns", "norm", "positions_of", "rows", "scale_of"]
+__all__ = ["BlockSettings", "MeshRules", "Init", "Stream", "columns", "norm", "positions_of", "rows", "scale_of"]
 
 
 class Stream(NamedTuple):
-    """The activations and loss terms that pass from block to block.
+    """Activations and loss terms that each block receives and returns.
 
     Attributes:
-        x: activations (`[B, T, D]`); with `sequence`, this rank's part of T.
-        positions: positions of the tokens (int64[B, T]), if not 0 to T - 1 of one sequence.
-        documents: of the tokens (int[B, T]) where several are packed.
-        extra: what routers have added to the loss of these tokens (0-d), if any do.
-        cache: of the block that comes next, where tokens are generated; see `models.cache`.
+        x: Activations [B, T, D]; under sequence parallelism, this rank's part of T.
+        positions: Token positions, int64[B, T]. None means 0 to T - 1.
+        documents: Document of each token in packed rows, int[B, T]. None means one document per row.
+        extra: Sum of the auxiliary router losses so far (0-d), or None.
+        cache: Key and value cache of the next block during generation, or None.
 
     Example:
-        >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
-        >>> model = fs.models.decoder(config)
-        >>> batch = {"tokens": torch.tensor([[3, 1, 4, 1]]), "documents": torch.tensor([[0, 0, 1, 1]])}
-        >>> stream = model.embed({"table": torch.ones(16, 8)}, batch)
-        >>> stream.x.shape, stream.positions
-        (torch.Size([1, 4, 8]), tensor([[0, 1, 0, 1]]))
+        >>> stream = fs.models.Stream(torch.zeros(1, 4, 8), documents=torch.tensor([[0, 0, 1, 1]]))
+        >>> stream.x.shape, stream.extra
+        (torch.Size([1, 4, 8]), None)
     """
 
     x: Tensor
@@ -51,14 +48,14 @@ class Stream(NamedTuple):
 class BlockSettings(NamedTuple):
     """Static choices of a model."""
 
-    eps: float  # of RMSNorm
-    sequence: int | None  # the dim of activations that `tp` shards outside of regions
-    kind: Kind  # how queries meet keys of other ranks of `cp`
+    eps: float  # RMSNorm epsilon
+    sequence: int | None  # dim of activations that `tp` shards between tensor-parallel regions
+    kind: Kind  # context-parallel algorithm of `ops.attention`
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """A mesh as a part sees it, before anything is planned."""
+class MeshRules:
+    """The mesh and sharding rules that a part checks before anything is planned."""
 
     mesh: AbstractMesh
     rules: AxisRules  # axes by dim name
@@ -66,71 +63,79 @@ class Cuts:
 
     @property
     def tp(self) -> int:
-        """The size of `tp`."""
+        """Size of the `tp` axis."""
         return self.mesh.axis_size("tp")
 
-    @property
-    def cp(self) -> int:
-        """The size of `cp`."""
-        return self.mesh.axis_size("cp")
-
-    def has(self, name: str) -> bool:
-        """Whether `tp` cuts the dims of a name."""
+    def shards(self, name: str) -> bool:
+        """Return whether `tp` shards dims with this name."""
         return self.tp > 1 and "tp" in self.rules.get(name, ())
+
+    def misfit_heads(self, heads: int) -> list[str]:
+        """Explain why `tp` or Ulysses attention over `cp` can't divide the heads."""
+        cp = self.mesh.axis_size("cp")
+        each = heads // self.tp if self.shards("heads") else heads
+        wrong: list[str] = []
+        if self.kind == "ulysses" and each % cp:
+            wrong.append(f"{each} heads per rank: not a multiple of cp={cp}, as attention='ulysses' needs")
+        if self.shards("heads") and heads % self.tp:
+            wrong.append(f"{heads} heads: not a multiple of tp={self.tp}")
+        return wrong
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Lazy first values of the leaves of a unit, each with its own key."""
+class Init:
+    """Lazy initial values of the leaves of a unit."""
 
-    key: Tensor  # of the unit
-    rows: tuple[int, ...] = ()  # `(layers,)` of a stack, or nothing
+    # Each random leaf folds its number into the unit's key, so leaves are created in the same order on every rank.
+    key: Tensor
+    rows: tuple[int, ...] = ()  # `(layers,)` in a stack
     narrow: float = 0.02  # std of weights that write to the residual stream
-    count: itertools.count[int] = field(default_factory=itertools.count)  # numbers the keys
+    count: itertools.count[int] = field(default_factory=itertools.count)
 
     def normal(self, *shape: int, std: float = 0.02) -> LazyTensor:
-        """Normal values."""
+        """Create normal values."""
         return random.normal(random.fold_in(self.key, next(self.count)), (*self.rows, *shape), std=std)
 
     def into_stream(self, *shape: int) -> LazyTensor:
-        """Normal values of a weight that writes to the residual stream."""
+        """Create normal values of a weight that writes to the residual stream."""
         return self.normal(*shape, std=self.narrow)
 
     def ones(self, *shape: int) -> LazyTensor:
-        """Ones."""
+        """Create ones."""
         return random.ones((*self.rows, *shape))
 
     def zeros(self, *shape: int) -> LazyTensor:
-        """Zeros."""
+        """Create zeros."""
         return random.zeros((*self.rows, *shape))
 
 
-def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, whole: bool, settings: BlockSettings) -> Sequence[Tensor]:
-    """Multiply with weights whose rows `tp` shards, each [F of this rank, D]; `whole` weights are on all ranks."""
-    if whole:
+def columns(x_BTD: Tensor, weights: Sequence[Tensor], *, full: bool, settings: BlockSettings) -> Sequence[Tensor]:
+    """Multiply by weights [F, D] whose F `tp` shards; `full` weights are replicated."""
+    if full:
         return [ops.scaled_matmul(x_BTD, w, 1) for w in weights]
     return ops.column_linear(x_BTD, *weights, sequence_dim=settings.sequence)
 
 
-def rows(x_BTF: Tensor, weight_FD: Tensor, *, whole: bool, settings: BlockSettings) -> Tensor:
-    """Multiply with a weight whose rows `tp` shards and sum over `tp`; with a `whole` one all ranks do the same."""
-    if whole:
+def rows(x_BTF: Tensor, weight_FD: Tensor, *, full: bool, settings: BlockSettings) -> Tensor:
+    """Multiply by a weight [F, D] whose F `tp` shards, and sum over `tp`; a `full` weight is replicated."""
+    if full:
         return ops.scaled_matmul(x_BTF, weight_FD, 0)
     return ops.row_linear(x_BTF, weight_FD, sequence_dim=settings.sequence)
 
 
 def norm(scale_D: Tensor, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
-    """RMSNorm of activations that may be cut along the sequence."""
+    """Apply RMSNorm to activations, which `tp` may shard along the sequence."""
+    # Under sequence parallelism the ranks of `tp` have different tokens, so the scale's gradient is summed over them.
     return ops.rms_norm(x_BTD, scale_D, eps=settings.eps, over="tp" if settings.sequence is not None else ())
 
 
 def positions_of(stream: Stream, length: int) -> Tensor:
-    """The positions of this rank's tokens: int64[T] or [B, T]."""
+    """Return the positions of this rank's tokens: int64[T] or [B, T]."""
     if stream.positions is not None:
         return stream.positions
     return ops.positions(length * axis_size("cp"), device=stream.x.device)
 
 
 def scale_of(head_dim: int, scaling: Scaling | None) -> float:
-    """The factor of attention scores."""
+    """Return the factor of attention scores, with the correction of a longer context."""
     return (1.0 if scaling is None else scaling.score_factor) / head_dim**0.5

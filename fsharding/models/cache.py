@@ -1,4 +1,4 @@
-"""Cache of keys and values, or of the narrow vectors that they are made of; a slot is the position of its token."""
+"""Cache of keys and values, or of MLA latents; a token's slot is its position."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ __all__ = ["at_each", "attend", "has_earlier", "store"]
 
 
 def at_each(x_BTX: Tensor, index_B: Tensor) -> Tensor:
-    """One token of each row, as a sequence of one: [B, 1, X]."""
+    """Select one token of each row: [B, 1, X]."""
     return x_BTX.gather(1, index_B[:, None, None].expand(-1, 1, x_BTX.shape[-1]))
 
 
 def has_earlier(cache: dict[str, Tensor], length: int) -> bool:
-    """Return whether a cache has more slots in use than there are new tokens; else these begin at position 0."""
+    """Return whether a cache holds earlier tokens, and not only the new ones."""
     return next(iter(cache.values())).shape[1] > length
 
 
 def store(slots_BSX: Tensor, new_BTX: Tensor, positions_BT: Tensor) -> None:
-    """Write new tokens [B, T, ...] to the slots of their positions [B, S, ...], in place."""
-    # A cache belongs to the loop that made it, so writing in place is safe.
+    """Write new tokens [B, T, ...] to the slots [B, S, ...] of their positions, in place."""
+    # The generation loop owns the cache, so writing in place is safe. With as many slots as tokens, these are the
+    # prompts, whose positions are 0 to T - 1.
     if slots_BSX.shape == new_BTX.shape:
         slots_BSX.copy_(new_BTX)
         return
@@ -30,7 +31,8 @@ def store(slots_BSX: Tensor, new_BTX: Tensor, positions_BT: Tensor) -> None:
 
 
 def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, positions_BT: Tensor, scale: float) -> Tensor:
-    """Return attention of new tokens to the slots up to their own, [B, H, T, E]; E is the head dim of v."""
+    """Attend from new tokens to all slots up to their own: [B, H, T, E], where E is the head dim of v."""
+    # Later slots hold padding of shorter prompts, or nothing yet; the mask hides both.
     slots_S = torch.arange(k_BKSE.shape[2], device=q_BHTE.device)
     seen_B1TS = slots_S <= positions_BT[:, None, :, None]
     return F.scaled_dot_product_attention(q_BHTE, k_BKSE, v_BKSE, seen_B1TS, scale=scale, enable_gqa=True)

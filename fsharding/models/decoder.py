@@ -1,4 +1,4 @@
-"""A decoder-only language model of pre-norm blocks as in Llama (Touvron et al. 2023), in one stack or several."""
+"""A decoder-only language model of pre-norm blocks (Llama, Touvron et al. 2023, arXiv:2302.13971)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsharding.base.errors import ConfigError, message, report
 from fsharding.base.public import public
 from fsharding.base.tree import Tree
 from fsharding.mesh.device_mesh import Mesh, abstract
-from fsharding.models.block_parts import BlockSettings, Cuts, Draws, Stream, columns, norm
+from fsharding.models.block_parts import BlockSettings, Init, MeshRules, Stream, columns, norm
 from fsharding.models.cache import at_each
 from fsharding.models.grouped_query import GQA
 from fsharding.models.latent_attention import MLA
@@ -29,23 +29,23 @@ from fsharding.sharding.partition_spec import AxisRules
 
 __all__ = ["DecoderConfig", "Stack", "decoder"]
 
-# The parts of a block. All have `init`, `names` and `objections`, and `apply` gives a term of the residual stream from
-# the normalized stream; a feed-forward part gives a term of the loss, too. Attention has a `cache` for generation, and
-# `prepared` leaves, for which `apply` gathers nothing over `tp`.
+# The parts of a block. All have `init`, `names` and `objections`; `apply` maps the normalized stream to the part's
+# contribution to the residual stream, and in feed-forward parts also to an auxiliary loss. Attention has a `cache` for
+# generation, and `prepared` gathers over `tp`, once, the rows that `apply` otherwise gathers in every call.
 AttentionPart: TypeAlias = GQA | MLA
 FeedPart: TypeAlias = Dense | Mixture
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal blocks, one after the other; their parameters are at `blocks.NAME`.
+    """A sequence of blocks of one kind; their parameters are at `blocks.NAME`.
 
     Attributes:
-        name: of the stack.
-        layers: number of blocks.
-        attention: by default the config's.
-        intermediate_size: of a dense feed-forward part, instead of the config's.
-        experts: in the place of a dense part, where the config has others.
+        name: Identifier, unique in the config.
+        layers: Number of blocks.
+        attention: Attention of these blocks. Default: the config's.
+        intermediate_size: Hidden dim of a dense feed-forward part, also in a config with experts.
+        experts: Mixture of experts instead of the config's feed-forward part.
 
     Example:
         >>> stacks = fs.models.Stack("dense", 1), fs.models.Stack("routed", 3, experts=fs.models.Experts(8, 2, 32))
@@ -63,29 +63,24 @@ class Stack:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a decoder.
+    """Sizes and options of a decoder.
 
     Attributes:
-        vocab_size: V, number of tokens.
-        dim: D.
-        layers: number of blocks, of all stacks.
-        heads: query heads of grouped-query attention.
-        kv_heads: key heads; divides `heads`.
-        intermediate_size: F, hidden dim of the dense feed-forward part.
-        tied: the head uses the embedding table.
-        rope_base: base of the rotary frequencies.
-        eps: of RMSNorm.
-        head_size: of a head; by default `dim / heads`.
-        bias: queries, keys and values have a bias.
-        rope_scaling: of the rotary frequencies, for a longer context.
-        qk_norm: each query and key head has an RMSNorm before it turns.
-        fused: queries, keys and values are one leaf `wqkv` and one product, and so are gate and up as `gate_up`. `tp`
-            cuts each part by itself.
-        attention: another attention than the grouped-query one of the numbers above.
-        experts: in the place of the dense feed-forward part.
-        stacks: of unlike blocks, in order; by default all blocks are one stack, at `blocks`.
-        published: entries of the files that `fs.hf.config_of` read it from, by file name, such as `config.json`;
-            `fs.hf.save` writes token ids and other entries again that compute nothing. Not compared.
+        vocab_size: V, the number of token ids.
+        dim: D, the width of the residual stream.
+        layers: Number of blocks, over all stacks.
+        heads, kv_heads, bias, rope_base, rope_scaling, qk_norm: Grouped-query attention; see `GQA`.
+        intermediate_size: F, the hidden dim of the dense feed-forward part (not the model width).
+        tied: Whether the head uses the embedding table.
+        eps: Epsilon of every RMSNorm.
+        head_size: Head dim. Default: `dim / heads`.
+        fused: Whether queries, keys and values are one leaf, `wqkv`, and one matmul, and gate and up are `gate_up`.
+            `tp` shards each part separately.
+        attention: Attention instead of the one that the fields above describe.
+        experts: Mixture of experts instead of the dense feed-forward part.
+        stacks: Stacks of different blocks, in order. Default: one stack of equal blocks, at `blocks`.
+        published: Contents of the files that `fs.hf.config_of` read, by file name, from which `fs.hf.save` copies
+            entries such as token ids. Ignored by `==`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=256, dim=64, heads=8, kv_heads=2, intermediate_size=192)
@@ -96,6 +91,7 @@ class DecoderConfig:
             ...
         fsharding.base.errors.ConfigError: fs.models.DecoderConfig has sizes that do not fit.
           4 heads are not a multiple of 3 kv_heads
+        Write, for example, fs.models.DecoderConfig(dim=64, heads=8, kv_heads=2).
     """
 
     vocab_size: int = 256
@@ -138,49 +134,52 @@ class DecoderConfig:
         wrong += [f"two stacks have the name {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
         both = [stack.name for stack in self.stacks if stack.intermediate_size is not None and stack.experts]
         wrong += [f"stack {name!r} has both intermediate_size and experts" for name in both]
-        wrong += [f"{name!r} is no name of a stack: it is part of a path" for name in names if not name.isidentifier()]
+        wrong += [f"stack {name!r}: its name isn't an identifier" for name in names if not name.isidentifier()]
         if self.stacks and (total := sum(stack.layers for stack in self.stacks)) != self.layers:
             wrong.append(f"the stacks have {total} layers, not {self.layers}")
         if wrong:
-            raise ConfigError(message("has sizes that do not fit.", wrong))
+            mend = "Write, for example, fs.models.DecoderConfig(dim=64, heads=8, kv_heads=2)."
+            raise ConfigError(message("has sizes that do not fit.", wrong, mend))
 
     @property
     def head_dim(self) -> int:
-        """The size of a head of grouped-query attention."""
+        """Head dim of grouped-query attention."""
         return self.dim // self.heads if self.head_size is None else self.head_size
 
     def parts(self, stack: Stack | None = None) -> tuple[AttentionPart, FeedPart]:
-        """Attention and feed-forward part of the blocks of a stack, or of the only one."""
-        attention = stack.attention if stack is not None and stack.attention is not None else self.attention
+        """Return the attention and feed-forward part of a stack's blocks; None is the only stack of a config."""
+        own = Stack("blocks", self.layers) if stack is None else stack
+        attention = own.attention or self.attention
         if attention is None:
             numbers = self.heads, self.kv_heads, self.head_dim, self.bias, self.rope_base, self.rope_scaling
             attention = GQA(*numbers, qk_norm=self.qk_norm, fused=self.fused)
-        experts = self.experts
-        hidden = self.intermediate_size
-        if stack is not None and (stack.intermediate_size is not None or stack.experts is not None):
-            experts = stack.experts
-            hidden = stack.intermediate_size or hidden
+        # A stack's own dense part takes precedence over the config's experts.
+        experts = own.experts if own.experts or own.intermediate_size else self.experts
+        hidden = own.intermediate_size or self.intermediate_size
         return attention, Dense(hidden, self.fused) if experts is None else Mixture(experts)
 
     def kinds(self) -> list[tuple[AttentionPart, FeedPart]]:
-        """Attention and feed-forward part of each stack, in order."""
-        return [self.parts(stack) for stack in self.stacks] if self.stacks else [self.parts()]
+        """Return the attention and feed-forward part of each stack, in order."""
+        return [self.parts(stack) for stack in self.stacks or (None,)]
 
 
 @public
 def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = "ring") -> Model:
-    """The model of a config.
+    """Build a decoder: a `Model` with a next-token cross-entropy loss, for any mesh.
 
-    A batch has `tokens` and `targets`. Where rows are packed with several documents it also has `documents`, int[B, T]:
-    a token then sees its own document only, and positions begin anew with each, unless the batch has `positions` of its
-    own, int64[B, T]. A `Stream` goes from unit to unit; blocks and head take activations [B, T, D] alone, too.
+    A batch has `tokens` and `targets`, int64[B, T]; targets of -100 are ignored. For packed rows, add `documents`,
+    int[B, T]: a token then attends only to its own document, and positions restart with each document unless the batch
+    also has `positions`, int64[B, T]. Blocks and head accept a `Stream` or plain activations [B, T, D].
 
     Args:
-        config: sizes and options of the decoder.
-        sequence: cut activations along the sequence over `tp` outside of attention, MLP and head (Korthikanti et al.
-            2022). It needs rules that put `tp` on heads, mlp and vocab.
-        attention: how queries meet the keys of other ranks on a mesh with `cp`; see `ops.attention`. There each rank
-            gets the tokens, targets and documents of its part of the sequence, which `ops.cut_sequence` cuts out.
+        config: Sizes and options of the decoder.
+        sequence: Whether to shard activations along the sequence over `tp` outside of attention, MLP and head
+            (Korthikanti et al. 2022, arXiv:2205.05198). Needs rules that shard heads, mlp and vocab over `tp`.
+        attention: Context-parallel algorithm on a mesh with `cp`; see `ops.attention`. Each rank then passes the
+            tokens, targets and documents of its part of the sequence, as `ops.cut_sequence` returns them.
+
+    Returns:
+        A `Model` with units `embed`, `blocks` and `head`.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -190,7 +189,7 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
         >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
         >>> batch = fs.local_batch({"tokens": tokens, "targets": tokens}, layout.mesh)
         >>> state, metrics = fs.make_train_step(model, fs.adamw(1e-3))(state, batch)
-        >>> int(state.step), float(metrics.weight)
+        >>> int(state.step), float(metrics.count)
         (1, 8.0)
     """
     settings = BlockSettings(config.eps, 1 if sequence else None, attention)
@@ -226,19 +225,20 @@ def decoder(config: DecoderConfig, *, sequence: bool = False, attention: Kind = 
 
 
 def _by_stack(c: DecoderConfig, make: Callable[[Stack | None], Any]) -> Any:
-    """What is made of each stack, by name and in order; of the only one, that alone."""
+    """Return `make(stack)` for each stack, by name; without stacks, `make(None)` alone."""
     return {stack.name: make(stack) for stack in c.stacks} if c.stacks else make(None)
 
 
 def _logits(c: DecoderConfig, params: Tree, x_BTD: Tensor, settings: BlockSettings) -> Tensor:
-    """Logits of the vocabulary, or of this rank's part of it where `tp` cuts that: [B, T, V of this rank]."""
-    whole = params["unembed"].shape[0] == c.vocab_size
+    """Compute the logits, [B, T, V]; if `tp` shards the vocabulary, this rank's part of V."""
+    full = params["unembed"].shape[0] == c.vocab_size
     x_BTD = norm(params["norm"], x_BTD, settings)
-    return columns(x_BTD, [params["unembed"]], whole=whole, settings=settings)[0]
+    return columns(x_BTD, [params["unembed"]], full=full, settings=settings)[0]
 
 
 def _decode(c: DecoderConfig, kind: Kind) -> Decode:
-    """The decoder token by token: one token cannot be cut along the sequence, and no router adds to a loss."""
+    """Build the functions that decode token by token."""
+    # One token can't be sharded along the sequence, and nothing is trained: experts have no losses and no capacity.
     settings = BlockSettings(c.eps, None, kind)
 
     def embed(params: Tree, batch: Tree) -> Stream:
@@ -247,8 +247,8 @@ def _decode(c: DecoderConfig, kind: Kind) -> Decode:
 
     def logits(params: Tree, x: Stream, last_B: Tensor) -> Tensor:
         logits_BV = _logits(c, params, at_each(x.x, last_B), settings)[:, 0]
-        whole = logits_BV.shape[1] == c.vocab_size
-        return logits_BV if whole else ops.all_gather(logits_BV, "tp", dim=1, size=c.vocab_size)
+        full = logits_BV.shape[1] == c.vocab_size
+        return logits_BV if full else ops.all_gather(logits_BV, "tp", dim=1, size=c.vocab_size)
 
     def block(stack: Stack | None) -> Callable[[Tree, Stream, Tree], Stream]:
         attention, feed = c.parts(stack)
@@ -272,14 +272,14 @@ def _block(
         y_BTD, extra = feed.apply(params, norm(params["norm2"], x_BTD, settings), settings)
         if stream.extra is not None:
             extra = stream.extra if extra is None else stream.extra + extra
-        # Not `_replace`: compiled by torch 2.11, that returns an empty tuple.
+        # Not `_replace`, which returns an empty tuple when torch 2.11 compiles it.
         return Stream(x_BTD + y_BTD, stream.positions, stream.documents, extra, stream.cache)
 
     return block
 
 
 def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
-    """The biases of routers that a step moves, with their rates."""
+    """Return the paths and rates of the router biases that a step moves."""
     paths = [f"blocks.{stack.name}" for stack in c.stacks] or ["blocks"]
     feeds = {path: feed for path, (_, feed) in zip(paths, c.kinds(), strict=True)}
     rates = {path: feed.experts.bias_rate for path, feed in feeds.items() if isinstance(feed, Mixture)}
@@ -287,35 +287,37 @@ def _balanced(c: DecoderConfig) -> tuple[tuple[str, float], ...]:
 
 
 def _check(c: DecoderConfig, sequence: bool, kind: Kind, mesh: Mesh, rules: AxisRules) -> None:
-    """Refuses a mesh whose `tp` and `cp` cannot cut this decoder as the rules and options ask."""
-    cuts = Cuts(abstract(mesh), rules, kind)
-    wrong = [why for parts in c.kinds() for part in parts for why in part.objections(cuts)]
-    wrong += [f"vocab of size {c.vocab_size}: less than 2"] if cuts.tp > 1 and c.vocab_size < 2 else []
-    if cuts.tp > 1 and sequence and (whole := [n for n in ("heads", "mlp", "vocab") if not cuts.has(n)]):
-        wrong.append(f"sequence=True: tp does not cut {', '.join(whole)}")
+    """Raise if `tp`, `cp` or `ep` of a mesh can't shard this decoder as the rules and options require."""
+    over = MeshRules(abstract(mesh), rules, kind)
+    wrong = [why for parts in c.kinds() for part in parts for why in part.objections(over)]
+    wrong += [f"vocab of size {c.vocab_size}: less than 2"] if over.tp > 1 and c.vocab_size < 2 else []
+    if over.tp > 1 and sequence and (full := [n for n in ("heads", "mlp", "vocab") if not over.shards(n)]):
+        wrong.append(f"sequence=True: tp does not shard {', '.join(full)}")
     if wrong:
-        mend = "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
-        text = f"fs.models.decoder cannot be cut over the mesh {cuts.mesh}."
+        mend = "Use a different mesh, model or kind of attention, or rules that replicate these dims."
+        text = f"fs.models.decoder does not fit the mesh {over.mesh}."
         raise ConfigError(report(text, list(dict.fromkeys(wrong)), mend))
 
 
 def _init(c: DecoderConfig, key: Tensor) -> Tree:
-    """Normal weights of std 0.02; those that write to the residual stream over sqrt(2 layers) (Radford et al. 2019)."""
+    """Create normal weights of std 0.02."""
+    # Weights that write to the residual stream are divided by sqrt(2 layers), as in GPT-2 (Radford et al. 2019). The
+    # number of keys depends on the stacks: changing how they are split changes the initial values.
     ends, *keys = random.split(key, 1 + max(1, len(c.stacks))).unbind(0)
     narrow = 0.02 / (2 * c.layers) ** 0.5
-    draws = Draws(ends)
+    values = Init(ends)
     left = iter(keys)
 
     def blocks(stack: Stack | None) -> Tree:
-        draws = Draws(next(left), (c.layers if stack is None else stack.layers,), narrow)
-        norms = {name: draws.ones(c.dim) for name in ("norm1", "norm2")}
+        values = Init(next(left), (c.layers if stack is None else stack.layers,), narrow)
+        norms = {name: values.ones(c.dim) for name in ("norm1", "norm2")}
         attention, feed = c.parts(stack)
-        return {**norms, **attention.init(c.dim, draws), **feed.init(c.dim, draws)}
+        return {**norms, **attention.init(c.dim, values), **feed.init(c.dim, values)}
 
-    embed = {"table": draws.normal(c.vocab_size, c.dim)}
-    head = {"norm": draws.ones(c.dim)}
+    embed = {"table": values.normal(c.vocab_size, c.dim)}
+    head = {"norm": values.ones(c.dim)}
     if not c.tied:
-        head["unembed"] = draws.normal(c.vocab_size, c.dim)
+        head["unembed"] = values.normal(c.vocab_size, c.dim)
     return {"embed": embed, "blocks": _by_stack(c, blocks), "head": head}
 
 

@@ -1,4 +1,4 @@
-"""`generate`: new tokens after prompts, one at a time, from parameters under any strategy."""
+"""`generate`: new tokens after prompts, from parameters under any strategy."""
 
 from __future__ import annotations
 
@@ -64,40 +64,40 @@ def generate(
     precision: Precision | None = None,
     stream: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Continues prompts, token by token.
+    """Generate tokens after prompts. Collective: every rank calls it.
 
-    It is called on every rank. Ranks of `tp` have the same prompts; those along data axes the same or their own: with
-    the same key and prompts all get the same tokens, and `key=fs.random.for_rank(key, mesh)` is a rank's own.
+    Ranks of `tp` pass the same prompts; ranks of data axes may pass different ones. With the same key and prompts they
+    get the same tokens; pass `key=fs.random.for_rank(key, mesh)` for different samples.
 
     Args:
-        model: a `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` from int64[B, T] to
-            [B, T, V], or to something with `.logits`, such as a functionalized model of Hugging Face, which runs in
-            eval mode. A token's logits must not depend on later tokens.
-        params: its parameters, sharded or whole; or a whole `TrainState`. A function gets whole tensors, which
-            `gather_unit` hands on.
-        prompts: token ids, int64[B, T]; or a list of prompts, of any lengths, each of which is a list or a 1-d tensor.
-        max_new_tokens: N, of each prompt.
-        key: random key (int64[2]). None takes the likeliest token each time.
-        temperature: of the distribution that is drawn from, `softmax(logits / temperature)`; 0 takes the likeliest.
-        top_k: draw from so many likeliest tokens only.
-        top_p: draw from the likeliest tokens that have this probability together, after `top_k` (arXiv:1904.09751).
-        eos: a token, or several, after which a row ends.
-        context: most tokens that a function can take; it gets the last ones. A decoder has no such limit.
-        precision: dtype of compute; by default the state's, for parameters alone their own.
-        stream: is called with each new token of all rows, int64[B], once it is chosen.
+        model: A `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` from int64[B, T] to
+            [B, T, V], or to an object with `.logits`, such as a functionalized Hugging Face model, which runs in eval
+            mode. The logits of a token must not depend on later tokens.
+        params: Parameters, sharded or unsharded, or a `TrainState`. A function receives full tensors.
+        prompts: Token ids, int64[B, T]; or a list of prompts of any lengths, each a list or a 1-d tensor.
+        max_new_tokens: N, the number of new tokens per prompt.
+        key: Random key (int64[2]). None selects the most likely token each time.
+        temperature: Divisor of the logits before the softmax; 0 selects the most likely token.
+        top_k: Number of most likely tokens to sample from. Default: all.
+        top_p: Probability of the smallest set of most likely tokens to sample from, after `top_k` (nucleus sampling,
+            Holtzman et al. 2020, arXiv:1904.09751).
+        eos: Token id, or several, after which a row ends.
+        context: Most tokens that a function accepts; it receives the last ones. Not for decoders.
+        precision: Compute dtypes. Default: the state's precision; for plain parameters, their dtype.
+        stream: Callback that receives the new token of every row, int64[B], after each step.
 
     Returns:
-        The new tokens, int64[B, N], without the prompts; the (first) `eos` is repeated after the end of a row.
+        The new tokens, int64[B, N], without the prompts. After a row's end, the (first) `eos` is repeated.
 
     Raises:
-        ArgumentError: no model or function, no prompts of whole numbers, or text in their place.
-        ConfigError: a number out of range, settings of draws without a key, a model that cannot decode, a mesh with
-            `pp`, or ranks of one group that were called with different prompts or settings.
-        TreeError: parameters of another model.
-        DataError: an empty prompt, or a token outside of the vocabulary.
-        TransformError: a function that returns no logits [B, T, V].
-        NonFiniteError: logits are NaN.
-        RankError: another rank is gone.
+        ArgumentError: The model isn't a model or a function, or the prompts aren't token ids.
+        ConfigError: A number is out of range, sampling options lack a key, the model can't decode, the mesh has `pp`,
+            or ranks of `tp` or `ep` pass different prompts or settings.
+        TreeError: The parameters don't fit the model.
+        DataError: A prompt is empty, or a token is outside of the vocabulary.
+        TransformError: The function doesn't return logits [B, T, V].
+        NonFiniteError: Logits are NaN.
+        RankError: A different rank failed or exited.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -138,11 +138,11 @@ def _loop(
     ends: Sequence[int],
     stream: Callable[[Tensor], object] | None,
 ) -> Tensor:
-    """All new tokens: the prompts at once, padded at their ends, then one token a step."""
+    """Process the prompts at once, padded at their ends, then one token per step."""
     tokens_BT = torch.nn.utils.rnn.pad_sequence([*prompts], batch_first=True)
     rows, longest = tokens_BT.shape
     cache = predictor.begin(rows, longest + count)
-    device = tree.leaves(cache)[0].device  # where the model computes, wherever its parameters are at rest
+    device = tree.leaves(cache)[0].device  # the compute device; parameters may be stored in host memory
     tokens_BT, lengths_B = tokens_BT.to(device), torch.tensor([x.numel() for x in prompts]).to(device)
     draws_BN = sampling.draws(rows, count, device)
     ends_K = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ def _loop(
     positions_BT = torch.arange(longest, device=device).expand(rows, -1)
     logits_BV = predictor.logits(cache, tokens_BT, positions_BT, lengths_B - 1, longest)
     if logits_BV.isnan().any():
-        mend = "Look for the step of the training from which on they are not finite."
+        mend = "Load a checkpoint of an earlier step, whose parameters are finite."
         raise NonFiniteError(message("got logits that are NaN: parameters are not finite.", mend=mend))
     new_BN = torch.full((rows, count), ends[0] if ends else 0, dtype=torch.int64, device=device)
     for n in range(count):
@@ -159,7 +159,7 @@ def _loop(
         if stream is not None:
             stream(next_B.clone())
         done_B |= torch.isin(next_B, ends_K)
-        # Ranks of ep exchange tokens in each step, so that none may stop before the others.
+        # Ranks of ep exchange tokens in each step, so none may stop before the others.
         if n + 1 == count or (ends and _all_done(done_B)):
             break
         positions_B1 = (lengths_B + n)[:, None]
@@ -168,14 +168,14 @@ def _loop(
 
 
 def _all_done(done_B: Tensor) -> bool:
-    """Whether no rank that this one exchanges tokens with has a row that goes on."""
+    """Return whether all rows have ended, also on the other ranks of `ep`."""
     left = (~done_B).sum().float()
     return not (ops.psum(left, "ep") if axis_size("ep") > 1 else left).item()
 
 
 # --------------------------------------------------------------------------------------------------------- the next one
 class _Sampling(NamedTuple):
-    """How a token is chosen; see `generate`."""
+    """Sampling options of `generate`."""
 
     key: Tensor | None
     temperature: float
@@ -183,23 +183,24 @@ class _Sampling(NamedTuple):
     top_p: float | None
 
     def draws(self, rows: int, count: int, device: torch.device) -> Tensor:
-        """Uniform in [0, 1): float64[B, N]. A row's do not depend on how many rows there are, nor on N."""
+        """Draw uniform numbers in [0, 1): float64[B, N]."""
+        # Each row has its own key, so its numbers don't depend on B or N.
         if self.key is None:
             return torch.zeros(rows, count, dtype=torch.float64, device=device)
         each = [random.uniform(random.fold_in(self.key, row), (count,)).tensor() for row in range(rows)]
         return torch.stack(each).to(device=device, dtype=torch.float64)
 
     def choose(self, logits_BV: Tensor, draw_B: Tensor) -> Tensor:
-        """The next token of each row: where its cumulated probability passes the draw (int64[B])."""
+        """Choose the next token of each row, where the cumulative probability exceeds the draw: int64[B]."""
         if self.key is None or self.temperature == 0:
             return logits_BV.argmax(-1)
         p_BV = self.probabilities(logits_BV)
         below_BV = p_BV.cumsum(-1)
-        # Times the sum, which is 1 but for rounding, so that the draw is below it.
+        # The sum is 1 up to rounding; times the sum, a draw is always below it.
         return (below_BV <= draw_B[:, None] * below_BV[:, -1:]).sum(-1)
 
     def probabilities(self, logits_BV: Tensor) -> Tensor:
-        """Those that are drawn from: float64[B, V], 0 for what `top_k` and `top_p` leave out."""
+        """Compute the sampling probabilities, 0 for tokens that `top_k` or `top_p` exclude: float64[B, V]."""
         p_BV = (logits_BV.double() / self.temperature).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return p_BV
@@ -214,7 +215,7 @@ class _Sampling(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """A block of a decoder, with its parameters at work."""
+    """A block of a decoder with its gathered parameters."""
 
     run: Callable[[Tree, Any, Tree], Any]
     cache: Callable[[Tree, int, int], Tree]
@@ -223,7 +224,7 @@ class _Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cached:
-    """A model that decodes, and its parameters, whole over the data axes; the cache is a list of the blocks' caches."""
+    """A decoder with parameters gathered over the data axes; its cache is a list with one cache per block."""
 
     decode: Decode
     embed: Tree
@@ -231,11 +232,11 @@ class _Cached:
     head: Tree
 
     def begin(self, rows: int, length: int) -> Tree:
-        """An empty cache, for so many tokens of each row."""
+        """Allocate an empty cache for `length` tokens per row."""
         return [unit.cache(unit.params, rows, length) for unit in self.blocks]
 
     def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
-        """Store new tokens in the cache, in place, and predict the next one of each row: [B, V]."""
+        """Add new tokens to the cache, in place, and compute the logits of the next one of each row: [B, V]."""
         x = self.decode.embed(self.embed, {"tokens": tokens_BT, "positions": positions_BT})
         for unit, kept in zip(self.blocks, cache, strict=True):
             x = unit.run(unit.params, x, tree.map(lambda slots: slots[:, :used], kept))
@@ -244,7 +245,7 @@ class _Cached:
 
 @dataclass(frozen=True)
 class _Uncached:
-    """A function of all tokens; its cache are these tokens, [B, S]."""
+    """A function that recomputes all tokens; its cache is the tokens themselves, [B, S]."""
 
     fn: Callable[[Tree, Tensor], Any]
     params: Tree
@@ -256,6 +257,7 @@ class _Uncached:
 
     def logits(self, cache: Tree, tokens_BT: Tensor, positions_BT: Tensor, last_B: Tensor, used: int) -> Tensor:
         store(cache[:, :used], tokens_BT, positions_BT)
+        # Rows end at different positions: each gets the window of `width` tokens that ends with its last one.
         width = min(used, self.context or used)
         end_B = positions_BT.gather(1, last_B[:, None])[:, 0] + 1
         first_B = (end_B - width).clamp(min=0)
@@ -266,7 +268,7 @@ class _Uncached:
         if not fits or logits.shape[:2] != window_BT.shape:
             name = getattr(self.fn, "__name__", type(self.fn).__name__)
             row = f"{name} returned {kind_of(logits)} for tokens {list(window_BT.shape)}"
-            mend = "Return the logits of every token, [B, T, V], or something that has them as .logits."
+            mend = "Return the logits of every token, [B, T, V], or an object with .logits."
             raise TransformError(message("needs a function that returns logits.", [row], mend))
         return at_each(logits, end_B - 1 - first_B)[:, 0]
 
@@ -275,30 +277,32 @@ class _Uncached:
 def _predictor(
     model: Any, decode: Decode | None, params: Tree, dtype: torch.dtype | None, context: int | None
 ) -> _Cached | _Uncached:
-    """Gather the parameters of a function, or the units of a model, one after the other and each once."""
+    """Gather each unit once: generation keeps the gathered parameters for all tokens."""
     if decode is None:
         return _Uncached(model, _gathered(params, dtype), context)
-    whole = functools.partial(gather_unit, dtype=dtype)
-    wholes = {"embed": whole(params["embed"])}
+    gather = functools.partial(gather_unit, dtype=dtype)
+    embed = gather(params["embed"])
     of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
     stacks = [of_each] if callable(decode.block) else [[x[name] for x in of_each] for name in decode.block]
-    blocks: list[_Unit] = []
-    for run, prepare, cache, stack in stacks:
-        blocks += [_Unit(run, cache, prepare(whole(unit))) for unit in unstack_units(stack)]
-    # The head gets the very tensor of the embedding: a table is gathered once, and takes memory once.
-    tied = {name: tree.at(wholes, path) for name, path in model.tied}
-    return _Cached(decode, wholes["embed"], blocks, {**whole(params["head"]), **tied})
+    blocks = [
+        _Unit(run, cache, prepare(gather(unit)))
+        for run, prepare, cache, stack in stacks
+        for unit in unstack_units(stack)
+    ]
+    # A tied head uses the embedding's gathered tensor, so the table is gathered and stored once.
+    tied = {name: tree.at({"embed": embed}, path) for name, path in model.tied}
+    return _Cached(decode, embed, blocks, {**gather(params["head"]), **tied})
 
 
 def _gathered(params: Tree, dtype: torch.dtype | None) -> Tree:
-    """Any parameters, one part of the tree after the other, so that buffers are no larger than a part."""
+    """Gather any parameters, one top-level entry at a time to bound the buffers."""
     if isinstance(params, Mapping):
         return {name: gather_unit(part, dtype=dtype) for name, part in cast("Mapping[str, Tree]", params).items()}
     return gather_unit(params, dtype=dtype)
 
 
 def _mesh_of(params: Tree) -> DeviceMesh | None:
-    """The mesh of parameters, which must not have stages."""
+    """Return the mesh of the parameters; raise if it has pipeline stages."""
     meshes = (to_local(x).sharding.mesh for x in tree.leaves(params) if isinstance(x, DTensor))
     mesh = cast("DeviceMesh | None", next(meshes, None))
     if mesh is not None and (stages := abstract(mesh).axis_size("pp")) > 1:
@@ -308,22 +312,22 @@ def _mesh_of(params: Tree) -> DeviceMesh | None:
 
 
 def _without_cp(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh on which tokens are generated: there each rank of `cp` has whole sequences."""
+    """Return the mesh without `cp`, each of whose ranks generates full sequences."""
     names = tuple(name for name in abstract(mesh).names if name != "cp")
     return mesh if abstract(mesh).axis_size("cp") == 1 else slice_of(mesh, names)
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
 def _decode_of(model: Any, context: int | None) -> Decode | None:
-    """How a model decodes; None for a function."""
+    """Return the decode functions of a model; None for a function."""
     if not hasattr(model, "block"):
         check_function("a decoder, or a function (params, tokens) -> logits", model, 2)
         return None
     if getattr(model, "decode", None) is None:
-        mend = "Give a function (params, tokens) -> logits in its place; of a module, fs.functionalize(module) is one."
-        raise ConfigError(message("got a Model that cannot decode: it has losses and no logits.", mend=mend))
+        mend = "Pass a function (params, tokens) -> logits instead, such as fs.functionalize(module)."
+        raise ConfigError(message("got a Model that cannot decode: it computes losses, not logits.", mend=mend))
     if context is not None:
-        mend = "Leave context= out; it is for functions, which are called with all tokens."
+        mend = "Remove context=: it limits the tokens that a function receives."
         raise ConfigError(message(f"got context={context} with a model that keeps all tokens.", mend=mend))
     return model.decode
 
@@ -331,21 +335,21 @@ def _decode_of(model: Any, context: int | None) -> Decode | None:
 def _check_numbers(count: int, context: int | None, sampling: _Sampling, ends: Sequence[int]) -> None:
     optional = {"context": context, "top_k": sampling.top_k}
     least = {"max_new_tokens": count} | {name: x for name, x in optional.items() if x is not None}
-    wrong = [f"{name}={x!r}: a whole number, at least 1" for name, x in least.items() if type(x) is not int or x < 1]
+    wrong = [f"{name}={x!r}: an int, at least 1" for name, x in least.items() if type(x) is not int or x < 1]
     temperature, top_p = sampling.temperature, sampling.top_p
     wrong += [] if 0 <= temperature < math.inf else [f"temperature={temperature}: at least 0, and finite"]
     wrong += [] if top_p is None or 0 < top_p <= 1 else [f"top_p={top_p}: above 0, at most 1"]
-    wrong += [f"eos={end!r}: a token" for end in ends if not isinstance(end, int) or end < 0]
+    wrong += [f"eos={end!r}: a token id" for end in ends if not isinstance(end, int) or end < 0]
     if wrong:
-        raise ConfigError(message("got numbers out of range.", wrong))
+        raise ConfigError(message("got numbers out of range.", wrong, "Pass numbers within these limits."))
     chosen = {"temperature": None if temperature in (0, 1) else temperature, "top_k": sampling.top_k, "top_p": top_p}
     if sampling.key is None and (given := [f"{name}={x}" for name, x in chosen.items() if x is not None]):
-        mend = "Give key=fs.random.key(0); without a key the likeliest token is taken each time."
-        raise ConfigError(message(f"got {', '.join(given)} and no key to draw with.", mend=mend))
+        mend = "Pass key=fs.random.key(0). Without a key, the most likely token is selected."
+        raise ConfigError(message(f"got {', '.join(given)} but no key to sample with.", mend=mend))
 
 
 def _check_parameters(model: Model, params: Tree) -> None:
-    """Refuses parameters of another model."""
+    """Raise if the paths or shapes of parameters aren't the model's."""
     tree.match(model.init(random.key(0)), params, ("the model", "params"))
     # A rank's DTensor of a fused leaf over tp is its slice, which doesn't show the full shape.
     plain = {k: x for k, x in tree.named_leaves(params).items() if not (isinstance(x, DTensor) and hides_owners(x))}
@@ -355,27 +359,28 @@ def _check_parameters(model: Model, params: Tree) -> None:
 
 
 def _rows(prompts: Any, vocab: int | None) -> list[Tensor]:
-    """The prompts as tensors on the CPU, each int64[T]."""
-    mend = "Give int64[B, T], or a list of prompts: [[3, 1, 4], [1, 5]]."
+    """Convert the prompts to tensors on the CPU, each int64[T]."""
+    mend = "Pass int64[B, T], or a list of prompts: [[3, 1, 4], [1, 5]]."
     if isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(x, str) for x in prompts)):
-        text = "takes token ids, got text."
-        raise ArgumentError(message(text, mend="Encode it: of a model of bytes [*text.encode()] is a prompt."))
+        mend = "Tokenize it first; for a byte-level model, pass [[*text.encode()]]."
+        raise ArgumentError(message("takes token ids, got text.", mend=mend))
     if not isinstance(prompts, Tensor | Sequence) or isinstance(prompts, DTensor):
         raise refuse("prompts of token ids", prompts, mend)
     given: list[Any] = [*cast("Sequence[Any]", prompts)]
     if any(not isinstance(x, Tensor | Sequence) or (isinstance(x, Tensor) and x.ndim == 0) for x in given):
-        raise refuse("a list of prompts", prompts, f"{mend} A prompt alone is a list of one: [prompt].")
+        raise refuse("a list of prompts", prompts, f"{mend} For a single prompt, pass [prompt].")
     rows = [torch.as_tensor(x, device="cpu") for x in given]
     if not rows or any(x.ndim != 1 or not x.numel() for x in rows):
         shapes = [f"prompt {i} has {list(x.shape)}" for i, x in enumerate(rows) if x.ndim != 1 or not x.numel()]
-        mend = "Give every prompt at least one token, such as the one that begins a text."
-        raise DataError(message("needs prompts of one dim that are not empty.", shapes or ["no prompts"], mend))
+        mend = "Pass at least one token per prompt, such as the one that begins a text."
+        raise DataError(message("needs non-empty prompts of one dim.", shapes or ["no prompts"], mend))
     most = 1 << 62 if vocab is None else vocab
     return [checked_ids("prompts", x, most) for x in rows]
 
 
 def _agree(mesh: DeviceMesh, rows: Sequence[Tensor], count: int, sampling: _Sampling, ends: Sequence[int]) -> None:
-    """Refuses calls on ranks that compute together which are not the same call. Collective over `tp` and `ep`."""
+    """Raise if ranks of `tp` or `ep` pass different arguments. Collective over both."""
+    # Ranks of ep exchange tokens, so they run the same number of steps, but may have different prompts.
     settings = {"max_new_tokens": str(count), "eos": "none" if not ends else str(list(ends))}
     key = None if sampling.key is None else sampling.key.tolist()
     own = {"prompts": str([x.tolist() for x in rows]), "key": str(key)}

@@ -1,4 +1,4 @@
-"""A model: pure functions over trees of full plain tensors, and the names of their dims."""
+"""A model: pure functions over trees of unsharded plain tensors, and the names of their dims."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ __all__ = ["Decode", "Model", "unlike_shapes"]
 
 
 class Decode(NamedTuple):
-    """The parts of a model that computes logits of new tokens and keeps, in a cache, what those after them need."""
+    """The functions with which a model generates tokens, with a cache of earlier ones."""
 
-    # Parameters are whole over the data axes, and no part communicates along them.
+    # Parameters are gathered over the data axes, and no function communicates along them. `block`, `prepare` and
+    # `cache` are one function each, or one per stack, by name.
 
-    embed: Callable[[Tree, Tree], Any]  # `embed(params, batch) -> x` of `tokens` and `positions` (both int64[B, T])
-    # `block(params, x, cache) -> x`, which also writes to its cache; of several stacks one for each, by name
+    embed: Callable[[Tree, Tree], Any]  # `embed(params, batch) -> x`, of `tokens` and `positions` (both int64[B, T])
     block: Callable[[Tree, Any, Tree], Any] | Mapping[str, Callable[[Tree, Any, Tree], Any]]
-    # `prepare(params of a block) -> params`, which gathers once what each call else would; named as blocks
+    """`block(params, x, cache) -> x`; writes the new tokens to the cache in place."""
     prepare: Callable[[Tree], Tree] | Mapping[str, Callable[[Tree], Tree]]
-    # `cache(params of a block, rows, length) -> cache`, a tree of tensors [B, length, ...]; by name as blocks
+    """`prepare(params) -> params` of a block; gathers once what otherwise each `block` call would gather."""
     cache: Callable[[Tree, int, int], Tree] | Mapping[str, Callable[[Tree, int, int], Tree]]
-    # `logits(params, x, last) -> [B, V]`, of the token of each row that `last` counts (int64[B])
-    logits: Callable[[Tree, Any, Tensor], Tensor]
+    """`cache(params, rows, length) -> cache` of a block, a tree of tensors [B, length, ...]."""
+    logits: Callable[[Tree, Any, Tensor], Tensor]  # `logits(params, x, last) -> [B, V]`, at position last[b] of row b
     vocab: int  # V
 
 
 class Model(NamedTuple):
-    """A model in units: embed, a stack of blocks or several, head.
+    """A model of units: an embedding, one or more stacks of blocks, and a head.
 
     Attributes:
-        init: `init(key) -> {"embed": ..., "blocks": ..., "head": ...}`, a tree of lazy draws; blocks are stacked.
-        embed: `embed(params, batch) -> x`; x is any tree of tensors.
-        block: `block(params, x) -> x`. Of several stacks of unlike blocks one for each, by name and in order; then
-            `blocks` of `init` has a stack under each name.
-        head: `head(params, x, batch) -> (sum of losses, number of tokens)`.
-        names: the tree of `init` with a tuple of dim names for each leaf.
-        tied: (name in the head unit, path of the leaf that it shares), such as `("unembed", "embed.table")`.
-        axes: the model axes that its functions compute over; on a mesh with others a step refuses it.
-        check: `check(mesh, rules)` raises where the axes cannot cut the model in the way that the rules ask.
-        balanced: (path, rate) of biases whose gradient is a load (`ops.record_load`): a step moves them by the rate
-            against its sign, apart from optimizer, norm and clipping.
-        decode: how `generate` computes one token after the other; None for a model that cannot.
-        config: what it was made of, such as a `DecoderConfig`; `fs.hf` compares it with a `config.json`.
-        constants: `constants() -> tensors by name` that its functions compute with and that are no parameters, such as
-            the buffers of a module; `init_state` compares them between ranks.
-        drops: whether its experts drop tokens that do not fit; a step then counts them in its metrics.
+        init: `init(key) -> {"embed": ..., "blocks": ..., "head": ...}`, a tree of `LazyTensor`s. Dim 0 of each leaf in
+            `blocks` counts layers.
+        embed: `embed(params, batch) -> x`, where x is any tree of tensors.
+        block: `block(params, x) -> x`; or, for stacks of different blocks, one function per stack, by name and in
+            order. `blocks` then has a subtree per name.
+        head: `head(params, x, batch) -> (loss summed over tokens, number of tokens)`.
+        names: Tree like `init`'s, with a tuple of dim names per leaf.
+        tied: Shared leaves: (name in the head, path of the leaf), such as `("unembed", "embed.table")`.
+        axes: Model axes that the functions support; steps refuse meshes with others.
+        check: `check(mesh, rules)`, which raises if the mesh can't shard the model as the rules require.
+        balanced: (path, rate) of router biases whose gradient is a load (`ops.record_load`). A step moves them by the
+            rate, against the sign of the gradient; optimizer, gradient norm and clipping skip them.
+        decode: Functions with which `generate` predicts one token at a time, or None.
+        config: Source of the model, such as a `DecoderConfig`; `fs.hf` compares it with a `config.json`.
+        constants: `constants() -> tensors by name`: inputs that aren't parameters, such as buffers of a module.
+            `init_state` compares them between ranks.
+        drops: Whether experts drop tokens above their capacity; `metrics.dropped` counts them.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)
@@ -78,17 +79,17 @@ class Model(NamedTuple):
         raise missing_name("Model", name, self._fields, _ELSEWHERE)
 
 
-_APART = "A model holds none: they are state.params, of state = fs.init_state(model, opt, fs.random.key(0), layout)."
-_DEVICE = 'The mesh says where: fs.plan_layout(model, fs.make_mesh(device="cuda")).'
-_MODE = "A model has no modes: pass what differs, such as a key for dropout, in the batch."
-_LOSS = "Its loss function is fs.model_loss(model), which takes (params, batch)."
+_APART = "Use state.params, where state = fs.init_state(model, opt, fs.random.key(0), layout)."
+_DEVICE = 'Set the device of the mesh: fs.plan_layout(model, fs.make_mesh(device="cuda")).'
+_MODE = "Pass what differs between training and evaluation, such as a key for dropout, in the batch."
+_LOSS = "Use its loss function, fs.model_loss(model), which takes (params, batch)."
 _ELSEWHERE = {
     **dict.fromkeys(("parameters", "named_parameters", "state_dict", "load_state_dict", "params"), _APART),
     **dict.fromkeys(("to", "cuda", "cpu"), _DEVICE),
     **dict.fromkeys(("train", "eval"), _MODE),
     **dict.fromkeys(("forward", "apply", "loss"), _LOSS),
 }
-"""What a model does not have, by the names that modules of torch and flax give it."""
+"""What to type instead of the methods that torch and flax modules have."""
 
 
 def unlike_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Named models with settings that train them, for `--preset`; each family has a tiny twin for a laptop."""
+"""Published models and settings to train them, for `--preset`; each family has a tiny version for a laptop."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how to train it.
+    """A model and settings to train it with AdamW.
 
     Attributes:
-        config: sizes of the decoder.
-        learning_rate: peak rate of AdamW.
-        warmup: steps of linear warm-up.
-        weight_decay: of matrices; norms and biases have none.
+        config: Sizes of the decoder.
+        learning_rate: Peak learning rate.
+        warmup: Number of steps of linear warm-up.
+        weight_decay: Weight decay of matrices; norms and biases have none.
 
     Example:
         >>> chosen = fs.models.presets.tiny_llama3()
@@ -41,11 +41,7 @@ class Recipe:
     weight_decay: float = 0.1
 
     def model(self, **options: Any) -> Model:
-        """The model.
-
-        Args:
-            **options: of `models.decoder`.
-        """
+        """Build the `Model` of the config, with options of `models.decoder`, such as `sequence=True`."""
         return decoder(self.config, **options)
 
 
@@ -54,9 +50,8 @@ def llama3_8b() -> Recipe:
     """Llama 3.1 8B (Grattafiori et al. 2024, arXiv:2407.21783, table 3): 8,030,261,248 parameters.
 
     Example:
-        >>> config = fs.models.presets.llama3_8b().config
-        >>> config.dim, config.layers, config.heads
-        (4096, 32, 32)
+        >>> fs.models.presets.llama3_8b().config.layers
+        32
     """
     return Recipe(_llama3(4096, 32, 32, 14_336), 3e-4, warmup=8000)
 
@@ -65,9 +60,8 @@ def llama3_70b() -> Recipe:
     """Llama 3.1 70B (arXiv:2407.21783, table 3): 70,553,706,496 parameters.
 
     Example:
-        >>> config = fs.models.presets.llama3_70b().config
-        >>> config.dim, config.layers, config.heads
-        (8192, 80, 64)
+        >>> fs.models.presets.llama3_70b().config.layers
+        80
     """
     return Recipe(_llama3(8192, 80, 64, 28_672), 1.5e-4, warmup=8000)
 
@@ -76,9 +70,8 @@ def llama3_405b() -> Recipe:
     """Llama 3.1 405B (arXiv:2407.21783, table 3): 405,853,388,800 parameters.
 
     Example:
-        >>> config = fs.models.presets.llama3_405b().config
-        >>> config.dim, config.layers, config.heads
-        (16384, 126, 128)
+        >>> fs.models.presets.llama3_405b().config.layers
+        126
     """
     return Recipe(_llama3(16_384, 126, 128, 53_248), 8e-5, warmup=8000)
 
@@ -92,9 +85,8 @@ def qwen2_5_72b() -> Recipe:
     """Qwen2.5 72B (Qwen Team 2024, arXiv:2412.15115): 72,706,203,648 parameters.
 
     Example:
-        >>> config = fs.models.presets.qwen2_5_72b().config
-        >>> config.dim, config.layers, config.heads
-        (8192, 80, 64)
+        >>> fs.models.presets.qwen2_5_72b().config.layers
+        80
     """
     return Recipe(DecoderConfig(152_064, 8192, 80, 64, 8, 29_568, bias=True, rope_base=1_000_000.0))
 
@@ -102,12 +94,11 @@ def qwen2_5_72b() -> Recipe:
 def mixtral_8x7b() -> Recipe:
     """Mixtral 8x7B (Jiang et al. 2024, arXiv:2401.04088, table 1): 46,702,792,704 parameters.
 
-    The factor of the balance loss is Switch's, since the authors do not publish theirs.
+    The authors don't publish the factor of the balance loss; this one is from Switch (arXiv:2101.03961).
 
     Example:
-        >>> config = fs.models.presets.mixtral_8x7b().config
-        >>> config.dim, config.layers, config.heads
-        (4096, 32, 32)
+        >>> fs.models.presets.mixtral_8x7b().config.layers
+        32
     """
     experts = Experts(8, 2, 14_336, balance=1e-2)
     return Recipe(DecoderConfig(32_000, 4096, 32, 32, 8, 14_336, rope_base=1_000_000.0, experts=experts))
@@ -116,13 +107,12 @@ def mixtral_8x7b() -> Recipe:
 def deepseek_v3() -> Recipe:
     """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, sec. 4.2): 671,026,419,200 parameters.
 
-    That is without the module that predicts a second token, and with the 58 x 256 biases of its routers. Three dense
-    blocks, then 58 with experts, which are balanced by these biases. Its balance loss of each sequence is left out.
+    Three dense blocks, then 58 with experts, balanced by 58 x 256 router biases (in the count). Without the multi-token
+    prediction module and the sequence-wise balance loss.
 
     Example:
-        >>> config = fs.models.presets.deepseek_v3().config
-        >>> config.dim, len(config.stacks), config.heads
-        (7168, 2, 4)
+        >>> [stack.layers for stack in fs.models.presets.deepseek_v3().config.stacks]
+        [3, 58]
     """
     latent = MLA(128, 1536, 512, plain_dim=128, rotary_dim=64, value_dim=128, rope_scaling=YarnScaling())
     experts = Experts(256, 8, 2048, shared=1, score="sigmoid", scale=2.5, groups=8, kept_groups=4, bias_rate=1e-3)
@@ -131,49 +121,45 @@ def deepseek_v3() -> Recipe:
     return Recipe(config, 2.2e-4, warmup=2000)
 
 
-# --------------------------------------------------------------------------------------------------------------- twins
+# ------------------------------------------------------------------------------------------------------- tiny versions
 def tiny_llama3() -> Recipe:
-    """The twin of the Llama 3.1 models; its original context is 64 tokens, so that scaling matters in short rows.
+    """A tiny Llama 3.1. Its original context is 64 tokens, so short rows already exercise the rotary scaling.
 
     Example:
-        >>> config = fs.models.presets.tiny_llama3().config
-        >>> config.dim, config.layers, config.heads
-        (128, 4, 8)
+        >>> fs.models.presets.tiny_llama3().config.layers
+        4
     """
     scaling = LlamaScaling(length=64)
     return _tiny(DecoderConfig(heads=8, kv_heads=2, rope_base=500_000.0, rope_scaling=scaling))
 
 
 def tiny_qwen2_5() -> Recipe:
-    """The twin of Qwen2.5.
+    """A tiny Qwen2.5.
 
     Example:
-        >>> config = fs.models.presets.tiny_qwen2_5().config
-        >>> config.dim, config.layers, config.heads
-        (128, 4, 8)
+        >>> fs.models.presets.tiny_qwen2_5().config.layers
+        4
     """
     return _tiny(DecoderConfig(heads=8, kv_heads=2, bias=True, rope_base=1_000_000.0))
 
 
 def tiny_mixtral() -> Recipe:
-    """The twin of Mixtral.
+    """A tiny Mixtral.
 
     Example:
-        >>> config = fs.models.presets.tiny_mixtral().config
-        >>> config.dim, config.layers, config.heads
-        (128, 4, 8)
+        >>> fs.models.presets.tiny_mixtral().config.layers
+        4
     """
     experts = Experts(8, 2, 192, balance=1e-2)
     return _tiny(DecoderConfig(heads=8, intermediate_size=192, rope_base=1_000_000.0, experts=experts))
 
 
 def tiny_deepseek_v3() -> Recipe:
-    """The twin of DeepSeek-V3; its original context is 64 tokens.
+    """A tiny DeepSeek-V3, with an original context of 64 tokens.
 
     Example:
-        >>> config = fs.models.presets.tiny_deepseek_v3().config
-        >>> config.dim, len(config.stacks), config.heads
-        (128, 2, 4)
+        >>> [stack.layers for stack in fs.models.presets.tiny_deepseek_v3().config.stacks]
+        [1, 3]
     """
     scaling = YarnScaling(length=64, fast=8.0)
     latent = MLA(4, 48, 32, plain_dim=16, rotary_dim=16, value_dim=24, rope_scaling=scaling)
@@ -209,21 +195,24 @@ RECIPES = {
 
 @public
 def recipe(name: str) -> Recipe:
-    """The recipe of a name; `-` and `.` are as good as `_`.
+    """Look up a recipe by name.
+
+    Args:
+        name: Key of `RECIPES`; `-` and `.` match `_`.
+
+    Returns:
+        The `Recipe`.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: The name is unknown.
 
     Example:
         >>> fs.models.presets.recipe("llama3-8b") == fs.models.presets.llama3_8b()
         True
     """
-    same = [known for known in RECIPES if _plain(known) == _plain(name)]
-    if not same:
-        known = f"Presets are {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
-        raise ConfigError(message(f"knows no preset {name!r}.", mend=known))
-    return RECIPES[same[0]]
-
-
-def _plain(name: str) -> str:
-    return name.replace("-", "_").replace(".", "_")
+    underscores = str.maketrans("-.", "__")
+    for known, found in RECIPES.items():
+        if known.translate(underscores) == name.translate(underscores):
+            return found
+    mend = f"Presets are {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}"
+    raise ConfigError(message(f"has no preset {name!r}.", mend=mend))

@@ -1,4 +1,4 @@
-"""The stacks of a model: one at `blocks`, or several of unlike blocks under their names, in order."""
+"""The stacks of a model: one at `blocks`, or several of different blocks at `blocks.NAME`, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["first_unit", "first_units", "map_stacks", "scan_stacks", "stacks_of"
 
 
 def stacks_of(model: Any) -> tuple[tuple[str, Callable[..., Any]], ...]:
-    """(path, block function) of each stack of a `Model`, in order; the only one of a model is at `blocks`."""
+    """Return the path and block function of each stack of a model, in order."""
     if callable(model.block):
         return (("blocks", model.block),)
     return tuple((f"blocks.{name}", block) for name, block in model.block.items())
@@ -29,21 +29,22 @@ def _parts(model: Any, blocks: Tree) -> list[Tree]:
 
 
 def map_stacks(model: Any, fn: Callable[[int, Tree], Tree], blocks: Tree) -> Tree:
-    """The tree `blocks` with `fn(number of the stack, stack)` in the place of each stack."""
+    """Replace each stack in `blocks` by `fn(number of the stack, stack)`."""
     if callable(model.block):
         return fn(0, blocks)
     return {name: fn(i, blocks[name]) for i, name in enumerate(model.block)}
 
 
+# A pipeline stage may have no rows of a stack, so the unit gathered next can be in any later stack.
 @_compat.outside_of_graphs
 def first_unit(model: Any, blocks: Tree, after: Tree = None) -> Tree:
-    """The first unit of all stacks, and `after` where there is none."""
+    """Return the first unit of all stacks; `after` if the stacks are empty."""
     return next(_in_order(_parts(model, blocks)), after)
 
 
 @_compat.outside_of_graphs
 def first_units(model: Any, blocks: Tree, after: Tree = None) -> UnitsAhead:
-    """The first units of all stacks and then `after`, as many as are gathered ahead."""
+    """Return the units to gather ahead: the first of all stacks, then `after`."""
     return _first(_parts(model, blocks), UnitsAhead.of(after))
 
 
@@ -64,17 +65,17 @@ def scan_stacks(
     policy: Policy = policies.save_except_gathered,
     next_unit: Tree = None,
 ) -> Tree:
-    """`scan_units` over the stacks of a model, one after the other.
+    """Run the blocks of a model: `scan_units` over one stack after another.
 
     Args:
-        model: a `Model`.
-        blocks: its parameters under `blocks`; a stack may have no rows, as on a pipeline stage that has none of them.
-        carry: what goes into the first block.
-        policy: what is kept for backward.
-        next_unit: the unit that is gathered after the last one, such as the head.
+        model: A `Model`.
+        blocks: Its parameters under `blocks`. A stack may be empty, as on a pipeline stage without its layers.
+        carry: Input of the first block.
+        policy: Rematerialization policy: which values are saved for backward.
+        next_unit: Unit to prefetch during the last block, such as the head.
 
     Returns:
-        What comes out of the last block.
+        The output of the last block.
 
     Example:
         >>> config = fs.models.DecoderConfig(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, intermediate_size=12)

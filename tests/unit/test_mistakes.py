@@ -1027,10 +1027,8 @@ NAMES_ELSEWHERE = {
     ("TrainState", "mesh"): "Write state.layout.mesh.",
     ("Metrics", "los"): "Did you mean 'loss'?",
     ("Metrics", "accuracy"): "Its names are loss, grad_norm, count, skipped, aux.",
-    ("Model", "parameters"): (
-        "A model holds none: they are state.params, of state = fs.init_state(model, opt, fs.random.key(0), layout)."
-    ),
-    ("Model", "eval"): "A model has no modes: pass what differs, such as a key for dropout, in the batch.",
+    ("Model", "parameters"): "Use state.params, where state = fs.init_state(model, opt, fs.random.key(0), layout).",
+    ("Model", "eval"): "Pass what differs between training and evaluation, such as a key for dropout, in the batch.",
 }
 
 

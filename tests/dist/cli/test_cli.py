@@ -231,7 +231,7 @@ BAD = {
         "",
     ),
     "layers": (["--ranks", "8", "--mesh", "pp=8", "--microbatches", "8"], "cannot put 4 layers on the 8 stages", ""),
-    "heads": (["--ranks", "8", "--mesh", "tp=8"], "4 heads: no multiple of 8", "Choose another mesh"),
+    "heads": (["--ranks", "8", "--mesh", "tp=8"], "4 heads: not a multiple of tp=8", "Use a different mesh"),
     "sequence": (
         ["--ranks", "2", "--mesh", "tp=2", "--sequence", "--seq", "33"],
         "shard --seq 33 over tp=2",

@@ -113,11 +113,11 @@ def refused(axes, config, **how):
 def test_what_tp_cannot_cut_is_refused():
     config = fs.models.DecoderConfig(heads=6, kv_heads=2, dim=48, intermediate_size=1)
     assert refused({"tp": 4}, config) == (
-        "fs.models.decoder cannot be cut over the mesh {tp: 4}.\n"
-        "  6 heads: no multiple of 4\n"
+        "fs.models.decoder does not fit the mesh {tp: 4}.\n"
+        "  6 heads: not a multiple of tp=4\n"
         "  mlp of size 1: less than 2\n"
-        "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
+        "Use a different mesh, model or kind of attention, or rules that replicate these dims."
     )
-    assert "2 heads a rank: neither whole groups of 3, which share a key head, nor a part of one" in refused(
+    assert "2 heads per rank: neither a multiple nor a divisor of 3, the heads per kv head" in refused(
         {"tp": 3}, config
     )

@@ -174,7 +174,7 @@ WRONG = {
     "ids": (["ids"], "cannot find the tokenizer", "--tokenizer tokenizer.json"),
     "stages": (["run", "--ranks", "2", "--mesh", "pp=2"], "cannot generate in stages: --mesh has pp=2", "Use tp or dp"),
     "a mesh": (["run", "--ranks", "2", "--mesh", "dp=3"], "--mesh dp=3", "2"),
-    "heads": (["run", "--ranks", "3"], "cannot be cut over the mesh", "4 heads: no multiple of 3"),
+    "heads": (["run", "--ranks", "3"], "does not fit the mesh", "4 heads: not a multiple of tp=3"),
 }  # fmt: skip
 
 

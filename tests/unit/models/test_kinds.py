@@ -222,8 +222,9 @@ def test_sizes_that_do_not_fit():
     assert str(caught.value) == (
         "fs.models.DecoderConfig has sizes that do not fit.\n"
         "  two stacks have the name 'c'\n"
-        "  'a.b' is no name of a stack: it is part of a path\n"
-        "  the stacks have 3 layers, not 4"
+        "  stack 'a.b': its name isn't an identifier\n"
+        "  the stacks have 3 layers, not 4\n"
+        "Write, for example, fs.models.DecoderConfig(dim=64, heads=8, kv_heads=2)."
     )
     with pytest.raises(ConfigError, match="head_size 5 is not even"):
         DecoderConfig(head_size=5)
@@ -236,7 +237,7 @@ def test_sizes_that_do_not_fit():
     with pytest.raises(ConfigError) as caught:
         fs.plan_layout(model, mesh)
     assert str(caught.value).splitlines()[1:-1] == [
-        "  2 heads a rank: no multiple of cp=4, as attention='ulysses' needs",
-        "  1 heads a rank: no multiple of cp=4, as attention='ulysses' needs",
-        "  3 heads: no multiple of 2",
+        "  2 heads per rank: not a multiple of cp=4, as attention='ulysses' needs",
+        "  1 heads per rank: not a multiple of cp=4, as attention='ulysses' needs",
+        "  3 heads: not a multiple of tp=2",
     ]

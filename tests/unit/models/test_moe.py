@@ -10,7 +10,7 @@ import fsharding as fs
 from fsharding import ops
 from fsharding.base.errors import ConfigError
 from fsharding.models import DecoderConfig, Experts, decoder
-from fsharding.models.block_parts import BlockSettings, Draws
+from fsharding.models.block_parts import BlockSettings, Init
 from fsharding.models.moe import Mixture
 from fsharding.optim.router_bias import against_load, split_loads
 from fsharding.testing import assert_bitwise_equal, assert_trees_close
@@ -24,7 +24,7 @@ DEEP = Experts(
 
 def layer_of(c, seed=0):
     """The leaves of one layer, large enough that everything matters."""
-    draws = Mixture(c).init(DIM, Draws(fs.random.key(seed), (1,)))["experts"]
+    draws = Mixture(c).init(DIM, Init(fs.random.key(seed), (1,)))["experts"]
     assert fs.tree.paths(draws) == fs.tree.paths(expert_names(c), is_leaf=lambda x: isinstance(x, tuple))
     return fs.tree.map(lambda d: d.tensor()[0] * 25, draws)
 
@@ -170,18 +170,17 @@ def test_refusals():
     assert refusal(lambda: Experts(4, 5, 0, shared=-1, bias_rate=-0.1)) == (
         "fs.models.Experts has numbers that do not fit.\n"
         "  intermediate_size=0: at least 1\n  shared=-1: at least 0\n  bias_rate=-0.1: at least 0\n"
-        "  top_k=5: a token sees 4 experts"
+        "  top_k=5: a token sees 4 experts\n"
+        "Write, for example, fs.models.Experts(count=8, active=2, intermediate_size=32)."
     )
     model = decoder(DecoderConfig(experts=Experts(6, 2, 9)))
     mesh = fs.AbstractMesh(("ep", "tp"), (4, 2))
     assert refusal(lambda: fs.plan_layout(model, mesh)) == (
-        "fs.models.decoder cannot be cut over the mesh {ep: 4, tp: 2}.\n"
-        "  6 experts: no multiple of ep=4\n"
-        "  9 intermediate_size of an expert: no multiple of tp=2\n"
-        "Choose another mesh, another model or kind of attention, or rules that leave these dims whole."
+        "fs.models.decoder does not fit the mesh {ep: 4, tp: 2}.\n"
+        "  6 experts: not a multiple of ep=4\n"
+        "  intermediate_size 9 of an expert: not a multiple of tp=2\n"
+        "Use a different mesh, model or kind of attention, or rules that replicate these dims."
     )
     rules = fs.DEFAULT_RULES.replace(expert=("dp", "ep"), mlp=None)
     mesh = fs.AbstractMesh(("dp", "ep"), (2, 2))
-    assert "  rule expert=dp, ep: tokens go to their experts along ep alone\n" in refusal(
-        lambda: fs.plan_layout(model, mesh, rules)
-    )
+    assert "  rule expert=dp, ep: only ep can shard experts\n" in refusal(lambda: fs.plan_layout(model, mesh, rules))

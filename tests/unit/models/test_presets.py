@@ -54,7 +54,7 @@ def test_names():
     assert recipe("llama3-8b") is recipe("llama3_8b") is RECIPES["llama3_8b"]
     assert recipe("qwen2.5-72b") is RECIPES["qwen2_5_72b"] and recipe("bench_34m") is RECIPES["bench-34m"]
     assert fs.models.presets.llama3_8b() == RECIPES["llama3_8b"]
-    with pytest.raises(ConfigError, match=r"knows no preset 'lama3_8b'\.\nPresets are .*Did you mean 'llama3_8b'\?"):
+    with pytest.raises(ConfigError, match=r"has no preset 'lama3_8b'\.\nPresets are .*Did you mean 'llama3_8b'\?"):
         recipe("lama3_8b")
 
 
@@ -85,7 +85,7 @@ def test_the_verb_plan_refuses_what_cannot_be(capsys):
     assert "knows no --schedule 'zvb'" in planned(capsys, "tiny", "--schedule", "zvb")[2]
     assert "--microbatches 0: at least 1" in planned(capsys, "tiny", "--microbatches", "0")[2]
     status, _, err = planned(capsys, "llama3_8b", "--mesh", "tp=3")
-    assert status == 2 and "32 heads: no multiple of 3" in err
+    assert status == 2 and "32 heads: not a multiple of tp=3" in err
 
 
 @pytest.mark.parametrize(
