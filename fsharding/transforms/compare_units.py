@@ -1,7 +1,4 @@
-"""`compare_units`: compare units across ranks before each gather or reduction, for calls that no step checks.
-
-Guarantee: ranks at different units raise before one unit's bytes are used as another's.
-"""
+"""`compare_units`: compare units across ranks before each gather or reduction, for calls outside of a train step."""
 
 from __future__ import annotations
 
@@ -21,18 +18,22 @@ __all__ = ["compare_units"]
 
 @public
 def compare_units(mesh: Mesh) -> AbstractContextManager[None]:
-    """Compare units, and the plans of their collectives, between ranks before each one in the `with` block. Collective.
+    """Compare units, and the plans of their collectives, between ranks before each one in the `with` block.
 
-    A debugging check. `make_train_step` does this in its first step, and compares one hash in each later one. Use it
-    around a direct call of `value_and_grad` on a device, or of `gather_unit` in `fs.shard_map`, when losses look wrong.
-    It sends a hash and waits at every unit.
+    For debugging: ranks at different units raise before they use one unit's bytes for the other's. Every unit costs a
+    small collective and a wait. `make_train_step` does the same in its first step, and compares one hash in each later
+    one. If losses look wrong, use it around a direct call of `value_and_grad` on an accelerator, or of `gather_unit`
+    in `fs.shard_map`.
 
     Args:
-        mesh: all of its ranks must enter the block.
+        mesh: Mesh, all of whose ranks must enter the block.
+
+    Returns:
+        A context manager.
 
     Raises:
         ArgumentError: `mesh` isn't a mesh.
-        RankError: ranks are at different units; the error names both, with the line on each rank.
+        RankError: Ranks are at different units; the error names both, with the line on each rank.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))

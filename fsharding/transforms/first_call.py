@@ -1,7 +1,6 @@
 """Check a loss function at its first call: what it depends on, where its random numbers come from, what it casts.
 
-Guarantee: if the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward; and a
-differentiated cast to 8 bits in the first graph of a function is found.
+If the loss of a train step depends on no parameter on some rank, all ranks refuse it before backward.
 """
 
 from __future__ import annotations
@@ -39,36 +38,28 @@ _UNIT = "_GatherUnitBackward"
 _LEAF = "torch::autograd::AccumulateGrad"
 _SCALED = {"MulBackward0", "DivBackward0"}
 _PASSED_ON = {"ToCopyBackward0", "ViewBackward0", "SqueezeBackward0", "AliasBackward0", "CloneBackward0"}
-_MEAN = 1
-"""The value of `reduction="mean"` in the nodes of torch's losses."""
-_MOST_ALIKE = 8
-"""A loop may define its loss function again in each step, so only this many functions of one code are checked."""
+_MEAN = 1  # `reduction="mean"` in the nodes of torch's losses
+_MOST_ALIKE = 8  # functions of one code that are checked: a loop may define its loss function again in each step
 _CAST = "ToCopyBackward0"
-_BITS_8 = {
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-}
-_NEAR = 16
-"""Nodes between a cast and the weight that it is of, at most, for the weight to be named."""
+_NEAR = 16  # most nodes between a cast and the weight named in its error
 
-# What has been checked of each loss function, unwrapped, and how many functions of one code had their first call.
+# Finished checks of each loss function, unwrapped, and the number of first calls by code.
 _checked: WeakKeyDictionary[Callable[..., Any], set[Hashable]] = WeakKeyDictionary()
 _alike: Counter[Any] = Counter()
 
 
 class FirstCall:
-    """The checks of one call of a loss function, or of one for each microbatch."""
+    """The checks of one call of a loss function, or of one call for each microbatch."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
-        # `mesh`: whose ranks refuse together a loss that depends on no parameter; without one this rank warns of it.
+        # With a mesh all its ranks together refuse a loss that depends on no parameter; without one this rank warns.
         self._name = public_name()
         self._mesh = mesh
-        self._lines: dict[tuple[int, int], str] = {}  # of the user, where a key was first drawn with
+        self._lines: dict[tuple[int, int], list[str]] = {}  # the user's line of the first draw with a key
         self._warned: set[str] = set()
 
     def watched(self, fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-        """Wrap a loss function to warn of random numbers without a key, of keys used twice, and of divided means."""
+        """Wrap a loss function to warn of draws without a key, keys used twice, and means returned with a count."""
 
         @functools.wraps(fn, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -82,13 +73,13 @@ class FirstCall:
                 self._warn_of_generators(changed)
             loss = result[0] if has_aux and is_pair(result) else result
             if is_pair(loss):
-                self._look_at_weight(*loss)
+                self._look_at_count(*loss)
             return result
 
         return run
 
     def look(self, total: Tensor, context: GatherContext, leaves: Sequence[Tensor]) -> None:
-        """Refuse a loss that depends on no parameter, or warn of it. With a mesh collective over all its ranks."""
+        """Refuse a loss that depends on no parameter, or warn of it. With a mesh, collective over its ranks."""
         _refuse_scaler(total, self._name)
         depends = _reaches(total.grad_fn, context, leaves)
         if _compat.makes_fakes():
@@ -101,14 +92,14 @@ class FirstCall:
             return
         mend = (
             'Compute it from the first argument, such as w = fs.gather_unit(params["head"]), or call the function that'
-            " fs.functionalize returns, net(params, x), instead of the module. Leave detach and no_grad out."
+            " fs.functionalize returns, net(params, x), instead of the module. Remove detach and no_grad."
         )
         if not leaves:
             row = "every leaf is frozen"
-            mend = "Leave at least one leaf out of frozen=, or of the None in grads=; fs.evaluate gives a loss alone."
+            mend = "Train at least one leaf (frozen=, grads=); fs.evaluate(loss_fn) computes a loss without gradients."
         elif depends:
             row = f"it does on this rank, but not on rank {', '.join(map(str, wrong[:8]))}"
-            mend = "Where a batch has no token that counts, return (losses * mask).sum() instead of a constant."
+            mend = "If no token of a batch counts, return (losses * mask).sum() instead of a constant."
         elif total.requires_grad:
             row = "it was computed from other tensors that require grad, such as the parameters of an nn.Module"
         else:
@@ -126,12 +117,12 @@ class FirstCall:
         if words not in self._lines:
             self._lines[words] = line
             return
-        rule = "has a loss function that draws twice with one key, which gives the same numbers."
+        rule = "has a loss function that draws twice with one key, so both draws have the same numbers."
         mend = (
-            "Give each draw its own key: first, second = fs.random.split(key), or fs.random.fold_in(key, i) in layer i."
-            " To use one mask twice, draw it once with fs.random.bernoulli."
+            "Use one key per draw: first, second = fs.random.split(key), or fs.random.fold_in(key, i) in layer i. To"
+            " use one mask twice, draw it once with fs.random.bernoulli."
         )
-        self._warn("key", rule, dict.fromkeys(filter(None, (self._lines[words], line))), mend)
+        self._warn("key", rule, dict.fromkeys(self._lines[words] + line), mend)
 
     def _warn_of_generators(self, names: Sequence[str]) -> None:
         rule = (
@@ -139,22 +130,19 @@ class FirstCall:
             " with the layout and when a run is resumed."
         )
         mend = (
-            "Draw by key: give the loss function a parameter key, then call fs.random.dropout(x, p, key), or"
+            "Draw with a key: add a parameter key to the loss function, then call fs.random.dropout(x, p, key), or"
             " fs.random.normal(key, x.shape).tensor(device=x.device)."
         )
         self._warn("generator", rule, (), mend)
 
-    def _look_at_weight(self, total: Any, weight: Any) -> None:
-        if (
-            not isinstance(total, Tensor)
-            or not isinstance(weight, int | float | Tensor)
-            or torch.as_tensor(weight).ndim
-        ):
+    def _look_at_count(self, total: Any, count: Any) -> None:
+        is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and not count.ndim)
+        if not isinstance(total, Tensor) or not is_number:
             return
-        number = float(weight)
+        number = float(count)
         if number > 1 and _is_mean(total, number):
-            rule = f"got (mean, {number:g}) where it takes (sum, count): the mean is divided by the count again."
-            mend = 'Return (losses.sum(), number of tokens), as reduction="sum" gives it; or the mean alone.'
+            rule = f"got (mean, {number:g}), but takes (sum, count): the mean is divided by the count again."
+            mend = 'Return (losses.sum(), number of tokens), with reduction="sum"; or the mean alone.'
             self._warn("mean", rule, (), mend)
 
     def _warn(self, kind: str, rule: str, rows: Iterable[str], mend: str) -> None:
@@ -167,7 +155,8 @@ def _refuse_scaler(total: Tensor, name: str) -> None:
     """Refuse a loss that is a product with the scale of a `GradScaler`: its gradients would stay scaled."""
     saved = [getattr(node, "_saved_other", None) for node in _chain(total.grad_fn, {*_SCALED, *_PASSED_ON})]
     factors = [x.data_ptr() for x in saved if isinstance(x, Tensor) and not x.ndim and not _compat.is_fake(x)]
-    # A scaler is found by its scale, and looked for only where a 0-d tensor scales the loss.
+    # The scaler is the object whose scale has the address of a factor. The search over all objects takes long, so it
+    # runs only if a 0-d tensor scales the loss.
     scalers = (x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)) if factors else ()
     if any(isinstance(s := vars(x).get("_scale"), Tensor) and s.data_ptr() in factors for x in scalers):
         raise _scaled(name, "gradients")
@@ -175,12 +164,12 @@ def _refuse_scaler(total: Tensor, name: str) -> None:
 
 def _scaled(name: str, what: str) -> TransformError:
     rule = f"{name} has a loss function that calls GradScaler.scale: {what} would be that many times too large."
-    mend = "Return the loss itself; precision=fs.FP16 scales it, unscales gradients and skips steps."
+    mend = "Return the unscaled loss; precision=fs.FP16 scales it, unscales gradients and skips steps."
     return TransformError(report(rule, (), mend))
 
 
 def refuse_named_scaler(fn: Callable[..., Any]) -> None:
-    """Refuse a loss function that names a `GradScaler` and its `scale`: an evaluation has no graph to find it in."""
+    """Refuse a loss function whose code names a `GradScaler` and `scale`: an evaluation has no graph to search."""
     fn = inspect.unwrap(fn)
     code = getattr(fn, "__code__", None)
     if not isinstance(code, CodeType) or "scale" not in code.co_names:
@@ -192,22 +181,16 @@ def refuse_named_scaler(fn: Callable[..., Any]) -> None:
 
 
 def _checks_of(fn: Callable[..., Any]) -> set[Hashable] | None:
-    """What has been checked of a loss function so far; None if it cannot be referred to weakly, or has no hash."""
+    """Return the finished checks of a loss function; None if it can't be hashed or weakly referenced."""
     try:
         return _checked.setdefault(fn, set())
     except TypeError:
         return None
 
 
-def _unwrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    while callable(inner := getattr(fn, "__wrapped__", None)):
-        fn = inner
-    return fn
-
-
 def first_call(fn: Callable[..., Any]) -> FirstCall | None:
-    """Return the checks of a call of a loss function, unwrapped; None if it was called before."""
-    fn = _unwrapped(fn)
+    """Return the checks for a call of a loss function; None if it was called before, also in a wrapper."""
+    fn = inspect.unwrap(fn)
     code = getattr(fn, "__code__", type(fn))
     checks = _checks_of(fn) if _alike[code] < _MOST_ALIKE else None
     if checks is None or "first call" in checks:
@@ -218,12 +201,12 @@ def first_call(fn: Callable[..., Any]) -> FirstCall | None:
 
 
 def is_pair(x: Any) -> bool:
-    """Whether a loss function returned two things."""
+    """Return whether a loss function returned two values."""
     return isinstance(x, tuple) and len(cast("tuple[Any, ...]", x)) == 2
 
 
 def _generators() -> dict[str, bytes]:
-    """Read the states of the global generators; an accelerator's only if it has been used."""
+    """Read the states of the global generators; an accelerator's only if it is initialized."""
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "random": pickle.dumps(python_random.getstate()),
@@ -237,7 +220,7 @@ def _generators() -> dict[str, bytes]:
 
 
 def _nodes(roots: Iterable[Node | None]) -> Generator[Any]:
-    """Each node of a graph once, from its outputs on."""
+    """Yield each node of a graph once, starting at its outputs."""
     todo = [*roots]
     seen = set[Node | None]((None,))
     while todo:
@@ -249,14 +232,14 @@ def _nodes(roots: Iterable[Node | None]) -> Generator[Any]:
 
 
 def _chain(node: Node | None, names: set[str]) -> Generator[Any]:
-    """A node and those that lead to it by their first inputs, while they have one of these names."""
+    """Yield a node and its chain of first inputs, as long as they have one of these names."""
     while node is not None and node.name() in names:
         yield node
         node = node.next_functions[0][0]
 
 
 def _reaches(root: Node | None, context: GatherContext, leaves: Iterable[Tensor]) -> bool:
-    """Whether a graph leads to a unit that a context gathered, or to a leaf that was used otherwise."""
+    """Return whether a graph contains a unit of this context, or a leaf that was used without its unit."""
     ours = {id(x) for x in leaves}
     return any(
         (node.name() == _UNIT and node.context is context) or (node.name() == _LEAF and id(node.variable) in ours)
@@ -264,8 +247,8 @@ def _reaches(root: Node | None, context: GatherContext, leaves: Iterable[Tensor]
     )
 
 
-def _is_mean(total: Tensor, weight: float) -> bool:
-    """Whether the last operation of a loss is a mean, or a division by its weight. The graph tells, not the value."""
+def _is_mean(total: Tensor, count: float) -> bool:
+    """Return whether the last operation of a loss, in its graph, is a mean or a division by its count."""
     node: Any = total.grad_fn
     for passed in _chain(node, _PASSED_ON):
         node = passed.next_functions[0][0]
@@ -275,7 +258,7 @@ def _is_mean(total: Tensor, weight: float) -> bool:
         factor = node._saved_other
         if not isinstance(factor, Tensor) or factor.numel() != 1:
             return False
-        wanted = weight if node.name() == "DivBackward0" else 1 / weight
+        wanted = count if node.name() == "DivBackward0" else 1 / count
         return abs(float(factor) / wanted - 1) < 1e-6
     return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
 
@@ -284,8 +267,8 @@ def _is_mean(total: Tensor, weight: float) -> bool:
 def refuse_bare_casts(
     outputs: Sequence[Tensor] | Sequence[GradientEdge], fn: Callable[..., Any], part: Hashable = None
 ) -> None:
-    """Refuse a graph that has differentiated casts to 8 bits; each part of a function is inspected once."""
-    checks = _checks_of(_unwrapped(fn))
+    """Refuse a graph with differentiated casts to 8 bits; each part of a function is inspected once."""
+    checks = _checks_of(inspect.unwrap(fn))
     if checks is None or (_CAST, part) in checks:
         return
     casts = _casts([x.node if isinstance(x, GradientEdge) else x.grad_fn for x in outputs])
@@ -302,11 +285,12 @@ def refuse_bare_casts(
 
 
 def _casts(roots: Sequence[Node | None]) -> list[Node]:
-    return [node for node in _nodes(roots) if node.name() == _CAST and _compat.result_of(node)[0] in _BITS_8]
+    found = ((node, _compat.result_of(node)[0]) for node in _nodes(roots) if node.name() == _CAST)
+    return [node for node, dtype in found if dtype.itemsize == 1 and dtype.is_floating_point]
 
 
 def _describe(cast: Node) -> str:
-    """A cast, with the gathered weight that is near it in the graph."""
+    """Describe a cast, with the gathered weight that it is of if that is near in the graph."""
     dtype, shape = _compat.result_of(cast)
     what = f"a tensor {list(shape)}"
     todo = [*cast.next_functions]

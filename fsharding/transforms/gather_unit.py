@@ -1,7 +1,6 @@
-"""`gather_unit` and `scatter_grads`: the two transforms between the sharded and the gathered form of a unit.
+"""`gather_unit` and its transpose `scatter_grads`: convert a unit between its sharded and gathered forms.
 
-Guarantee: `scatter_grads` is the transpose of `gather_unit`: with `<a, b>` the inner product summed over ranks,
-`<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
+With `<a, b>` the inner product summed over ranks, `<gather_unit(x), y> == <x, scatter_grads(y, like=x)>`.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ __all__ = [
 
 
 class UnitsAhead(tuple[Tree, ...]):
-    """Units in the order in which they will be gathered, as `next_unit=`: as many are started as the depth says."""
+    """The units that will be gathered next, in order, as a value of `next_unit=`; the prefetch depth limits them."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, next_unit: Tree) -> UnitsAhead:
-        """Value of `next_unit=`: one unit, several, or None."""
+        """Convert a value of `next_unit=`: one unit, several, or None."""
         return next_unit if isinstance(next_unit, cls) else cls(() if next_unit is None else (next_unit,))
 
 
@@ -61,25 +60,24 @@ def gather_unit(
     dtype: torch.dtype | None = None,
     next_unit: Tree = None,
 ) -> Tree:
-    """Gathers the leaves of a unit over the data axes: one collective for each (dtype, axes).
+    """Gather the leaves of a unit over the data axes, with one all-gather per (dtype, axes).
 
     Args:
-        unit: tree of `Local` nodes or DTensors; plain tensors are returned unchanged.
-        policy: `everything_saveable` keeps gathered weights for backward; every other policy frees them and gathers
-            again in backward.
-        dtype: dtype of floating point leaves; by default the compute dtype of the running `value_and_grad`, else their
-            own.
-        next_unit: the unit that will be gathered next; its all-gathers start now, and run while this one computes. With
-            `value_and_grad(prefetch_depth=0)` they start when it is gathered.
+        unit: Tree of `Local` nodes or DTensors. Plain tensors are cast to `dtype`, and otherwise unchanged.
+        policy: Whether gathered weights stay for backward (`everything_saveable`), or are freed and gathered again.
+        dtype: Dtype of floating point leaves. Default: the compute dtype of the running `value_and_grad`, else the
+            dtype of each leaf.
+        next_unit: Unit that will be gathered next. Its all-gathers start now and overlap with this unit's computation,
+            unless `value_and_grad(prefetch_depth=0)`.
 
     Returns:
-        The same tree of plain tensors, full over the data axes. Treat them as read-only: ranks of one machine may share
-        this memory, so a write would be visible to the others.
+        The same tree with plain tensors, full over the data axes. Don't write to them: ranks of one machine may share
+        the memory.
 
     Raises:
         ConfigError: `policy` isn't an `fs.policies.Policy`.
-        TransformError: DTensors went through a torch.func transform, or the value of a `Local` does not have the shape
-            that its sharding implies; or, when the unit is released, its weights were written in place.
+        TransformError: DTensors went through a torch.func transform, a `Local` holds a value that doesn't match its
+            sharding, or (when the unit is released) its weights were written in place.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -96,19 +94,21 @@ def gather_unit(
     shards = _shards(nodes)
     index = None if context is None else context.indices_of(shards)
     if context is not None and index:
-        wholes = context.gather(shards, index, dtype, policy)
+        full = context.gather(shards, index, dtype, policy)
+        # After this unit's own collectives, so that the next unit's don't delay them.
         prefetch_unit(next_unit)
     else:
-        wholes = _gather_plain(shards, dtype, context)
-    by_value = dict(zip((id(node.value) for node in shards), wholes, strict=True))
+        full = _gather_plain(shards, dtype, context)
+    by_value = dict(zip((id(node.value) for node in shards), full, strict=True))
     return tree.unflatten(
         spec, [by_value[id(n.value)] if isinstance(n, Local) else _cast(n, dtype, context) for n in nodes]
     )
 
 
 def local_nodes(unit: Tree) -> tuple[list[Any], Any]:
-    """Return the leaves of a unit with `Local` nodes for its DTensors, and its structure; refuse lost ones."""
-    # Inside a vmap over the leading dim of a leaf, its node has the shape and sharding without that dim.
+    """Return the leaves of a unit, with `Local` nodes instead of DTensors, and its structure."""
+    # Under torch.func, a DTensor may be hidden in a wrapper that drops its sharding: refuse it. A vmap over the leading
+    # dim of a leaf maps the value of its node only: give the node the shape and sharding without that dim.
     leaves, spec = tree.flatten(unit)
     if not _functorch.in_functorch():
         return [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
@@ -124,18 +124,18 @@ def local_nodes(unit: Tree) -> tuple[list[Any], Any]:
             leaves[i] = _described(leaf)
             if leaves[i] is None:
                 here = list(leaf.sharding.local_shape(leaf.shape))
-                odd.append(f"{path or 'the leaf'} is {typeof(leaf)}, {here} here, and holds {list(leaf.value.shape)}")
+                odd.append(f"{path or 'the leaf'} is {typeof(leaf)}, {here} here, but holds {list(leaf.value.shape)}")
     if lost:
-        mend = "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params)."
+        mend = "Transform the function of local nodes: fs.shard_map(torch.func.grad(f))(params)."
         raise TransformError(message("got DTensors out of a torch.func transform.", lost, mend))
     if odd:
-        mend = 'Give vmap in_dims=0 for nodes, over a dim that nothing cuts: name it "layers".'
-        raise TransformError(message("got nodes that do not hold what they say.", odd, mend))
+        mend = 'Map nodes with in_dims=0, over a dim that isn\'t sharded: name it "layers" in plan_layout(names=...).'
+        raise TransformError(message("got nodes whose values do not match their shardings.", odd, mend))
     return leaves, spec
 
 
 def _described(node: Local) -> Local | None:
-    """A node that says what it holds, where vmaps have taken its first dims away; None where that cannot be."""
+    """Drop the leading dims that vmaps have removed from a node's value; None if the rest doesn't match."""
     gone = len(node.shape) - node.value.ndim
     sharding = node.sharding
     if gone < 0 or (gone and any(_functorch.batch_dims(node.value))):
@@ -150,26 +150,26 @@ def _described(node: Local) -> Local | None:
 
 
 def _cast(x: Any, dtype: torch.dtype | None, context: GatherContext | None) -> Any:
-    """A plain tensor in the compute dtype."""
+    """Cast a floating point tensor to the compute dtype; return everything else unchanged."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
     return x.to(dtype or (context.compute_dtype(x.dtype) if context else x.dtype))
 
 
 def _shards(leaves: Iterable[Any]) -> list[Local]:
-    """The sharded leaves of a unit; one that the unit has twice is gathered once."""
+    """Return the sharded leaves of a unit, each once: a tied leaf is gathered once."""
     return list({id(node.value): node for node in leaves if isinstance(node, Local)}.values())
 
 
 def prefetch_unit(unit: Tree) -> None:
-    """Start to gather what will be gathered next, a unit or several; at depth 0 nothing."""
+    """Start to gather the next unit, or several; do nothing at depth 0."""
     context = current_context()
-    assert context is not None, "there is no context that could keep it until then"
+    assert context is not None, "only a context keeps a prefetched unit until its use"
     context.prefetch(_shards(tree.leaves(next_one)) for next_one in UnitsAhead.of(unit))
 
 
 def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: GatherContext | None) -> list[Tensor]:
-    """The same map as a composition of differentiable functions: valid under every transform."""
+    """Gather leaves by differentiable collectives: the same map, valid under every transform, without prefetching."""
     values = [_cast(here(node), dtype, context) for node in nodes]
     result: list[Tensor] = list(values)
     if not nodes:
@@ -178,6 +178,7 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
     plan = plan_unit(
         tuple(UnitLeaf(n.sharding, n.shape, v.dtype, Plain(v.dtype), None) for n, v in zip(nodes, values, strict=True))
     )
+    # `pvary` changes no value; its transpose is the sum over ranks that the gradient of a replicated leaf needs.
     for i, _ in plan.aliases:
         everywhere = unreduced(nodes[i].sharding).partial
         result[i] = collectives.pvary(values[i], everywhere, mesh=plan.mesh) if everywhere else values[i]
@@ -194,7 +195,7 @@ def _gather_plain(nodes: Sequence[Local], dtype: torch.dtype | None, context: Ga
 
 
 def _note_plain(nodes: Sequence[Local]) -> None:
-    """Notes a gather in the order of the call, if ranks compare units; rows of one stack count as the same unit."""
+    """Note a gather for the comparison of units between ranks; rows of one stack count as the same unit."""
     order = order_here()
     if order is not None and order.compares:
         storages = [_compat.storage_id(_functorch.innermost(node.value)) for node in nodes]
@@ -204,7 +205,7 @@ def _note_plain(nodes: Sequence[Local]) -> None:
 
 
 def _joined(rows: Tensor, slot: Slot) -> Tensor:
-    """The whole leaf of gathered rows [members, width], as a composition of differentiable functions."""
+    """Return the full leaf in gathered rows [members, width], by differentiable functions."""
     if slot.grids and all(grid.follows for grid in slot.grids):
         parts: list[Tensor] = []
         for grid in slot.grids:
@@ -214,21 +215,32 @@ def _joined(rows: Tensor, slot: Slot) -> Tensor:
             joined = part.reshape(members, slot.sizes[0], grid.length, slot.sizes[2]).movedim(0, 1)
             parts.append(joined.reshape(*piece[: slot.dim], members * grid.length, *piece[slot.dim + 1 :]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, slot.dim)
-    # Pieces of one length are not neighbors where several axes cut a leaf unevenly.
+    # If several axes shard a leaf unevenly, shards of equal length aren't neighbors: take them one by one.
     shapes = [slot.piece_shape(member) for member in range(math.prod(slot.axis_sizes))]
     pieces = [rows[i, slot.offset : slot.offset + math.prod(shape)].reshape(shape) for i, shape in enumerate(shapes)]
     return torch.cat(pieces, slot.dim)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    # Not torch.cat: it passes over empty tensors, and a rank with an empty shard would miss collectives of backward.
+    # Not torch.cat, which drops empty inputs from the graph: a rank with an empty shard would skip the collectives of
+    # backward, and the others would wait for it.
     return x if x.numel() == width else torch.nn.functional.pad(x, (0, width - x.numel()))
 
 
 @public
 @_compat.outside_of_graphs
 def select_unit(stack: Tree, index: int) -> Tree:
-    """One unit of a stack: row `index` of every leaf, as in `gather_unit(embed, next_unit=select_unit(blocks, 0))`.
+    """Select one unit of a stack, row `index` of every leaf: `gather_unit(embed, next_unit=select_unit(blocks, 0))`.
+
+    Args:
+        stack: Tree of `Local` nodes, DTensors or tensors, every leaf `[layers, ...]`.
+        index: Number of the unit.
+
+    Returns:
+        The tree of rows `[...]`; views.
+
+    Raises:
+        SpecError: A leaf, or its gradient, is sharded over its layers.
 
     Example:
         >>> fs.select_unit({"w": torch.arange(6).view(3, 2)}, 1)
@@ -245,7 +257,7 @@ def select_unit(stack: Tree, index: int) -> Tree:
 
 
 def refuse_cut_layers(stack: Tree) -> None:
-    """Check that every rank has all the units of a stack, and their gradients."""
+    """Check that every rank has all units of a stack, and their gradients."""
     rows: list[str] = []
     context = current_context()
     for path, leaf in tree.named_leaves(stack).items():
@@ -256,12 +268,12 @@ def refuse_cut_layers(stack: Tree) -> None:
         elif of_grad is not None and of_grad.axes(0):
             rows.append(f"{path} is {typeof(leaf)}, and its gradient {typeof(replace(leaf, sharding=of_grad))}")
     if rows:
-        mend = 'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
-        raise SpecError(message("needs stacks whose layers are on every rank.", rows, mend))
+        mend = 'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp=1.'
+        raise SpecError(message("needs all layers of a stack on every rank.", rows, mend))
 
 
 def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None, *, first: int = 0) -> list[Local]:
-    """Rows of a stacked leaf, from `first` on, as leaves of their own, which the context knows by their index."""
+    """Return rows of a stacked leaf, starting at row `first`, as nodes that the context finds by their values."""
     index = context.index_of(node.value) if context is not None else None
     if context is not None and index is not None and index.row is None:
         for row, value in enumerate(values, first):
@@ -274,30 +286,31 @@ def rows_of(node: Local, values: Sequence[Tensor], context: GatherContext | None
 @public
 @_compat.outside_of_graphs
 def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
-    """Sums whole gradients over the data axes and cuts them as the leaves of `like`: the transpose of `gather_unit`.
+    """Sum full gradients over the data axes and shard them like the leaves of `like`: the transpose of `gather_unit`.
 
     Args:
-        grads: tree of plain tensors, one for each leaf of `like`; None where there is none.
-        like: the sharded unit: DTensors or `Local` nodes.
+        grads: Tree of plain tensors shaped like the gathered leaves of `like`; None for a leaf without a gradient.
+        like: The sharded unit: a tree of DTensors or `Local` nodes.
 
     Returns:
-        The tree of `like` with gradients, summed in float32 at least; DTensors where `like` has DTensors.
+        A tree like `like`, of DTensors where `like` has DTensors. Sums are computed in float32 at least, and returned
+        in the dtype of the gradient or float32, whichever is wider.
 
     Raises:
-        TransformError: called under a torch.func transform.
-        LayoutError: gradients of other shapes than the whole leaves have; all of them are listed.
-        TreeError: the trees do not match.
+        TransformError: Called under a torch.func transform.
+        LayoutError: Gradients don't have the shapes of the gathered leaves; all of them are listed.
+        TreeError: The trees don't match.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"), strategy=fs.zero(3))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> mine = torch.arange(4.0) / layout.mesh.size()  # this rank's term; the terms of all ranks are summed
+        >>> mine = torch.arange(4.0) / layout.mesh.size()  # this rank's partial gradient; ranks are summed
         >>> fs.unshard(fs.scatter_grads({"w": mine}, like=params)["w"])
         tensor([0., 1., 2., 3.])
     """
     if _functorch.in_functorch():
         text = "cannot run under a torch.func transform."
-        mend = "Call it on the result of the transform; inside, differentiate through gather_unit instead."
+        mend = "Call it on the result of the transform. Inside, differentiate through fs.gather_unit."
         raise TransformError(message(text, mend=mend))
     leaves, spec = tree.flatten(like)
     given = tree.flatten_up_to(spec, grads, ("like", "grads"))
@@ -306,18 +319,16 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     chosen = [i for i, node in enumerate(nodes) if isinstance(node, Local) and given[i] is not None]
     named = tree.paths(like)
     if odd := [i for i in chosen if not _fits(given[i], nodes[i])]:
-        rows = [f"{named[i]} is {typeof(nodes[i])}, whole {_whole(nodes[i])}; got {_kind(given[i])}" for i in odd]
-        mend = "Give a gradient of what fs.gather_unit(like) gives; None where there is none."
-        raise LayoutError(message("got gradients that do not have the shapes of whole leaves.", rows, mend))
+        rows = [f"{named[i]} is {typeof(nodes[i])}, gathered {_full(nodes[i])}; got {_kind(given[i])}" for i in odd]
+        mend = "Pass gradients with respect to the result of fs.gather_unit(like); None for a leaf without one."
+        raise LayoutError(message("got gradients that do not have the shapes of gathered leaves.", rows, mend))
     plans = tuple(
         UnitLeaf(nodes[i].sharding, nodes[i].shape, given[i].dtype, Plain(given[i].dtype),
                  GradTarget(nodes[i].sharding, wide(given[i].dtype)))
         for i in chosen
     )  # fmt: skip
-    plan = plan_unit(plans) if plans else None
-    for b in plan.reductions if plan else ():
+    for b in plan_unit(plans).reductions if plans else ():
         members = [chosen[i] for i in b.leaves]
-        assert plan is not None
         reduction = b.early.open(given[members[0]].device)
         reduction.add(range(len(members)), [given[i] for i in members])
         for i, local in zip(members, reduction.start().wait(), strict=True):
@@ -326,16 +337,16 @@ def scatter_grads(grads: Tree, *, like: Tree) -> Tree:
     return tree.unflatten(spec, result)
 
 
-def _whole(node: Local) -> list[int]:
-    """The shape of a leaf that is whole over its data axes, and cut over others as it is."""
+def _full(node: Local) -> list[int]:
+    """Return the local shape of a leaf once it is gathered over its data axes; other axes still shard it."""
     return [*whole(node.sharding).local_shape(node.shape)]
 
 
 def _fits(x: Any, node: Local) -> bool:
-    """Whether something is a gradient of a whole leaf: a tensor of this rank alone, on the leaf's device."""
+    """Return whether something is a gradient of the gathered leaf: a plain tensor of its shape, on its device."""
     if not isinstance(x, Tensor) or isinstance(x, DTensor):
         return False
-    return x.device == node.value.device and [*x.shape] == _whole(node)
+    return x.device == node.value.device and [*x.shape] == _full(node)
 
 
 def _kind(x: Any) -> str:

@@ -1,7 +1,4 @@
-"""One gather of one unit: all-gather its shards, release the full leaves, and gather them again for backward.
-
-Guarantee: a buffer is released with its last view, and its collective has been waited for by then.
-"""
+"""One gather of one unit: all-gather its shards, release the full leaves, and gather them again for backward."""
 
 from __future__ import annotations
 
@@ -29,41 +26,44 @@ __all__ = ["GatheredUnit", "UnitState"]
 
 
 class UnitState(Enum):
-    """Where the whole leaves of a unit are."""
+    """State of the full leaves of a unit."""
 
     PLANNED = "nothing has been sent"
-    GATHERING = "all-gathers are under way"
-    ALIVE = "whole leaves are in buffers"
-    RELEASED = "the buffers have been let go"
+    GATHERING = "all-gathers are in flight"
+    ALIVE = "full leaves are in buffers"
+    RELEASED = "the buffers are freed"
 
 
-# Which states may follow one another, and by which call; everything else is a mistake of the runtime.
+# Allowed transitions, and the call that makes each; anything else is a bug of the runtime.
 _FOLLOWS = {
     (UnitState.PLANNED, UnitState.GATHERING),  # start: ahead of its use, or when it is used
     (UnitState.GATHERING, UnitState.ALIVE),  # wait
-    (UnitState.GATHERING, UnitState.RELEASED),  # release of a unit that was prefetched in vain, or after a failure
-    (UnitState.ALIVE, UnitState.RELEASED),  # release: forward has left it, or its gradients are all there
+    (UnitState.GATHERING, UnitState.RELEASED),  # release of a unit that was prefetched but not used, or after a failure
+    (UnitState.ALIVE, UnitState.RELEASED),  # release: forward has left it, or all its gradients are complete
     (UnitState.RELEASED, UnitState.GATHERING),  # start: backward needs it again
     (UnitState.RELEASED, UnitState.RELEASED),  # the end of the call releases all units
 }
 
 
 class GatheredUnit:
-    """One gather of one unit. `start`, `wait`, `release`; then `start` again, if backward needs it."""
+    """One gather of one unit: `start`, `wait`, `release`; then `start` again if backward needs it."""
+
+    # All-gathers and decoding run on the gather stream. `wait` makes the compute stream wait for it, never the host.
+    # `retire` records an event after the last use of a freed buffer, which its next user waits for.
 
     def __init__(
         self,
         plan: UnitPlan,
         leaves: Sequence[Local],
         index: tuple[LeafIndex, ...],  # the places of its leaves in the parameter tree
-        memory: PoolMemory,  # where it is gathered, whose bytes are counted as the unit's; shards may be elsewhere
+        memory: PoolMemory,  # memory of the buffers; shards may be in other memory
         *,
         name: str,
-        # Is told of the unit each time before its all-gathers start, and how many of them send something.
+        # Called each time before its all-gathers start, with how many of them send something.
         starts: Callable[[GatheredUnit, int], object],
-        # Returns the numbers for stochastic rounding of a leaf, by its number in the plan.
+        # Draws the noise for stochastic rounding of a leaf, by its number in the plan.
         noise: Callable[[GatheredUnit, int], Tensor],
-        site: tuple[str, int] | None = None,  # file and line of the user's call; None if no error needs them
+        site: tuple[str, int] | None = None,  # file and line of the user's call; None if ranks don't compare units
     ) -> None:
         self.plan = plan
         self.leaves = leaves
@@ -76,33 +76,35 @@ class GatheredUnit:
         self._streams = streams_for(memory.device)
         self._memory = memory.of_one_user() if self._streams.several else memory
         self.state = UnitState.PLANNED
-        self.order = -1  # position among the units of a forward pass; -1 until the loss function has used it
-        # Number of saved tensors that view the buffers; for a `columns` unit, of products that will use it.
+        self.order = -1  # position among the units of a forward pass; -1 until the loss function uses it
+        # Number of saved tensors that view the buffers; of a `columns` unit, number of products that will use it. At 0
+        # backward doesn't need the unit.
         self.saved_views = 0
-        self.kept = False  # the buffers are kept for backward
-        self.in_backward = False  # backward has needed it
-        # A gather of some leaves in blocks along their other dim, for backward; it is released with this one.
+        self.kept = False  # the policy keeps gathered weights: saved tensors hold the buffers themselves
+        self.in_backward = False  # backward has reached it
+        # A gather of some leaves in blocks along their other dim, for backward; released with this unit.
         self.columns: GatheredUnit | None = None
-        # The full leaves of a `columns` unit while it is ALIVE, by their number in the plan.
+        # Full leaves of a `columns` unit while it is ALIVE, by number in the plan.
         self.full: dict[int, WholeLeaf] = {}
-        # By bucket of the plan, but for those that are not gathered again: all-gathers while they are under way, and
-        # flat buffers while the unit is ALIVE, or when waiting for one of several has failed.
+        # By bucket of the plan: all-gathers while GATHERING, and flat buffers while ALIVE. After a failed wait both may
+        # have entries.
         self._handles: dict[int, Handle[Moved]] = {}
         self.buffers: dict[int, list[Tensor]] = {}
-        # The buckets that autograd has saved views of; they can be told only once the unit has been alive.
+        # Buckets that autograd has saved views of. They are complete when forward releases the unit.
         self._viewed: set[int] = set()
-        # Tensors that the loss function sees, and their versions in autograd: they must not be written in place.
+        # Tensors that the loss function sees, with their autograd versions, to find in-place writes.
         self._guarded: list[tuple[Tensor, int]] = []
 
     def _go(self, state: UnitState) -> None:
-        assert (self.state, state) in _FOLLOWS, f"{self.name} is {self.state.name}, not to become {state.name}"
+        assert (self.state, state) in _FOLLOWS, f"{self.name} is {self.state.name} and cannot become {state.name}"
         self.state = state
 
     @torch.no_grad()
     def start(self) -> None:
-        """Casts the shards and starts to gather them, if that has not been done."""
+        """Cast the shards and start to gather them, unless that has been done."""
         if self.state not in (UnitState.PLANNED, UnitState.RELEASED):
             return
+        # Backward may need only the `columns` of a leaf with two wires: without saved views its first one isn't sent.
         again = self.state is UnitState.RELEASED
         buckets = {n: b for n, b in enumerate(self.plan.gathers) if not (again and b.if_viewed) or n in self._viewed}
         self._starts(self, sum(1 for b in buckets.values() if b.move.axes))
@@ -116,11 +118,11 @@ class GatheredUnit:
 
     @property
     def again(self) -> list[GatheredUnit]:
-        """What backward needs of a unit, in the order in which it is started: itself, and its columns."""
+        """The gathers that backward needs, in the order of their start: the unit itself, and its columns."""
         return [unit for unit in (self, self.columns) if unit is not None and unit.saved_views]
 
     def start_again(self) -> None:
-        """Starts what backward needs of a unit."""
+        """Start the gathers that backward needs."""
         for unit in self.again:
             unit.start()
 
@@ -130,7 +132,7 @@ class GatheredUnit:
             read_ahead(leaf.value, self._device_type)
 
     def note_view(self, bucket: int) -> None:
-        """Note that autograd has saved a view of a buffer of a bucket, so that backward needs what is in it."""
+        """Note that autograd has saved a view of a buffer of a bucket, which backward will need."""
         self.saved_views += 1
         self._viewed.add(bucket)
 
@@ -142,14 +144,14 @@ class GatheredUnit:
         with _compat.region("gather"), self._streams.on("gather"):
             for number in [*self._handles]:
                 gathered = self._handles[number].wait()
-                del self._handles[number]  # it holds the rows that were received, which `retire` can recycle now
+                del self._handles[number]  # the handle holds the received rows: dropped, `retire` can recycle them
                 self._memory.retire()
                 self.buffers[number] = gathered.buffers
                 full |= zip(self.plan.gathers[number].leaves, gathered.leaves, strict=True)
         if self._streams.several and self.plan.gathers:
             with self._streams.on("gather"):
                 done = self._streams.record("gathered")
-            self._streams.wait(done)
+            self._streams.wait(done)  # the compute stream waits for the gather stream, not the host
         shown = [x for buffers in self.buffers.values() for x in buffers]
         shown += [self.leaves[i].value for i, _ in self.plan.aliases]
         self._guarded = [(x, _compat.version_of(x)) for x in shown]
@@ -157,7 +159,8 @@ class GatheredUnit:
         return full
 
     def release(self, *, failed: bool = False) -> None:
-        """Let the unit go, in any state; after a failure wait only briefly, else refuse weights written in place."""
+        """Free the buffers, in any state, and refuse weights written in place; after a failure, wait only briefly."""
+        # A buffer's memory returns to the pool when its last view is gone, which a user may still hold.
         changed = not failed and any(_compat.version_of(x) != version for x, version in self._guarded)
         self.buffers = {}
         self._guarded = []
@@ -170,10 +173,10 @@ class GatheredUnit:
             self._memory.retire()
             self._go(UnitState.RELEASED)
         if changed:
-            rule = f"fs.gather_unit gave weights of {self.name} that were then written in place."
-            mend = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
+            rule = f"fs.gather_unit returned weights of {self.name} that were then written in place."
+            mend = "Don't modify gathered weights: other ranks read the same memory, and backward gathers them again."
             if self.plan.aliases:
-                mend += " Leaves that nothing cuts are the state's own: it is changed, so load or make it again."
+                mend += " Leaves without shards are the state's own tensors: load or create the state again."
             raise TransformError(report(rule, mend=mend))
 
     def _end_gathers(self, *, failed: bool) -> None:

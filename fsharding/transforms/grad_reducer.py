@@ -1,7 +1,7 @@
 """Reduce each unit's gradients over the data axes while backward runs, and accumulate them into the gradient tree.
 
-Guarantee: gradients of a leaf that is used more than once are summed, the gradient of an unused leaf is zero, and
-accumulated gradients of earlier microbatches count once.
+Gradients of a leaf that is used more than once are summed, an unused leaf has a zero gradient, and accumulated
+gradients of earlier microbatches count once.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from fsharding.transforms.unit_plan import GradTarget, LargeLeaf, ReduceBucket, 
 __all__ = ["GradReducer", "TapeLeaf"]
 
 _InUse: TypeAlias = list[tuple[Filling, Handle[list[Tensor]]]]
-"""Buckets and their handles, whose memory another stream may still read; empty where a device has one stream."""
+"""Buckets and their handles whose memory the reduce stream may still read; empty on a device with one stream."""
 
 
 class TapeLeaf(NamedTuple):
-    """A sharded leaf of the tree that is differentiated."""
+    """A sharded leaf of the differentiated tree."""
 
-    path: str  # its name
-    node: Local  # what the loss function sees
-    target: GradTarget | None  # where its gradient goes; None for a frozen leaf
-    accumulated: Tensor | None  # the local gradient of earlier microbatches, added to in place; None without any
+    path: str
+    node: Local  # as the loss function sees it
+    target: GradTarget | None  # None for a frozen leaf
+    accumulated: Tensor | None  # local gradient of earlier microbatches, added to in place; None without any
 
 
 class _Pending(NamedTuple):
-    """A bucket whose collectives are under way."""
+    """A bucket whose collectives are in flight."""
 
     handle: Handle[object]  # waits for them, and adds their sums to the gradients
-    sends: bool  # there are any collectives
-    in_use: _InUse  # `handle` may add to it
+    sends: bool  # False if it has no collectives
+    in_use: _InUse  # waiting for `handle` may append the late bucket
 
 
 class _Reduced(NamedTuple):
-    """Buckets that the stream of reductions was given, and the event after which their memory is no longer read."""
+    """Buckets handed to the reduce stream, and the event after which it no longer reads their memory."""
 
     event: Any
     in_use: _InUse
 
 
 class _Gradients:
-    """The gradients of the leaves of a bucket, to which its sums are added; first ones are summed right into them."""
+    """The gradients of a bucket's leaves, to which its sums are added; first sums are written right into them."""
 
     def __init__(self, grad_of: Callable[[int], GradMemory], index: Sequence[LeafIndex]) -> None:
         self._grad_of = grad_of
@@ -68,7 +68,7 @@ class _Gradients:
         self._begun: list[tuple[Tensor, bool]] = []
 
     def places(self) -> Sequence[Tensor] | None:
-        """See `Places`: a sum may be written to a gradient that has no value yet."""
+        """Return the gradients for sums to be written to, if none of them has a value yet; see `Places`."""
         self._parts = [(self._grad_of(leaf), row) for leaf, row in self._index]
         self._begun = [grad.begin(row) for grad, row in self._parts]
         return None if any(has_value for _, has_value in self._begun) else [part for part, _ in self._begun]
@@ -84,25 +84,22 @@ class _Gradients:
             grad.end(row)
 
 
-def _no_noise(unit: GatheredUnit, leaf: int) -> Tensor:
-    raise AssertionError("the call is over")
-
-
 class GradReducer:
-    """See the module."""
+    """The gradients of one call, and the buckets in which they are reduced."""
 
-    # By number of the leaf: `_grads[i]` is the memory of its gradient, from its first use. `_taken[i]` has the rows,
-    # or None for all, for which the accumulated gradient has been added to a term, so that it counts once.
-    # `_open` has the buckets that have large gradients and wait for the rest of their unit, `_pending` those under way.
-    # Where a device has several streams nothing is pending: all that is left to do is given to the stream of reductions
-    # at once, and `_reduced` keeps the buckets until the compute stream has waited for it.
+    # By number of the leaf: `_grads[i]` is the memory of its gradient, from its first use. `_taken[i]` has the rows (or
+    # None for all) whose accumulated gradient has been added to a partial gradient, so that it counts once.
+    # A bucket is in one of three places. `_open`: it has large gradients, and waits for the rest of its unit.
+    # `_pending`: its collectives are in flight, and its sums not added yet; buckets finish in the order of their start,
+    # which fixes the order of adds. `_reduced`: on a device with several streams nothing stays pending, because
+    # the reduce stream gets all remaining work at once; this keeps the memory until the compute stream has waited.
 
     def __init__(
         self,
         leaves: Mapping[int, TapeLeaf],  # by their numbers in the differentiated tree
         memory: Memory,
         device: torch.device,
-        # Returns the numbers for stochastic rounding of a term of a leaf's gradient, by the leaf's number in the unit.
+        # Draws the noise for stochastic rounding of a leaf's partial gradient, by the leaf's number in the unit.
         noise: Callable[[GatheredUnit, int], Tensor],
         grad_pool: Pool | None = None,  # memory for large gradients that data axes don't shard, kept between calls
     ) -> None:
@@ -125,8 +122,8 @@ class GradReducer:
     # --------------------------------------------------------------------------------------------------- from backward
     @torch.no_grad()
     def take(self, unit: GatheredUnit, large: LargeLeaf, grad: Tensor) -> None:
-        """Copy a large gradient into its bucket, so that its own memory is free, or add it to the terms there."""
-        # It is complete but for terms from `write`; `reduce` follows, with the other gradients of the unit.
+        """Copy a large gradient into its bucket, so that its memory is free, or add it to the values there."""
+        # It is complete except for values from `write`; `reduce` follows with the other gradients of the unit.
         bucket = self._open_bucket(unit, large)
         with _compat.region("scatter"):
             bucket.add([large.slot], [grad])
@@ -135,7 +132,7 @@ class GradReducer:
     def write(
         self, unit: GatheredUnit, large: LargeLeaf, dtype: torch.dtype, kernel: Callable[[Tensor], object]
     ) -> bool:
-        """Have a kernel fill a large gradient, or a term of it, in its bucket; if False, it has to come by `take`."""
+        """Have a kernel fill or add to a large gradient in its bucket; return False if it needs `take` instead."""
         bucket = self._open_bucket(unit, large)
         slot = bucket.slot(large.slot, dtype)
         if slot is None:
@@ -158,8 +155,8 @@ class GradReducer:
         return bucket
 
     def reduce(self, unit: GatheredUnit, grads: Sequence[Tensor | None]) -> None:
-        """Finish the reductions in flight, and start the unit's; None where `take` or `write` had all of a gradient."""
-        self.settle()
+        """Finish the reductions in flight, and start the unit's; None for gradients that are in their bucket."""
+        self.settle()  # of the unit before: at most one unit's buckets are in flight
         with _compat.region("scatter"):
             for number, b in enumerate(unit.plan.reductions):
                 bucket = self._open.pop((unit, number), None) or self._make_bucket(unit, b, b.early)
@@ -171,7 +168,9 @@ class GradReducer:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Gives what is left to do for a unit to the stream of reductions, and waits for the unit before."""
+        """Give the rest of a unit's reductions to the reduce stream, and wait for those of the unit before."""
+        # Waiting for a handle on the reduce stream only enqueues: collectives, then the adds. The compute stream waits
+        # for the unit before, whose buckets are then free.
         sent = [pending for pending in self._pending if pending.sends]
         with _compat.region("scatter"):
             for pending in self._pending:
@@ -188,9 +187,9 @@ class GradReducer:
             self._let_go(before)
 
     def _let_go(self, reduced: list[_Reduced]) -> None:
-        """Has the compute stream wait for reductions, and lets their memory go."""
+        """Have the compute stream wait for reductions, and free their memory."""
         memories = [bucket.memory for _, in_use in reduced for bucket, _ in in_use]
-        for event in [event for event, _ in reduced]:  # no name is left that would hold a bucket
+        for event in [event for event, _ in reduced]:  # not unpacked here: a loop variable would hold the last bucket
             self._streams.wait(event)
         reduced.clear()
         for memory in memories:
@@ -199,7 +198,7 @@ class GradReducer:
 
     @contextmanager
     def _after_compute(self, what: str) -> Generator[None]:
-        """The stream of reductions, after all that the compute stream was given so far."""
+        """Run the block on the reduce stream, after everything enqueued on the compute stream so far."""
         if not self._streams.several:
             yield
             return
@@ -209,12 +208,12 @@ class GradReducer:
             yield
 
     def follow(self, earlier: Callable[[], object]) -> None:
-        """Run `earlier` before the first gradient is added, since another reducer adds to the same gradients."""
+        """Run `earlier` before the first gradient is added, because an earlier reducer adds to the same gradients."""
         assert not self._pending, "a gradient may have been added"
         self._pending.append(_Pending(done(earlier, communicates=True), sends=False, in_use=[]))
 
     def settle(self, *, wait: bool = True) -> None:
-        """Finishes the reductions under way, in the order of their start; without `wait`, up to the first not done."""
+        """Finish the reductions in flight, in the order of their start; without `wait`, up to the first not done."""
         with _compat.region("scatter"):
             while self._pending and (wait or self._pending[0].handle.is_ready()):
                 self._pending.pop(0).handle.wait()
@@ -225,7 +224,7 @@ class GradReducer:
         return move.open(self._device, memory, lambda slot: self._noise(unit, b.leaves[slot]))
 
     def _start(self, bucket: Filling, in_use: _InUse, places: Places = nowhere) -> Handle[list[Tensor]]:
-        """Start one of the moves of a bucket that is filled, on the stream of reductions if it sends terms."""
+        """Start a move of a filled bucket, on the reduce stream if it sends anything."""
         with self._after_compute("filled") if bucket.sends else nullcontext():
             handle = bucket.start(places)
         if self._streams.several:
@@ -233,7 +232,9 @@ class GradReducer:
         return handle
 
     def _started(self, unit: GatheredUnit, b: ReduceBucket, bucket: Filling) -> _Pending:
-        """Start a bucket; the late move, if both have steps, starts when the early one is done."""
+        """Start a bucket; if both moves have steps, the late one starts when the early one is done."""
+        # Accumulated gradients are in the sharding between the two moves, so they are added there, and the late move
+        # reduces the sum: accumulation costs no extra collective.
         index = [unit.index[i] for i in b.leaves]
         grads = _Gradients(self._grad, index)
         in_use: _InUse = []
@@ -255,7 +256,7 @@ class GradReducer:
         return _Pending(early.then(finish_late, communicates=True), bucket.sends, in_use)
 
     def _add_accumulated(self, index: Sequence[LeafIndex], terms: list[Tensor]) -> list[Tensor]:
-        """Adds what earlier microbatches have accumulated for some leaves to their terms, and notes it in `_taken`."""
+        """Add the accumulated gradients of some leaves to their partial gradients, and note it in `_taken`."""
         result = list(terms)
         sums: list[int] = []
         for i, (leaf, row) in enumerate(index):
@@ -280,14 +281,14 @@ class GradReducer:
 
     # ----------------------------------------------------------------------------------------------- the gradient tree
     def _grad(self, i: int) -> GradMemory:
-        """The memory of the gradient of a leaf."""
+        """Return the memory of a leaf's gradient."""
         if i not in self._grads:
             leaf = self._leaves[i]
             target = self._targets[i]
             shape = target.sharding.local_shape(leaf.node.shape)
             large = math.prod(shape) >= self._pooled_from
-            cut = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
-            pool = self._grad_pool if large and not cut else None
+            sharded = any(axis in target.sharding.data_axes for axis in target.sharding.spec.all_axes)
+            pool = self._grad_pool if large and not sharded else None
             self._grads[i] = GradMemory(
                 target.sharding.memory, shape, target.dtype, self._device, pool=pool, by_row=large and pool is None,
                 given=leaf.accumulated if target.accumulated == target.sharding else None,
@@ -295,7 +296,7 @@ class GradReducer:
         return self._grads[i]
 
     def _add(self, i: int, row: int | None, term: Tensor) -> None:
-        """Add a term to a gradient that may have no value yet."""
+        """Add to a gradient that may have no value yet."""
         grad = self._grad(i)
         part, has_value = grad.begin(row)
         (part if has_value else part.zero_()).add_(term)
@@ -303,19 +304,19 @@ class GradReducer:
 
     # ---------------------------------------------------------------------------------------------------------- the end
     def add_reduced(self, i: int, grad: Tensor) -> None:
-        """Adds a gradient that came through plain autograd, in the sharding of the leaf and summed over its ranks."""
+        """Add a gradient from plain autograd: in the sharding of the leaf, and already summed over its ranks."""
         node = self._leaves[i].node
         target = self._targets[i]
         where = coordinate(node.sharding.mesh)
         with self._after_compute("computed"):
             term = on_device(grad, self._device.type).to(target.dtype)
             moved = _moved(term, node.sharding, target.sharding, node.shape)
-            # Of an unreduced target it is one term: the first rank's.
+            # In an unreduced target each rank adds its part, and this sum must count once: on the first rank.
             if all(where.get(axis, 0) == 0 for axis in target.sharding.partial):
                 self._add(i, None, moved)
 
     def finish(self) -> dict[int, Tensor]:
-        """Finish all reductions, add what was accumulated for leaves without a gradient, and return gradients."""
+        """Finish all reductions, add accumulated gradients that have not been added, and return all gradients."""
         self.settle()
         with _compat.region("scatter"), self._after_compute("computed"):
             for i in self._targets:
@@ -326,7 +327,8 @@ class GradReducer:
         return result
 
     def _add_rest_of_accumulated(self, i: int) -> None:
-        """Adds the rows of an accumulated gradient, in another sharding than the target, that no term has taken."""
+        """Add the rows of an accumulated gradient that `_add_accumulated` has not added."""
+        # In the target's sharding the accumulated tensor is the gradient's memory, so nothing is left to add.
         accumulated = self._leaves[i].accumulated
         shape = self._leaves[i].node.shape
         source = self._targets[i].accumulated
@@ -342,14 +344,13 @@ class GradReducer:
             self._add(i, row, _moved(part, source.drop(0), to.drop(0), shape[1:]))
 
     def close(self) -> None:
-        """Releases all gradients, and the buckets that they are sent in."""
+        """Free all gradients and buckets."""
         self._grads.clear()
         self._open.clear()
         self._pending.clear()
         self._reduced.clear()
-        self._noise = _no_noise  # a context's own holds the context, which holds this
 
 
 def _moved(x: Tensor, source: NamedSharding, to: NamedSharding, shape: tuple[int, ...]) -> Tensor:
-    """Return a local tensor of a leaf of this shape in another sharding."""
+    """Move a local tensor of a leaf of this shape to a different sharding."""
     return plan_move([source], [to], [shape], Plain(x.dtype), x.dtype).run([x])[0]

@@ -1,6 +1,6 @@
 """Jacobians and Hessians with respect to sharded trees, with one column per element of the full leaves.
 
-Guarantee: each rank gets its part of what torch.func returns for the full leaves on one process.
+Each rank gets its part of the result of torch.func for the full leaves on one process.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ __all__ = ["hessian", "jacfwd"]
 
 @public
 def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
-    """Makes a function that returns the Jacobian of `fn` with respect to its first argument, by forward mode.
+    """Make a function that returns the Jacobian of `fn` with respect to its first argument, by forward mode.
 
-    It goes inside `fs.shard_map`, and inside torch.func transforms, like torch.func's own.
+    Call it inside `fs.shard_map`; like torch.func's, it can be inside torch.func transforms.
 
     Args:
-        fn: `fn(params, *args)`, where params is a tree of `Local` nodes and plain tensors; the latter are the same on
-            all ranks. It returns a tree of `Local` nodes or plain tensors.
-        chunk_size: how many columns are computed at once.
+        fn: Function `fn(params, *args)` of a tree of `Local` nodes and plain tensors (equal on all ranks). It returns a
+            tree of `Local` nodes or plain tensors.
+        chunk_size: Number of columns computed at once.
 
     Returns:
-        A function of the same arguments. It returns the tree of results of `fn` with, for each of them, a tree like
-        params. A result x of shape [*X] and a leaf of shape [*W] give [*X, *W], of the type of x. In a `Local`, the X
-        dims are sharded as in x, and the W dims are full.
+        A function of the same arguments. Each result x of `fn` becomes a tree like params: a leaf of shape [*W] gives
+        [*X, *W], a `Local` if x is one, whose X dims are sharded as in x and whose W dims are full.
 
     Raises:
-        TransformError: a leaf of params is no floating point tensor in flight; all such leaves are listed.
+        TransformError: Leaves of params aren't floating point tensors, or are DTensors; all of them are listed.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -93,23 +92,26 @@ def jacfwd(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any
 
 @public
 def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., Any]:
-    """Makes a function that returns the Hessian of `fn` with respect to its first argument, forward over reverse.
+    """Make a function that returns the Hessian of `fn` with respect to its first argument, forward over reverse.
 
-    It costs a Hessian-vector product for each element of the whole leaves; a rank holds its own rows of the result.
+    It costs one Hessian-vector product per element of the full leaves; each rank holds its own rows.
 
     Args:
-        fn: `fn(params, *args)` as in `jacfwd`, which returns a 0-d tensor. The Hessian is of the sum over ranks;
-            a total that ends in an `ops.psum` is counted once.
-        chunk_size: how many columns are computed at once.
+        fn: Function `fn(params, *args)` as in `jacfwd`, to a 0-d tensor. The sum over ranks is differentiated; a
+            total that ends in an `ops.psum` counts once.
+        chunk_size: Number of columns computed at once.
 
     Returns:
-        A function of the same arguments, with a tree of trees: for leaves of shapes [*V] and [*W] a node [*V, *W].
+        A function of the same arguments to a tree of trees: leaves of shapes [*V] and [*W] give a node [*V, *W].
+
+    Raises:
+        TransformError: `fn` doesn't return a 0-d tensor, or leaves of params aren't floating point tensors.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(2)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, layout)
         >>> def f(params):
-        ...     # This rank's term; the terms of all ranks are summed.
+        ...     # This rank's part of the sum over all ranks.
         ...     return (fs.gather_unit(params)["w"] ** 3).sum() / layout.mesh.size()
         >>> fs.unshard(fs.shard_map(lambda params: fs.hessian(f)(params)["w"]["w"])(params))
         tensor([[ 6.,  0.],
@@ -123,8 +125,8 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
         result = fn(*args)
         if not isinstance(result, Tensor) or result.ndim:
             got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            mend = "Return a 0-d tensor: the sum of this rank's losses, say."
-            raise TransformError(message(f"needs a function to one number, got {got}.", mend=mend))
+            mend = "Return a 0-d tensor, such as the sum of this rank's losses."
+            raise TransformError(message(f"needs a function that returns a 0-d tensor, got {got}.", mend=mend))
         return result
 
     columns = jacfwd(torch.func.grad(scalar), chunk_size=chunk_size)
@@ -132,17 +134,17 @@ def hessian(fn: Callable[..., Any], *, chunk_size: int = 64) -> Callable[..., An
     @functools.wraps(fn)
     @public
     def run(params: Tree, *args: Any) -> Tree:
-        # For torch None is a leaf, with respect to which nothing can be differentiated.
+        # torch.func takes None for a leaf, and cannot differentiate with respect to it.
         if any(x is None for x in torch_pytree.tree_leaves(params)):
-            mend = "Leave entries that are None out of the tree."
-            raise TransformError(message("got a tree with None in it.", mend=mend))
+            mend = "Remove entries that are None from the tree."
+            raise TransformError(message("got a tree that contains None.", mend=mend))
         return columns(params, *args)
 
     return run
 
 
 def _check(leaves: dict[str, Any]) -> None:
-    wrong: list[str] = [] if leaves else ["there is no leaf"]
+    wrong: list[str] = [] if leaves else ["the tree has no leaf"]
     for path, x in leaves.items():
         value = x.value if isinstance(x, Local) else x
         if not isinstance(value, Tensor):
@@ -150,22 +152,22 @@ def _check(leaves: dict[str, Any]) -> None:
         elif isinstance(value, DTensor) or not value.is_floating_point():
             wrong.append(f"{path or 'it'} is {typeof(x)}" + (" at rest" if isinstance(value, DTensor) else ""))
     if wrong:
-        mend = "Call it inside fs.shard_map, with a tree of the leaves to differentiate."
-        raise TransformError(message("needs floating point leaves in flight.", wrong, mend))
+        mend = "Call it inside fs.shard_map, on a tree of the leaves to differentiate with respect to."
+        raise TransformError(message("needs floating point tensors or local nodes as leaves.", wrong, mend))
 
 
 def _indices(x: Local | Tensor) -> Tensor:
-    """The number of each element that this rank holds, in the whole leaf: int64[local elements]."""
-    whole = torch.arange(math.prod(x.shape)).view(tuple(x.shape))
+    """Number the elements of the full leaf, and return the numbers of this rank's: int64[local elements]."""
+    full = torch.arange(math.prod(x.shape)).view(tuple(x.shape))
     if isinstance(x, Local):
-        whole = whole[tuple(slice(start, stop) for start, stop in x.sharding.box(x.shape))]
-    return whole.reshape(-1)
+        full = full[tuple(slice(start, stop) for start, stop in x.sharding.box(x.shape))]
+    return full.reshape(-1)
 
 
 def _seeds(
     values: Sequence[Tensor], own: Sequence[Tensor], sizes: Sequence[int], first: int, last: int
 ) -> list[Tensor]:
-    """Tangents of the elements `first` to `last` of all leaves, one after the other: 1 where this rank holds one."""
+    """Return one-hot tangents for elements `first` to `last` of all leaves in order; 0 if another rank holds it."""
     seeds: list[Tensor] = []
     for value, held, size in zip(values, own, sizes, strict=True):
         hit = held == torch.arange(first, last)[:, None]
@@ -176,7 +178,7 @@ def _seeds(
 
 
 def _block(part: Tensor, node: Local | None, shape: Sequence[int]) -> Local | Tensor:
-    """Columns of one leaf, as what the rows are."""
+    """Give the columns of one leaf their shape, and make them a node if the rows are one."""
     value = part.unflatten(-1, tuple(shape)) if shape else part.squeeze(-1)
     if node is None:
         return value

@@ -1,7 +1,7 @@
 """Explain why a loss function failed: a leaf used before it was gathered, a batch of NumPy arrays, and so on.
 
-This runs after a failure only, so a successful call pays nothing. Guarantee: the new error also has the class of the
-original, so code that catches `KeyError` or `RuntimeError` still works.
+This runs only after a failure. A new error also has the class of the original, so code that catches `KeyError` or
+`RuntimeError` still works.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["content_of", "explained", "line_of_user", "names_of"]
 _SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b", re.IGNORECASE)
 _KINDS = re.compile(r"dtype|scalar type|not implemented for '|LongTensor|same device|expected device|on meta")
 _OUTSIDE = re.compile(r"index out of range in self|index -?\d+ is out of bounds for dimension 0")
-_UNITS = re.compile(r"invalid data type 'str'|not (dict|tuple)$|'(dict|tuple)'")  # parameters and carry swapped
+_UNITS = re.compile(r"invalid data type 'str'|not (dict|tuple)$|'(dict|tuple)'")  # parameters and carry are swapped
 _FLOAT_IDS = re.compile(r"'indices'|used as indices must be")
+# The error of an operation that a compiler ran on tensors without values.
 _TRACED = re.compile(r"got (?:Runtime|Value|Index)Error\([\"'](.+?)[\"']\)")
-"""The error of an operation that a compiler has tried on tensors without values."""
 _FREEZE = 'Freeze leaves in the layout: fs.plan_layout(..., frozen=["head"]).'
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", LIBRARY, os.path.dirname(os.__file__))
 
@@ -45,43 +45,43 @@ _TEXTS = (
     (
         "torch.compiler.disable",
         "is compiled as one graph, which gathers cannot be part of",
-        "Leave fullgraph=True out; a block may have it: fs.scan_units(torch.compile(block, fullgraph=True), ...).",
+        "Leave out fullgraph=True, or pass it to a block: fs.scan_units(torch.compile(block, fullgraph=True), ...).",
     ),
     (
         "saved tensor hooks",
-        "calls torch.func.grad, vjp, jacrev or hessian, which refuse its hooks",
-        "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one"
-        " with torch.autograd.grad(..., create_graph=True).",
+        "calls torch.func.grad, vjp, jacrev or hessian, which refuse saved-tensor hooks",
+        "Compute the outer derivative with torch.func too, fs.shard_map(torch.func.grad(f)), or the inner one with"
+        " torch.autograd.grad(..., create_graph=True).",
     ),
     (
         "change requires_grad flags",
         "changes requires_grad of a gathered weight",
-        f"{_FREEZE} In one place, use w.detach().",
+        f"{_FREEZE} For a single use, write w.detach().",
     ),
     (
         r"is a view and.*modified inplace",
         "writes gathered weights in place",
-        "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x.",
+        "Don't modify gathered weights: write w = w * 2 instead of w.mul_(2), and w = w + x instead of w += x.",
     ),
     (
         r"mixed torch\.Tensor and DTensor",
         "uses parameters at rest, DTensors, with plain tensors",
-        "Use its own first argument, through fs.gather_unit, in the place of state.params.",
+        "Use the loss function's first argument, through fs.gather_unit, instead of state.params.",
     ),
 )
-"""What a RuntimeError of torch says, what the loss function does then, and what to write instead."""
+"""Pattern in a RuntimeError of torch, what the loss function does, and what to write instead."""
 
 
 class _Failure(NamedTuple):
-    """A loss function that raised, and what it was given."""
+    """A loss function that raised, and its arguments."""
 
     error: Exception
     fn: Callable[..., Any]
-    text: str  # of the error, its first line
-    line: list[str]  # the line of the user's own that failed, if there is one
+    text: str  # first line of the error
+    line: list[str]  # the user's line that failed, if known
     params: Tree
-    given: dict[str, Any]  # the arguments after the parameters, by name
-    leaves: list[tuple[str, Any]]  # of these arguments, with their paths
+    given: dict[str, Any]  # arguments after the parameters, by name
+    leaves: list[tuple[str, Any]]  # paths and leaves of these arguments
     context: GatherContext
 
 
@@ -93,7 +93,7 @@ def explained(
         _name(error, params, context)
         return None
     if all(hasattr(params, name) for name in ("params", "opt_state", "layout")):
-        mend = "Give it the parameters alone: (state.params, batch)."
+        mend = "Pass the parameters only: (state.params, batch)."
         return errors.ArgumentError(message(f"takes a tree of parameters, got {kind_of(params)}.", mend=mend))
     if isinstance(error, FshardingError | torch.OutOfMemoryError):
         return None
@@ -101,18 +101,20 @@ def explained(
     named = ((name, path, x) for name, batch in given.items() for path, x in tree.named_leaves(batch).items())
     leaves = [(f"{name}.{path}" if path else name, x) for name, path, x in named]
     text = str(error).strip().partition("\n")[0]
-    failure = _Failure(error, fn, text, _line_of(error), params, given, leaves, context)
+    failure = _Failure(
+        error, fn, text, line_of_user(traceback.extract_tb(error.__traceback__)), params, given, leaves, context
+    )
     if type(error).__module__ == "torch._dynamo.exc":
         return _of_texts(failure) or _of_shapes(failure)
     if wrong := _of_arguments(error, fn, params, args):
         return wrong
-    # The order matters: the first that knows a cause explains the error, and the last ones go by its kind alone.
+    # The order matters: the first match explains the error, and the last ones only look at its class.
     causes = (_of_texts, _of_nodes, _of_order, _of_missing, _of_arrays, _of_ids, _of_kinds, _of_shapes)
     return next((why for cause in causes if (why := cause(failure)) is not None), None)
 
 
 def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None:
-    """Says which leaf was not gathered, and how that is written for this tree."""
+    """Complete the text of a `NotGatheredError`: the leaf's path, and the call that gathers its unit."""
     leaf = error.leaf
     error.leaf = None
     index = context.index_of(leaf.value) if isinstance(leaf, Local) else None
@@ -131,34 +133,36 @@ def _name(error: NotGatheredError, params: Tree, context: GatherContext) -> None
         mend = "Gather it first: w = fs.gather_unit(params)."
     if error.use == "is indexed" and index.row is None:
         stack = _code(accessor[:-1], "params")
-        mend += f" Of a stack, take a block with fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
+        mend += f" For a block of a stack, write fs.gather_unit(fs.select_unit({stack}, i)), or use fs.scan_units."
     if "requires_grad" in error.use:
         mend = _FREEZE
     if "to_local" in error.use:
-        mend += " The part of this rank, as it is, is .value."
+        mend += " This rank's shard is .value."
     mend += of_sums(error.use)
     rule = f"has a loss function in which a leaf {error.use} before it is gathered."
-    error.args = (message(rule, [row, *_line_of(error)], mend),)
+    error.args = (message(rule, [row, *line_of_user(traceback.extract_tb(error.__traceback__))], mend),)
 
 
 def _of_arguments(error: Exception, fn: Callable[..., Any], params: Tree, args: Sequence[Any]) -> FshardingError | None:
-    """Arguments in one another's place, or too few of them."""
+    """Explain swapped or missing arguments."""
     leaves = tree.leaves(params, is_leaf=_is_local)
     if not any(isinstance(x, Local) for x in leaves) and any(isinstance(x, DTensor) for x in tree.leaves(list(args))):
-        rule = "got no sharded leaf in its first argument, and sharded ones after it."
-        return errors.ArgumentError(message(rule, mend="Give the parameters first: (params, batch)."))
+        rule = "got sharded leaves only after its first argument."
+        return errors.ArgumentError(message(rule, mend="Pass the parameters first: (params, batch)."))
     if isinstance(error, TypeError):
         try:
             inspect.signature(fn).bind(params, *args)
         except (TypeError, ValueError) as why:
             name = getattr(fn, "__name__", type(fn).__name__)
-            rule = f"cannot call {name} with params and {len(args)} more: {why}."
-            return errors.ArgumentError(message(rule, mend="Give what the loss function takes after params."))
+            more = f"{len(args)} more {'argument' if len(args) == 1 else 'arguments'}"
+            rule = f"cannot call {name} with params and {more}: {why}."
+            mend = "Pass the loss function's other arguments after params, such as (params, batch)."
+            return errors.ArgumentError(message(rule, mend=mend))
     return None
 
 
 def _of_texts(failure: _Failure) -> FshardingError | None:
-    """What torch refuses by a text of its own: see `_TEXTS`."""
+    """Explain a RuntimeError of torch by its text, see `_TEXTS`."""
     text = str(failure.error)
     known = _TEXTS if isinstance(failure.error, RuntimeError) else ()
     for pattern, what, mend in known:
@@ -168,7 +172,7 @@ def _of_texts(failure: _Failure) -> FshardingError | None:
 
 
 def _of_nodes(failure: _Failure) -> FshardingError | None:
-    """A node that was looked at rather than used, by `isinstance` say."""
+    """Explain a node that was inspected, such as by `isinstance`, and never used."""
     error = failure.error
     if not isinstance(error, TypeError | RuntimeError) or not re.search(r"\bLocal\b", str(error)):
         return None
@@ -178,22 +182,22 @@ def _of_nodes(failure: _Failure) -> FshardingError | None:
 
 
 def _of_order(failure: _Failure) -> FshardingError | None:
-    """A block of `fs.scan_units` that takes or returns what a body of lax.scan does."""
+    """Explain a block of `fs.scan_units` with the arguments or results of a lax.scan body."""
     error = failure.error
     codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     calls = {code.co_name for code in codes if code.co_filename.startswith(LIBRARY)}
     if not isinstance(error, TypeError) or not _UNITS.search(str(error)) or "scan_units" not in calls:
         return None
     mend = (
-        "fs.scan_units calls block(params, carry), parameters first, where lax.scan calls (carry, x). A block returns"
-        " the carry, or (carry, aux) with has_aux=True."
+        "fs.scan_units calls block(params, carry), parameters first; lax.scan calls (carry, x). Return the carry, or"
+        " (carry, aux) with has_aux=True."
     )
     rows = [*failure.line, str(error)]
     return errors.ArgumentError(message("has a loss function with a block that failed.", rows, mend))
 
 
 def _of_missing(failure: _Failure) -> FshardingError | None:
-    """A key that no argument has."""
+    """Explain a key that no argument has."""
     if not isinstance(failure.error, KeyError) or len(failure.error.args) != 1:
         return None
     key = failure.error.args[0]
@@ -201,36 +205,36 @@ def _of_missing(failure: _Failure) -> FshardingError | None:
     paths = {name: tree.paths(x, is_leaf=_is_local) for name, x in given.items()}
     parts = {part for named in paths.values() for path in named for part in path.split(".")}
     if str(key) in parts:
-        return None  # It is there, so this is about a dict of the function's own.
+        return None  # an argument has it, so the lookup was in a dict of the function's own
     rows = [f"{name} has {listed(named)}" if named else f"{name} is {given[name]!r}" for name, named in paths.items()]
-    mend = f"Give the batch an entry {key!r}, or ask for one that is there.{did_you_mean(str(key), parts)}"
-    rule = f"has a loss function that asks for {key!r}, which is in none of its arguments."
+    mend = f"Add {key!r} to the batch or the parameters, or use one of these keys.{did_you_mean(str(key), parts)}"
+    rule = f"has a loss function that reads {key!r}, which none of its arguments has."
     return errors.MissingKeyError(message(rule, [*rows, *failure.line], mend))
 
 
 def _of_arrays(failure: _Failure) -> FshardingError | None:
-    """Arrays, lists of numbers or nothing at all where tensors should be."""
+    """Explain arrays, lists or None where the loss function expects tensors."""
     if not isinstance(failure.error, TypeError | AttributeError):
         return None
     text = str(failure.error)
     given = failure.given
     if yielding := [f"{name} is {kind_of(x)}" for name, x in given.items() if yields_batches(x)]:
-        rule = "takes one batch, and got an object that yields them."
+        rule = "takes one batch, got an object that yields batches."
         return errors.BatchError(message(rule, yielding, YIELDS))
     lists = (list, tuple) if "indices must be" in text else ()
     rows = [f"{name} is None" for name, x in given.items() if x is None]
     rows += [f"{name} is {kind_of(x)}" for name, x in given.items() if isinstance(x, lists)]
-    rows += [
-        f"{path} is {kind_of(x)}" for path, x in failure.leaves if hasattr(x, "__array__") and not isinstance(x, Tensor)
-    ]
+    arrays = [(path, x) for path, x in failure.leaves if hasattr(x, "__array__") and not isinstance(x, Tensor)]
+    rows += [f"{path} is {kind_of(x)}" for path, x in arrays]
     if not rows:
         return None
-    mend = "Give it what the loss function asks for; of arrays make tensors, fs.tree.map(torch.as_tensor, batch)."
+    mend = "Pass a batch with the structure that the loss function reads, such as a dict of tensors."
+    mend = "Convert arrays to tensors: fs.tree.map(torch.as_tensor, batch)." if arrays else mend
     return errors.BatchError(message(f"has a loss function that failed: {text}.", rows, mend))
 
 
 def _of_ids(failure: _Failure) -> FshardingError | None:
-    """Explain ids that are no whole numbers, or outside of a table, by the leaves of the batch that may be ids."""
+    """Explain ids that aren't integers, or outside of a table, by the leaves of the batch that may be ids."""
     is_float = _FLOAT_IDS.search(failure.text) is not None
     if not isinstance(failure.error, IndexError | RuntimeError) or not (is_float or _OUTSIDE.search(failure.text)):
         return None
@@ -243,10 +247,10 @@ def _of_ids(failure: _Failure) -> FshardingError | None:
         return None
     rows = [*failure.line, *rows]
     if is_float:
-        rule = "has a loss function that takes ids which are no whole numbers."
-        return errors.DtypeError(message(rule, rows, "Give ids as int64, such as batch.long()."))
-    rule = "has a loss function that asks for a row outside of its table."
-    mend = "Ids of V rows are 0 to V - 1: take a table of more rows, or the tokenizer of this model."
+        rule = "has a loss function that got ids that aren't integers."
+        return errors.DtypeError(message(rule, rows, "Pass ids as int64, such as batch.long()."))
+    rule = "has a loss function that reads a row outside of its table."
+    mend = "Ids of V rows are 0 to V - 1: use a table with more rows, or the tokenizer of this model."
     return errors.DataError(message(rule, [*rows, *failure.context.gathered_leaves()], mend))
 
 
@@ -262,14 +266,14 @@ def _of_kinds(failure: _Failure) -> FshardingError | None:
     if not rows:
         return None
     rule = f"has a loss function that failed: {failure.text.rstrip('.!')}."
-    mend = "Change these leaves of the batch; fs.local_batch(batch) moves all of them to the device of the mesh."
+    mend = "Convert these leaves of the batch; fs.local_batch(batch) moves all leaves to the mesh's device."
     return errors.DtypeError(message(rule, [*failure.line, *rows], mend))
 
 
 def _odd_kind(x: Tensor, devices: set[torch.device], dtypes: set[torch.dtype]) -> str:
-    """What to do with a leaf of a batch that differs from the parameters in dtype or device; "" if it does not."""
+    """Return what to change in a leaf that differs from the parameters in dtype or device; "" if it doesn't."""
     if x.is_meta:
-        return "it has no values, so make it on a device"
+        return "it has no values; create it on a device"
     if devices and x.device not in devices:
         return f"the parameters are on {next(iter(devices))}"
     if x.dtype == torch.float64 and torch.float64 not in dtypes:
@@ -280,17 +284,17 @@ def _odd_kind(x: Tensor, devices: set[torch.device], dtypes: set[torch.dtype]) -
 
 
 def _of_shapes(failure: _Failure) -> FshardingError | None:
-    """List shapes that do not match: of the batch, and of the weights that were gathered last."""
+    """Explain shapes that don't match by those of the batch and of the gathered weights, the last ones first."""
     error = failure.error
     traced = _TRACED.search(str(error)) if type(error).__name__ == "TorchRuntimeError" else None
     if not traced and (type(error) not in (RuntimeError, ValueError, IndexError) or not _SHAPES.search(str(error))):
         return None
     if "gloo/" in str(error) or hasattr(error, "_fsharding_peers"):
         return None
-    mend = "Give the batch the shapes that the weights take, or the weights those of the batch."
+    mend = "Match the shapes of the batch to the weights, or the weights to the batch."
     if row := failure.context.row_of_stack():
         mend += (
-            f" fs.scan_units takes dim 0 of leaves for layers, so {row} is one layer; without layers, call"
+            f" Dim 0 of leaves in fs.scan_units is layers, so {row} is one layer; for a unit without layers, call"
             " block(fs.gather_unit(unit), x)."
         )
     rows = [*failure.line, *(f"{path} is {kind_text(x)}" for path, x in failure.leaves)]
@@ -304,7 +308,7 @@ def _is_local(x: Any) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------- words
 def names_of(fn: Callable[..., Any], count: int) -> list[str]:
-    """The names that a function gives its arguments."""
+    """Return the names of a function's first arguments."""
     try:
         given = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -314,7 +318,7 @@ def names_of(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def content_of(cell: CellType) -> Any:
-    """Return what a cell of a closure holds; None if nothing yet."""
+    """Return the content of a closure's cell; None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # not bound yet
@@ -322,18 +326,12 @@ def content_of(cell: CellType) -> Any:
 
 
 def _code(accessor: optree.PyTreeAccessor, root: str) -> str:
-    """How one writes a part of a tree."""
+    """Return the code that reads a part of a tree."""
     text = accessor.codify(root)
     return text if '"' in text else text.replace("'", '"')
 
 
-def _line_of(error: BaseException) -> list[str]:
-    """The line of the user's own that failed, if there is one."""
-    line = line_of_user(traceback.extract_tb(error.__traceback__))
-    return [line] if line else []
-
-
-def line_of_user(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of a stack that is neither torch's, Python's nor our own; "" if there is none."""
+def line_of_user(frames: Sequence[traceback.FrameSummary]) -> list[str]:
+    """Return the innermost line of a stack outside of torch, Python and this library, as rows of an error."""
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own and own[-1].line else ""
+    return [f"{Path(x.filename).name}:{x.lineno}: {x.line}" for x in own[-1:] if x.line]

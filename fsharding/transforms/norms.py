@@ -1,6 +1,6 @@
 """Inner products of sharded trees: `vdot`, for trees at rest, inside a loss function, and under torch.func.
 
-Guarantee: each element of the full leaves counts once, on every mesh and under every strategy, and in every derivative.
+Each element of the full leaves counts once, on every mesh and under every strategy, and in every derivative.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
     right = tree.named_leaves(b)
     if left.keys() != right.keys():
         rows = [f"{path}: only in one tree" for path in sorted(left.keys() ^ right.keys())]
-        raise TreeError(message("got two trees that do not match.", rows, "Give both the same keys."))
+        raise TreeError(message("got two trees that do not match.", rows, "Pass two trees with the same keys."))
     known: dict[str, NamedSharding | None] = dict.fromkeys(left)
     if shardings is not None:
         flat = tree.flatten_up_to(tree.flatten(a)[1], shardings, ("a", "shardings"))
@@ -46,7 +46,7 @@ def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
     _refuse_stages(left)
     if unlike := [path for path, x in left.items() if x.shape != right[path].shape]:
         rows = [f"{path} is {_unlike(left[path], right[path])}" for path in unlike]
-        raise LayoutError(message("needs equal shapes.", rows, "Give both the same shapes."))
+        raise LayoutError(message("needs equal shapes.", rows, "Pass two trees with the same shapes."))
     terms: dict[tuple[str, ...], list[Tensor]] = {}
     mesh: Mesh | None = None
     dtypes = set[torch.dtype]()
@@ -69,70 +69,71 @@ def _vdot(a: Tree, b: Tree, shardings: Tree) -> Tensor:
         mesh = mesh if sharding is None else sharding.mesh
         terms.setdefault(tuple(axis for axis in AXES if axis in cut), []).append(product)
     if wrong:
-        mend = "Bring both to one sharding, as fs.reshard or fs.redistribute does."
+        mend = "Bring both to one sharding with fs.reshard or fs.redistribute."
         raise LayoutError(message("needs equal shardings.", wrong, mend))
     sums = [torch.stack(result).sum() for result in terms.values()]
     sums = [collectives.psum(x, axes, mesh=mesh) if axes else x for axes, x in zip(terms, sums, strict=True)]
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     total = torch.stack(sums).sum().to(wide) if sums else torch.zeros(())
-    # A rank's loss is its own term of a sum over the data axes: from here on, each rank uses the shared value its way.
+    # In `value_and_grad` the loss is a sum over data ranks, and each uses the shared value in its part. `pvary` changes
+    # no value; its transpose sums their gradients.
     apart = data_axes(mesh) if mesh is not None and current_context() is not None else ()
     return collectives.pvary(total, apart, mesh=mesh) if apart else total
 
 
 def _unlike(x: object, y: object) -> str:
-    """Two leaves in words, with what they differ in."""
+    """Describe two leaves, with the property in which they differ."""
     nodes = [to_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in (x, y)]
     kinds = ["" if isinstance(node, Local) else "a plain " for node in nodes]
-    whole = [f"{kind}{typeof(leaf)}" for kind, leaf in zip(kinds, (x, y), strict=True)]
-    if whole[0] != whole[1]:
-        return " and ".join(whole)
+    texts = [f"{kind}{typeof(leaf)}" for kind, leaf in zip(kinds, (x, y), strict=True)]
+    if texts[0] != texts[1]:
+        return " and ".join(texts)
     parts = [
         f"{text} on {node.sharding.mesh}, of which this rank holds {list(node.value.shape)}"
-        for text, node in zip(whole, nodes, strict=True)
+        for text, node in zip(texts, nodes, strict=True)
         if isinstance(node, Local)
     ]
-    return " and ".join(parts) if len({*parts}) > 1 else f"{whole[0]} in both"
+    return " and ".join(parts) if len({*parts}) > 1 else f"{texts[0]} in both"
 
 
 def norm_in_flight(values: Tree) -> Tensor:
-    """The root of the inner product of a tree with itself, 0-d; the gradient of the norm of zeros is zero."""
+    """Return the norm of a tree, 0-d; its gradient at zero is zero, not NaN."""
     square = vdot(values, values)
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
 
 
 def _refuse_hidden_owners(leaves: dict[str, object]) -> None:
-    """Refuse DTensors on a slice of their mesh: which part of a leaf that is, only a layout knows."""
+    """Refuse DTensors on a slice of their mesh: only a layout has the part of the leaf that they are."""
     owned = {path: x for path, x in leaves.items() if isinstance(x, DTensor) and hides_owners(x)}
     hidden = [f"{path} is {typeof(x)} on a slice of its mesh" for path, x in owned.items()]
     if hidden:
-        mend = f"Say where they are: {public_name()}(..., shardings=layout.main), or layout.params for parameters."
-        rule = "cannot tell who owns leaves of pipeline stages or Fused dims."
+        mend = f"Pass their shardings: {public_name()}(..., shardings=layout.main), or layout.params for parameters."
+        rule = "cannot tell which ranks own leaves of pipeline stages or Fused dims."
         raise LayoutError(message(rule, hidden, mend))
 
 
 def counts_here(sharding: NamedSharding) -> bool:
-    """Whether this rank's part counts: if several coordinates store a full leaf, only the first one's does."""
+    """Return whether this rank's part counts: of several coordinates that store a full leaf, only the first does."""
     owners = [owned for owned in sharding.assigned if owned.dim is None]
     here = coordinate(sharding.mesh) if owners else {}
     return all(here[o.axis] == next(c for c, held in enumerate(o.ranges) if held) for o in owners)
 
 
 def _refuse_stages(leaves: dict[str, object]) -> None:
-    """Refuses leaves in flight of which each pipeline stage has its own part: a loss function sees one stage."""
+    """Refuse local nodes that pipeline stages have different parts of: a loss function runs on one stage."""
     staged = [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local) and "pp" in x.slices]
     if staged:
-        mend = "Take the product of trees at rest, with shardings=layout.main."
-        raise TransformError(message("cannot sum over pipeline stages in flight.", staged, mend))
+        mend = "Call it outside of the loss function, on DTensors, with shardings=layout.main."
+        raise TransformError(message("cannot sum over pipeline stages inside a loss function.", staged, mend))
 
 
 def _opened(x: object) -> tuple[Tensor, NamedSharding | None, tuple[str, ...]]:
-    """The local tensor of a leaf, its sharding, and the axes along which ranks hold other slices of it."""
+    """Return the local tensor of a leaf, its sharding, and the axes along which ranks hold different slices of it."""
     node = to_local(x) if isinstance(x, DTensor) else x
     if isinstance(node, Local):
         return here(node), replace(node.sharding, assigned=()).simplified(), node.slices
     if not isinstance(node, Tensor):
-        mend = "Give trees of tensors; None stands for a leaf that is left out."
+        mend = "Pass trees of tensors; use None for a leaf to leave out."
         raise TreeError(message(f"got a leaf of type {type(node).__name__}.", mend=mend))
     return node, None, ()

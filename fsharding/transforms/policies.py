@@ -1,7 +1,4 @@
-"""Policies: what is kept for backward. Values for `policy=` of `gather_unit`, `scan_units` and `remat`.
-
-Guarantee: results do not depend on the policy.
-"""
+"""Policies: values for `policy=` of `gather_unit`, `scan_units` and `remat`. Results don't depend on them."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Policy:
-    """Says which gathered weights and activations are kept between forward and backward.
+    """Choice of what is kept between forward and backward.
 
     Attributes:
-        name: as in `policies`.
-        gathered: gathered weights stay.
-        activations: "all", "dots" (outputs of matrix products) or "inputs" (of the unit).
-        memory: where activations wait for backward, "device" or "host".
+        name: Name in `fs.policies.POLICIES`.
+        gathered: Whether gathered weights stay.
+        activations: Activations that are kept: "all", "dots" (outputs of matrix products) or "inputs" (of the unit).
+        memory: Memory of kept activations: "device", or "host" (pinned).
 
     Raises:
-        ConfigError: an attribute has another value than these.
+        ConfigError: An attribute has a different value.
 
     Example:
         >>> fs.policies.nothing_saveable
         Policy(name='nothing_saveable', gathered=False, activations='inputs', memory='device')
-        >>> fs.policies.POLICIES["dots_saveable"].activations  # by name, as of a command line
+        >>> fs.policies.POLICIES["dots_saveable"].activations  # by name, from a command line
         'dots'
     """
 
@@ -43,7 +40,7 @@ class Policy:
 
     @property
     def offloads(self) -> bool:
-        """Whether activations wait elsewhere than on the device."""
+        """Whether activations leave the device."""
         return self.memory != "device"
 
     def __post_init__(self) -> None:
@@ -51,33 +48,33 @@ class Policy:
             "gathered": (False, True), "activations": ("all", "dots", "inputs"), "memory": ("device", "host")
         }  # fmt: skip
         rows = [
-            f"{name}={getattr(self, name)!r} is none of {', '.join(map(repr, values))}"
+            f"{name}={getattr(self, name)!r} isn't one of {', '.join(map(repr, values))}"
             for name, values in known.items()
             if not any(type(value) is type(getattr(self, name)) and value == getattr(self, name) for value in values)
         ]
         if rows:
-            mend = "activations='dots' keeps the results of matrix products; single operators cannot be chosen."
-            mend = mend if any(row.startswith("activations") for row in rows) else "Give one of these values."
-            raise ConfigError(report("fs.policies.Policy cannot keep what it is asked to.", rows, mend))
+            mend = "Pass activations='dots' to keep the results of matrix products; you can't choose single operators."
+            mend = mend if any(row.startswith("activations") for row in rows) else "Pass one of these values."
+            raise ConfigError(report("fs.policies.Policy got unknown values.", rows, mend))
 
 
 save_except_gathered = Policy("save_except_gathered", gathered=False, activations="all")
-"""The default: everything but gathered weights, which are gathered again."""
+"""The default: keep everything but gathered weights, which are gathered again."""
 
 nothing_saveable = Policy("nothing_saveable", gathered=False, activations="inputs")
-"""Only the inputs of the unit; everything else is computed again."""
+"""Keep only the inputs of the unit, and recompute everything else."""
 
 dots_saveable = Policy("dots_saveable", gathered=False, activations="dots")
-"""Outputs of matrix products stay, cheap operations are computed again."""
+"""Keep outputs of matrix products, and recompute cheap operations."""
 
 everything_saveable = Policy("everything_saveable", gathered=True, activations="all")
-"""Gathered weights stay too: one gather a step, and the memory of all units at once."""
+"""Keep gathered weights too: one all-gather a step, and the memory of all units at once."""
 
 offload = Policy("offload", gathered=False, activations="all", memory="host")
-"""Everything but gathered weights, in pinned memory of the host: fetched in backward, one unit ahead."""
+"""Keep everything but gathered weights in pinned host memory, fetched in backward one unit ahead."""
 
 offload_inputs = Policy("offload_inputs", gathered=False, activations="inputs", memory="host")
-"""Only the inputs of the unit, in pinned memory of the host; everything else is computed again."""
+"""Keep only the inputs of the unit, in pinned host memory, and recompute everything else."""
 
 POLICIES = {
     policy.name: policy
@@ -89,10 +86,13 @@ POLICIES = {
 
 
 def check_policy(policy: Any) -> None:
-    """Check that a value is a policy; names of policies are not accepted.
+    """Check that a value is a `Policy`; names of policies aren't accepted.
+
+    Args:
+        policy: Value to check.
 
     Raises:
-        ConfigError: it isn't a `Policy`.
+        ConfigError: It isn't a `Policy`.
 
     Example:
         >>> fs.policies.check_policy(fs.policies.dots_saveable)

@@ -1,7 +1,6 @@
 """Rematerialization: `remat` keeps a function's inputs for backward and recomputes the rest.
 
-Guarantee: remat changes no derivative of any order, also with respect to values that the function closes over; a
-function that writes into its arguments, which would be lost, is refused.
+It changes no derivative of any order, also with respect to values that the function closes over.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ _BESIDE_HOOKS: dict[str, Any] = (
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
     else {}
 )
-"""Products are saved beside the saved-tensor hooks around them, as in every torch; newer ones ask for a decision."""
+"""Saved products bypass the saved-tensor hooks around them, the only behavior of older torch; newer ones have it as an
+option."""
 
-
-_MOST = 10_000  # objects that are looked at in one call; an argument may lead to a data set
+_MOST = 10_000  # objects inspected per call: an argument may lead to a data set
 _NOT_WALKED = (type, Mesh, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
@@ -63,23 +62,25 @@ def _keep_dots(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 @public
 @_compat.outside_of_graphs
 def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable) -> Callable[..., Any]:
-    """Makes a function that keeps less for backward and computes it again there.
+    """Make a function that keeps less for backward and recomputes the rest there.
 
-    Under autograd this is torch's own non-reentrant checkpoint; under torch.func, which refuses saved-tensor hooks, a
-    Function that saves the inputs and differentiates again in backward, to any order.
+    Under autograd this is torch's non-reentrant checkpoint. Under torch.func, which refuses saved-tensor hooks, it is a
+    Function that saves the inputs and can be differentiated to any order.
 
     Args:
-        fn: a pure function of trees of tensors. It may close over tensors: under torch.func the first call then runs
-            an extra time, to find them. One that is used only in a user's `autograd.Function` can't be found: pass it
-            as an argument.
-        policy: `nothing_saveable` or `dots_saveable` (under torch.func, which saves inputs only); with other policies
-            `remat` does nothing. Under `dots_saveable` torch raises if the result of a matrix product is changed in
-            place, which `x @ w` does internally for a 1-d `x`.
+        fn: Pure function of trees of tensors. It may close over tensors: under torch.func the first call runs twice
+            then, to find them. Pass a tensor that only a custom `autograd.Function` uses as an argument.
+        policy: `nothing_saveable`, or `dots_saveable` (under torch.func like `nothing_saveable`); with a policy that
+            keeps all activations `remat` returns `fn`. Under `dots_saveable` torch raises if the result of a matrix
+            product is changed in place, which `x @ w` does internally for a 1-d `x`.
+
+    Returns:
+        A function of the same positional arguments, with the same results and derivatives.
 
     Raises:
         ConfigError: `policy` isn't an `fs.policies.Policy`.
-        TransformError: from the function: `fn` writes into its arguments, such as a list or a tensor, or, under
-            torch.func, into what it closes over; all are listed.
+        TransformError: When called: `fn` writes into its arguments, such as a list or a tensor, or (under torch.func)
+            into values that it closes over; all are listed.
 
     Example:
         >>> def block(x):
@@ -118,7 +119,7 @@ def remat(fn: Callable[..., Any], *, policy: Policy = policies.nothing_saveable)
 
 # ------------------------------------------------------------------------------------------- writes into arguments
 def _call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: bool = False) -> Any:
-    """`fn(*args)`, which must not write into `args`, nor tensors into lists, dicts and sets that it closes over."""
+    """Call `fn(*args)`; refuse writes into `args` and, with `closure`, of tensors into containers it closes over."""
     watched = [(name, x, True) for name, x in zip(names_of(fn, len(args)), args, strict=True)]
     cells = getattr(fn, "__closure__", None) or ()
     if closure and cells:
@@ -132,7 +133,7 @@ def _call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: b
         if path not in after:
             rows.append(f"{_shown(path)} is gone: {kind_of(was)}")
         elif (now := after[path][0]) is not was:
-            rows.append(f"{_shown(path)} is another one: {kind_of(was)} before, {kind_of(now)} after")
+            rows.append(f"{_shown(path)} was replaced: {kind_of(was)} before, {kind_of(now)} after")
         elif after[path][1] != version:
             rows.append(f"{_shown(path)} was changed in place: {kind_of(was)}")
     if rows:
@@ -141,21 +142,21 @@ def _call_unwritten(fn: Callable[..., Any], args: tuple[Any, ...], *, closure: b
         rule = f"{caller} recomputes {name} in backward, so what {name} writes into its arguments would be lost."
         mend = (
             "Return the value instead: return x, aux, or a new list, [*kept, aux]; fs.scan_units(..., has_aux=True)"
-            " stacks what blocks return beside their carry. Write x = x * 2 instead of x.mul_(2). Under"
-            " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write. Models of Hugging"
-            " Face write into a cache of keys and values unless they are called with use_cache=False."
+            " stacks the aux of all blocks. Write x = x * 2 instead of x.mul_(2). Under"
+            " policy=fs.policies.save_except_gathered nothing is recomputed, and a block may write. Call Hugging Face"
+            " models with use_cache=False: they write keys and values into a cache."
         )
         raise TransformError(report(rule, rows, mend))
     return out
 
 
 def _shown(path: str) -> str:
-    """A path without the identities of items of sets."""
+    """Remove the ids of items of sets from a path."""
     return re.sub(r"\{[0-9a-f]+\}", "{...}", path)
 
 
 def _held(watched: Iterable[tuple[str, Any, bool]]) -> dict[str, tuple[Any, int]]:
-    """What named values hold, by path: tensors anywhere, each with its version, and, if asked, other entries."""
+    """Return the content of named values by path: tensors anywhere, with their versions; other entries if marked."""
     found: dict[str, tuple[Any, int]] = {}
     seen = set[int]()
     todo = deque(watched)
@@ -179,18 +180,18 @@ def _held(watched: Iterable[tuple[str, Any, bool]]) -> dict[str, tuple[Any, int]
 
 
 def _children(x: Any) -> Iterable[tuple[str, Any]] | None:
-    """What a container or an object holds; None for one that holds nothing."""
+    """Return the items or attributes of a value; None if it has none."""
     if isinstance(x, dict):
         return [(f"[{key!r}]", value) for key, value in islice(cast("dict[Any, Any]", x).items(), _MOST)]
     if isinstance(x, list | tuple | deque):
         return [(f"[{i}]", item) for i, item in enumerate(islice(cast("Iterable[Any]", x), _MOST))]
     if isinstance(x, set | frozenset):
-        # By identity: a set has no order of its own.
+        # By id: a set has no order.
         return [(f"{{{id(item):x}}}", item) for item in islice(cast("Iterable[Any]", x), _MOST)]
     if isinstance(x, _NOT_WALKED):
         return None
     if type(x).__module__.startswith("fsharding."):
-        # Its tensors alone: a quantized weight also has the context of its gathers, which other threads change.
+        # Only its tensors: a quantized weight also has the context of its gathers, which other threads change.
         return [(f".{name}", child) for name, child in (tree.children(x) or {}).items()] or None
     own = {name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())} | {*getattr(x, "__dict__", ())}
     return [(f".{name}", getattr(x, name)) for name in sorted(own) if hasattr(x, name)] or None
@@ -198,7 +199,9 @@ def _children(x: Any) -> Iterable[tuple[str, Any]] | None:
 
 # --------------------------------------------------------------------------------------------------- under torch.func
 def _functional(fn: Callable[..., Any], leaves: list[Any], captured: list[weakref.ref[Tensor]]) -> Any:
-    """`fn(*leaves)`; notes in `captured` what it closes over, and gives it that as arguments."""
+    """Call `fn(*leaves)` with the tensors that it closes over as arguments; collect these in `captured`."""
+    # A tensor closed over is invisible to `_Again`, whose backward would give it no gradient. So the first run looks
+    # for such tensors, and the function runs again with them lifted to inputs, until it uses no others.
     captured[:] = [ref for ref in captured if ref() is not None]
     while True:
         lifted = [x for ref in captured if (x := ref()) is not None]
@@ -206,7 +209,7 @@ def _functional(fn: Callable[..., Any], leaves: list[Any], captured: list[weakre
         try:
             out = _again(flat, [*(leaves[i] for i in flat.places), *lifted])
         except RuntimeError:
-            # Outside of its vmap torch refuses a tensor of it.
+            # torch refuses a tensor of a vmap outside of it, which a captured one may be; lifted, it is mapped.
             if not flat.captured:
                 raise
         else:
@@ -216,11 +219,11 @@ def _functional(fn: Callable[..., Any], leaves: list[Any], captured: list[weakre
 
 
 _Call: TypeAlias = Callable[..., tuple[Tensor, ...]]
-"""A function of tensors that returns a tuple of tensors, and is run again whenever a derivative needs it."""
+"""A function of tensors to a tuple of tensors, run again whenever a derivative needs it."""
 
 
 class _Flat:
-    """A function of leaves as one of the tensors among them, and of what else it uses: `lifted`."""
+    """A function of leaves as a function of the tensors among them and of `lifted`, the tensors it closes over."""
 
     def __init__(
         self, fn: Callable[..., Any], leaves: Sequence[Any], lifted: Sequence[Tensor], mesh: Mesh | None
@@ -236,7 +239,7 @@ class _Flat:
         self._out: list[Any] = []
 
     def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Runs the function where its collectives find their mesh, and no context."""
+        """Run the function, with its mesh and without a context: backward may run it after the context has closed."""
         filled = list(self._others)
         count = len(self.places)
         for i, value in zip(self.places, values[:count], strict=True):
@@ -252,13 +255,13 @@ class _Flat:
         return tuple(x for x in flat if isinstance(x, Tensor))
 
     def result(self, values: Sequence[Tensor]) -> Any:
-        """The tree that the function returned, with other tensors in it."""
+        """Return the tree that the function returned, with these tensors in it."""
         rest = iter(values)
         return self._closed([next(rest) if x is None else x for x in self._out])
 
 
 class _Lifting(TorchFunctionMode):
-    """Puts values in the place of tensors that a function closes over, and notes those for which there is none."""
+    """Replace tensors that a function closes over by given values, and collect those without one."""
 
     def __init__(self, given: dict[int, Tensor], recomputed: dict[int, Tensor] | None) -> None:
         super().__init__()
@@ -282,16 +285,16 @@ class _Lifting(TorchFunctionMode):
 
 
 def _again(call: _Call, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # A view, where a function of torch sees it: some remat around this one may have closed over the tensor.
+    # `_functorch.apply` passes views, by a torch function: an enclosing remat may have to lift the tensor.
     return cast("tuple[Tensor, ...]", _functorch.apply(_Again, call, *values))
 
 
 class _Again(Function):
-    """Saves inputs only. Each derivative is another function of them that is run in the same way."""
+    """Save inputs only. Each derivative is a function of them that itself runs by `_Again`, to any order."""
 
     @staticmethod
     def forward(call: _Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        # torch wants no input among the outputs.
+        # A Function must not return an input as it is.
         given = {id(x) for x in inputs}
         return tuple(x.view_as(x) if id(x) in given else x for x in call(*inputs))
 
@@ -321,9 +324,8 @@ class _Again(Function):
         chosen = tuple(i for i, t in enumerate(tangents[1:]) if t is not None and inputs[i].is_floating_point())
         given = [tangents[1 + i] for i in chosen]
         results = tuple(i for i, is_float in enumerate(ctx.floats) if is_float)
-        result = dict(
-            zip(results, _again(_push(ctx.call, len(inputs), chosen, results), [*inputs, *given]), strict=True)
-        )
+        push = _push(ctx.call, len(inputs), chosen, results)
+        result = dict(zip(results, _again(push, [*inputs, *given]), strict=True))
         return tuple(result.get(i) for i in range(len(ctx.floats)))
 
     @staticmethod
@@ -333,7 +335,7 @@ class _Again(Function):
 
 
 def _of_chosen(call: _Call, inputs: Sequence[Tensor], chosen: Sequence[int], results: Sequence[int]) -> _Call:
-    """Some of the results as a function of some of the inputs; the others are constants."""
+    """Make a function of the chosen inputs to some results; other inputs are constants."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         filled = list(inputs)
@@ -346,13 +348,13 @@ def _of_chosen(call: _Call, inputs: Sequence[Tensor], chosen: Sequence[int], res
 
 
 def _pull(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...]) -> _Call:
-    """From inputs and gradients of some results to gradients of the chosen inputs."""
+    """Make a function of inputs and gradients of some results to gradients of the chosen inputs."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         inputs = values[:count]
         back = torch.func.vjp(_of_chosen(call, inputs, chosen, results), *(inputs[i] for i in chosen))[1]
-        # Gradients of gradients only where this is differentiated: by reverse mode, or by forward mode, which some
-        # formulas of torch know in their differentiable form alone.
+        # Keep a graph only if this is differentiated: by reverse mode, or by forward mode, because some torch formulas
+        # have a forward derivative only in their differentiable form.
         keep = torch.is_grad_enabled() or _functorch.in_jvp()
         return back(values[count:], retain_graph=keep, create_graph=keep)
 
@@ -360,12 +362,11 @@ def _pull(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, 
 
 
 def _push(call: _Call, count: int, chosen: tuple[int, ...], results: tuple[int, ...]) -> _Call:
-    """From inputs and tangents of the chosen ones to tangents of some results."""
+    """Make a function of inputs and tangents of the chosen ones to tangents of some results."""
 
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         inputs = values[:count]
-        return torch.func.jvp(
-            _of_chosen(call, inputs, chosen, results), tuple(inputs[i] for i in chosen), values[count:]
-        )[1]
+        part = _of_chosen(call, inputs, chosen, results)
+        return torch.func.jvp(part, tuple(inputs[i] for i in chosen), values[count:])[1]
 
     return run

@@ -1,7 +1,4 @@
-"""Options of a forward and its backward, and where gradients go: one value, passed from the step to each gather.
-
-Guarantee: options are equal on all ranks.
-"""
+"""Options of a forward and its backward, equal on all ranks, and the destination of gradients."""
 
 from __future__ import annotations
 
@@ -19,22 +16,22 @@ __all__ = ["GradsTo", "RunOptions"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a forward and its backward run."""
+    """Options of a forward and its backward."""
 
     precision: Precision = FP32  # dtypes of compute, wire and gradients, and formats of weights
-    key: Tensor | None = None  # int64[2], for formats whose rounding is stochastic
+    key: Tensor | None = None  # int64[2], for stochastic rounding
     microbatch: int = 0  # index of this call among those with the same key
-    prefetch_depth: int = 1  # how many units are gathered ahead of the one that computes, in forward and in backward
-    caller: str = "fs.value_and_grad"  # the public function that an error names if another rank is lost
-    defers: bool = False  # whether a backward may leave products that give gradients of weights alone for later
+    prefetch_depth: int = 1  # number of units to gather ahead of the one that computes, in forward and backward
+    caller: str = "fs.value_and_grad"  # the public function named in the error if a rank is lost
+    defers: bool = False  # a backward may defer products that give weight gradients only
 
 
 class GradsTo(NamedTuple):
-    """Where gradients go."""
+    """Destination of gradients."""
 
-    # tree of `NamedSharding`; None at a leaf freezes it, None in all is the sharding of the parameters
+    # Tree of `NamedSharding`. None at a leaf freezes it; None instead of the tree stands for the parameters' shardings.
     shardings: Tree = None
-    accumulate: Tree = None  # gradients of earlier calls, which are added to in place; None where there are none
-    # of memory for large gradients that are whole on every data rank, used again from call to call when the gradient
-    # that was in it has been released. By default they are in fresh memory
+    accumulate: Tree = None  # gradients of earlier calls, added to in place; None for leaves without one
+    # Memory for large gradients that data axes don't shard, reused from call to call once the gradient in it is freed.
+    # None allocates fresh memory.
     pool: Pool | None = None

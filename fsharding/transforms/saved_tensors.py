@@ -1,6 +1,6 @@
-"""Saved-tensor hooks: autograd saves where a gathered weight is instead of the weight.
+"""Saved-tensor hooks: autograd saves the place of a gathered weight instead of the weight.
 
-Guarantee: saved tensors never keep a unit's buffers alive, unless the policy keeps gathered weights.
+So saved tensors never keep a unit's buffers alive, unless the policy keeps gathered weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Watched(NamedTuple):
 
 
 class SavedView(NamedTuple):
-    """Stands for a view of a gathered buffer among the tensors that autograd saves."""
+    """The place of a view of a gathered buffer, saved by autograd instead of the view."""
 
     place: _Watched
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class _Values(NamedTuple):
 
 
 class SavedValues(NamedTuple):
-    """Stands for a view of decoded values among the tensors that autograd saves."""
+    """The origin of a view of decoded values, saved by autograd instead of the view."""
 
     values: _Values
     offset: int
@@ -59,12 +59,13 @@ class SavedValues(NamedTuple):
 class SavedTensors:
     """The hooks of one `value_and_grad` call."""
 
-    # `_away` keeps the activations of units that offload them, from the first one on; `_keeper` is that, or None for a
-    # unit whose activations stay.
+    # `_away` keeps activations in host memory, from the first unit that offloads them; `_keeper` is `_away` during such
+    # a unit, else None. `pack` runs for each saved tensor of forward, in the order of a recognized view of a buffer or
+    # of decoded values, then an activation to offload, then any other tensor, which stays.
 
     def __init__(self, bring: Callable[[GatheredUnit], None], on_host: Callable[[], OnHost] | None) -> None:
-        # `bring` makes the buffers of a unit alive, which backward needs; `on_host` makes the memory for activations
-        # that do not stay on the device, None if the host has no other memory.
+        # `bring` makes the buffers of a unit alive for backward. `on_host` creates the memory of offloaded activations;
+        # None if the device is the CPU.
         self._bring = bring
         self._on_host = on_host
         self._away: OnHost | None = None
@@ -73,11 +74,11 @@ class SavedTensors:
         self._values: dict[int, _Values] = {}
 
     def hooked(self) -> AbstractContextManager[None]:
-        """Inside, autograd saves what `pack` returns."""
+        """Make autograd save the results of `pack` inside the `with` block."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def enter(self, *, offloads: bool) -> None:
-        """Forward has left a unit; the next one keeps its activations on the device, or elsewhere."""
+        """Begin a unit, whose activations stay on the device or are offloaded."""
         if self._keeper is not None:
             self._keeper.next_unit()
         if offloads and self._away is None and self._on_host is not None:
@@ -85,38 +86,38 @@ class SavedTensors:
         self._keeper = self._away if offloads else None
 
     def end_forward(self) -> None:
-        """Forward is over, and backward comes later."""
+        """End forward; backward comes later."""
         if self._keeper is not None:
             self._keeper.end_forward()
 
     def watch(self, unit: GatheredUnit) -> None:
-        """Recognize views of the buffers of a unit, which is alive."""
+        """Recognize views of the buffers of a unit that is alive."""
         for bucket, buffers in unit.buffers.items():
             for number, buffer in enumerate(buffers):
                 watched = _Watched(unit, bucket, number, _compat.weak_storage(buffer))
                 self._watched[_compat.storage_id(buffer)] = watched
 
     def note_values(self, x: Tensor, decode: Callable[..., Tensor], parts: Sequence[Tensor]) -> None:
-        """Recognize views of values decoded from parts, which are not kept if their unit can be gathered again."""
+        """Recognize views of values decoded from parts; backward decodes again instead of keeping them."""
         kept = tuple(self.pack(part.detach()) for part in parts)
         self._values[_compat.storage_id(x)] = _Values(decode, kept, x.dtype, _compat.weak_storage(x))
 
     def pack(self, x: Tensor) -> Tensor | SavedView | SavedValues | Parked:
-        """Replace a view of a gathered buffer, or of decoded values, by where it is; keep everything else."""
+        """Replace a view of a gathered buffer or of decoded values by its place; keep other tensors."""
         storage = _compat.storage_id(x)
         values = self._values.get(storage)
         if values is not None and not values.storage.expired() and x.dtype == values.dtype:
             return SavedValues(values, int(x.storage_offset()), x.size(), x.stride())
         known = self._watched.get(storage)
         if known is None or known.unit.kept:
-            # A node that keeps its own result with its history keeps itself: only a backward through it would free it.
+            # Detached: a node that saves its result with its history would keep itself alive until its backward runs.
             x = x if x.grad_fn is None else x.detach()
             return x if self._keeper is None else self._keeper.keep(x)
         known.unit.note_view(known.bucket)
         return SavedView(known, x.dtype, int(x.storage_offset()), x.size(), x.stride())
 
     def unpack(self, saved: Tensor | SavedView | SavedValues | Parked) -> Tensor:
-        """Return a view of the unit's buffer, which is gathered again if it is not alive."""
+        """Return the saved tensor; if it is a view of a unit's buffer, the unit is gathered again if needed."""
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, Parked):
@@ -132,7 +133,7 @@ class SavedTensors:
         return buffer.as_strided(saved.size, saved.stride, saved.offset)
 
     def forget_freed(self) -> None:
-        """Forget decoded values that are gone."""
+        """Forget decoded values that are freed."""
         self._values = {key: x for key, x in self._values.items() if not x.storage.expired()}
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """`scan` over leading dims, and `scan_units` over the units of a model: prefetch the next unit, compute, release.
 
-As in `lax.scan`, the carry is any pytree, with per-layer inputs `xs` and per-layer outputs `ys`. Guarantee: at most
-prefetch depth + 1 units are alive at once, in forward and backward, under every policy that frees them.
+At most prefetch depth + 1 units are alive at once, in forward and backward, under every policy that frees them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsharding.base import _compat, _functorch, tree
-from fsharding.base.errors import ArgumentError, TreeError, message, report
+from fsharding.base.errors import ArgumentError, TreeError, message
 from fsharding.base.public import check_function, kind_of, public
 from fsharding.base.tree import Tree
 from fsharding.sharding.named_sharding import Local
@@ -35,17 +34,17 @@ def scan(
     """Run `carry, y = fn(carry, x)` along the first dim of every leaf of `xs`: `lax.scan` as a Python loop.
 
     Args:
-        fn: the body of the loop, called once per slice of `xs`.
-        carry: any tree; the body returns one of the same structure.
-        xs: tree of tensors `[length, ...]`, or None.
-        length: needed when `xs` has no leaf.
+        fn: Body of the loop, called once per slice of `xs`.
+        carry: Initial carry, any tree; the body returns one of the same structure.
+        xs: Tree of tensors `[length, ...]`, or None.
+        length: Number of iterations; required if `xs` has no leaf.
 
     Returns:
-        The last carry, and the stacked `y`s.
+        The last carry, and the tree of `y`s stacked along a new first dim.
 
     Raises:
-        TreeError: leaves of different lengths, or no length at all.
-        ArgumentError: the body does not return a pair.
+        TreeError: Leaves have different lengths, or neither `xs` nor `length` is given.
+        ArgumentError: The body doesn't return a pair.
 
     Example:
         >>> total, squares = fs.scan(lambda carry, x: (carry + x, x * x), torch.tensor(0), torch.arange(4))
@@ -53,9 +52,8 @@ def scan(
         (tensor(6), tensor([0, 1, 4, 9]))
     """
     check_function("a function (carry, x)", fn, 2)
-    rows = _rows(xs, length)
     ys: list[Tree] = []
-    for x in rows:
+    for x in _rows(xs, length):
         carry, y = _pair("fn", fn(carry, x))
         ys.append(y)
     return carry, _stack(ys)
@@ -73,27 +71,27 @@ def scan_units(
     policy: Policy = policies.save_except_gathered,
     next_unit: Tree = None,
 ) -> Any:
-    """Run a block over FSDP units: `carry = block(params, carry)`. Each unit is gathered, used and released.
+    """Run a block over FSDP units, `carry = block(params, carry)`: gather each unit, use it and release it.
 
-    While a unit computes, the next is gathered, in forward and in backward; the next N with
-    `value_and_grad(prefetch_depth=N)`.
+    While a unit computes, the next N are gathered, in forward and in backward; N is `value_and_grad(prefetch_depth=N)`.
 
     Args:
-        block: `block(params, carry)`, or `block(params, carry, x)` when there are `xs`; params are full plain tensors.
-        units: a stack (every leaf `[layers, ...]`), or a list or tuple of units that may differ.
-        carry: any tree; the body returns one of the same structure.
-        xs: per-layer inputs, leaves `[layers, ...]`, such as keys.
-        has_aux: the block returns `(carry, aux)`; auxes are returned stacked.
-        policy: what is kept for backward.
-        next_unit: the unit that is gathered after the last one, such as the head.
+        block: `block(params, carry)`, or `block(params, carry, x)` with `xs`; params are full plain tensors.
+        units: A stack (every leaf `[layers, ...]`), or a list or tuple of units, which may differ.
+        carry: Initial carry, any tree; the block returns one of the same structure.
+        xs: Per-layer inputs such as keys, leaves `[layers, ...]`.
+        has_aux: Whether the block returns `(carry, aux)`; auxes are returned stacked.
+        policy: What is kept for backward.
+        next_unit: Unit that is gathered after the last one, such as the head.
 
     Returns:
         The last carry, or `(carry, auxes)` with `has_aux`.
 
     Raises:
-        TreeError: leaves of different lengths.
+        TreeError: Leaves have different lengths.
+        SpecError: A stacked leaf, or its gradient, is sharded over its layers.
         ConfigError: `policy` isn't an `fs.policies.Policy`.
-        ArgumentError: with `has_aux`, the block does not return a pair.
+        ArgumentError: Units and carry are swapped, or the block doesn't return a pair with `has_aux`.
 
     Example:
         >>> stack = {"w": torch.eye(4).repeat(3, 1, 1)}
@@ -106,17 +104,16 @@ def scan_units(
     check_function("a function (params, carry)", block, 2)
     check_policy(policy)
     if not _has_nodes(units) and _has_nodes(carry):
-        mend = "Swap the two: fs.scan_units(block, params, x), with a block (params, x) that returns x."
+        mend = "Swap the two: fs.scan_units(block, params, x), where block(params, x) returns x."
         raise ArgumentError(message("takes a block, units, then a carry; got the units as the carry.", mend=mend))
     rows = list(units) if isinstance(units, list | tuple) else _unstacked(units)
     inputs = [(x,) for x in _rows(xs, len(rows))] if xs is not None else [()] * len(rows)
     step = _step(block, policy)
     auxes: list[Tree] = []
     depth = prefetch_depth()
-    order = UnitsAhead([*rows, *UnitsAhead.of(next_unit)])
+    order = [*rows, *UnitsAhead.of(next_unit)]
     for i, unit in enumerate(rows):
-        following = UnitsAhead(order[i + 1 : i + 1 + depth])
-        out = step(unit, following, carry, *inputs[i])
+        out = step(unit, UnitsAhead(order[i + 1 : i + 1 + depth]), carry, *inputs[i])
         carry, aux = _pair("with has_aux, block", out) if has_aux else (out, None)
         auxes.append(aux)
     return (carry, _stack(auxes)) if has_aux else carry
@@ -127,28 +124,36 @@ def _has_nodes(values: Tree) -> bool:
 
 
 def _step(block: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """A block of a sharded unit, of the unit after it, and of what the block takes."""
+    """Make a function of a sharded unit, the units after it, and the block's other arguments."""
     if not _functorch.in_functorch() or policy.activations == "all":
+        # The gather is outside of the remat: the context gathers again for backward by itself, ahead of the use.
         body = remat(block, policy=policy)
         return lambda unit, following, *args: body(gather_unit(unit, policy=policy, next_unit=following), *args)
-    # Without a context, autograd keeps what is gathered outside of the remat; inside, backward gathers it again.
+    # Under torch.func there is no context, and autograd would keep what is gathered outside of the remat. Inside it,
+    # backward gathers again.
     gathering = functools.wraps(block, updated=())(lambda unit, *args: block(gather_unit(unit, policy=policy), *args))
     again = remat(gathering, policy=policy)
-    return lambda unit, following, *args: again(_as_local(unit), *args)
 
+    def run(unit: Tree, following: UnitsAhead, *args: Any) -> Any:
+        nodes, spec = local_nodes(unit)
+        return again(tree.unflatten(spec, nodes), *args)
 
-def _as_local(unit: Tree) -> Tree:
-    nodes, spec = local_nodes(unit)
-    return tree.unflatten(spec, nodes)
+    return run
 
 
 @public
 @_compat.outside_of_graphs
 def stack_units(units: Sequence[Tree]) -> Tree:
-    """Stack equal units: leaves `[...]` become `[layers, ...]`. Create lazy tensors with that dim instead.
+    """Stack equal units: leaves `[...]` become `[layers, ...]`. Not for lazy tensors: create those with that dim.
+
+    Args:
+        units: Trees of tensors, equal in structure, shapes and dtypes.
+
+    Returns:
+        The tree of stacked leaves.
 
     Raises:
-        TreeError: the units differ in structure, shape or dtype; every leaf that does is listed.
+        TreeError: The units differ in structure, shape or dtype; every such leaf is listed.
 
     Example:
         >>> fs.stack_units([{"b": torch.zeros(2)}, {"b": torch.ones(2)}])
@@ -156,7 +161,7 @@ def stack_units(units: Sequence[Tree]) -> Tree:
                 [1., 1.]])}
     """
     if not units:
-        raise TreeError(message("got no units.", mend="Stack at least one."))
+        raise TreeError(message("got no units.", mend="Pass a list of at least one."))
     first = tree.named_leaves(units[0])
     rows: list[str] = []
     for i, unit in enumerate(units[1:], 1):
@@ -166,19 +171,25 @@ def stack_units(units: Sequence[Tree]) -> Tree:
                 a, b = ((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in (first[path], leaf))
                 rows.append(f"{path}: {a[1]}{list(a[0])} in unit 0, {b[1]}{list(b[0])} in unit {i}")
     if rows:
-        mend = "Pass unlike units to scan_units as a list."
-        raise TreeError(message("needs units that are alike.", rows, mend))
+        mend = "Pass units that differ to fs.scan_units as a list."
+        raise TreeError(message("needs units with equal shapes and dtypes.", rows, mend))
     return tree.map(lambda *leaves: torch.stack(leaves), *units)
 
 
 @public
 @_compat.outside_of_graphs
 def unstack_units(stack: Tree) -> list[Tree]:
-    """The units of a stack, in order; leaves are views.
+    """Split a stack into its units, in order; leaves are views.
+
+    Args:
+        stack: Tree of tensors or nodes, every leaf `[layers, ...]`.
+
+    Returns:
+        A list of trees with leaves `[...]`.
 
     Raises:
-        TreeError: the leaves have different first dims.
-        SpecError: the layers are cut over an axis, so that no rank has all units.
+        TreeError: The leaves have different first dims.
+        SpecError: A leaf, or its gradient, is sharded over its layers.
 
     Example:
         >>> fs.unstack_units({"b": torch.tensor([[0, 0], [1, 1]])})
@@ -189,27 +200,24 @@ def unstack_units(stack: Tree) -> list[Tree]:
 
 def _unstacked(stack: Tree) -> list[Tree]:
     nodes, spec = local_nodes(stack)
-    lengths = {path: _length(node) for path, node in zip(tree.paths(stack), nodes, strict=True)}
+    values: list[Tensor] = [node.value if isinstance(node, Local) else node for node in nodes]
+    lengths = {path: x.shape[0] if x.ndim else None for path, x in zip(tree.paths(stack), values, strict=True)}
     if len(set(lengths.values())) > 1 or None in lengths.values():
         rows = [f"{path}: {'0-d' if n is None else n}" for path, n in lengths.items()]
         mend = (
-            "Pass unlike units as a list, and shared leaves apart from the stack. One unit alone needs no scan:"
+            "Pass units that differ as a list, and keep shared leaves out of the stack. A single unit needs no scan:"
             " x = block(fs.gather_unit(unit), x)."
         )
-        raise TreeError(report("fs.scan_units needs leaves [layers, ...] of one length.", rows, mend))
+        raise TreeError(message("needs leaves [layers, ...] of one length.", rows, mend))
     refuse_cut_layers(tree.unflatten(spec, nodes))
     context = current_context()
-    columns: list[Sequence[Any]] = []
-    for node in nodes:
-        if isinstance(node, Local):
-            columns.append(rows_of(node, node.value.unbind(0), context))
-        else:
-            columns.append(node.unbind(0))
+    rows = [x.unbind(0) for x in values]
+    columns = [rows_of(x, r, context) if isinstance(x, Local) else r for x, r in zip(nodes, rows, strict=True)]
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)]
 
 
 def _pair(what: str, out: Any) -> tuple[Any, Any]:
-    """The carry and the rest that a body returned."""
+    """Return the carry and the second result of a body; refuse anything but a pair."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         returned = f"{type(out).__name__} of {len(out)}" if isinstance(out, tuple | list) else kind_of(out)
         text = f"needs a pair from its body: {what} returned {returned}."
@@ -217,23 +225,18 @@ def _pair(what: str, out: Any) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-def _length(node: Any) -> int | None:
-    value: Tensor = node.value if isinstance(node, Local) else node
-    return value.shape[0] if value.ndim else None
-
-
 def _rows(xs: Tree, length: int | None) -> Iterator[Tree]:
     leaves, spec = tree.flatten(xs)
     scalars = [f"{path}: 0-d" for path, x in zip(tree.paths(xs), leaves, strict=True) if x.ndim == 0]
     if scalars:
-        raise TreeError(message("needs xs with a first dim.", scalars, "Close over what all layers share."))
+        raise TreeError(message("needs xs with a first dim.", scalars, "Close over values that all layers share."))
     lengths = {path: int(x.shape[0]) for path, x in zip(tree.paths(xs), leaves, strict=True)}
     if length is None and not lengths:
         raise TreeError(message("got neither xs nor length.", mend="Pass length= to scan without xs."))
     count = length if length is not None else next(iter(lengths.values()))
-    wrong = [f"{path}: {n}" for path, n in lengths.items() if n != count]
-    if wrong:
-        raise TreeError(message(f"needs leaves of length {count}.", wrong))
+    if wrong := [f"{path}: {n}" for path, n in lengths.items() if n != count]:
+        mend = "Pass leaves [length, ...], one row for each iteration or layer."
+        raise TreeError(message(f"needs leaves of length {count}.", wrong, mend))
     return (tree.unflatten(spec, [leaf[i] for leaf in leaves]) for i in range(count))
 
 

@@ -1,6 +1,6 @@
 """`shard_map`: run a function on local tensors, with DTensors outside.
 
-Guarantee: each rank gets its part of the result on one process, for every sharding of the arguments.
+For every sharding of the arguments, each rank gets its part of the result of one process.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ __all__ = ["shard_map"]
 @public
 @_compat.outside_of_graphs
 def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[..., Any]:
-    """Wrap a function of `Local` nodes, so that it takes and returns DTensors; as JAX's `shard_map`, without specs.
+    """Wrap a function of `Local` nodes so that it takes and returns DTensors; like JAX's `shard_map`, without specs.
 
-    `fn` runs on every rank. DTensors are passed as `Local` nodes, this rank's shards; other arguments are passed
-    unchanged, and `fs.ops` finds the mesh. Each `Local` that it returns, such as a gradient, becomes a DTensor with the
-    node's sharding; leading dims that a transform added are not sharded. Other results are this rank's own.
+    `fn` runs on every rank. It receives DTensors as `Local` nodes (this rank's shards), and other arguments unchanged;
+    `fs.ops` finds the mesh. A `Local` that it returns, such as a gradient, becomes a DTensor with the node's sharding;
+    leading dims that a transform added are replicated. Other results belong to this rank alone.
 
         hvp = fs.shard_map(lambda p, v: torch.func.jvp(torch.func.grad(loss), (p,), (v,))[1])
 
-    Gradients are of the sum of what the ranks return. If `fn` ends in an `ops.psum`, all ranks return one total, which
-    is differentiated once. `fs.value_and_grad` takes DTensors, so call it outside.
+    Inside, you differentiate the sum of all ranks' results. A total that ends in an `ops.psum` is shared, and counts
+    once. `fs.value_and_grad` takes DTensors: call it outside.
 
     Args:
-        fn: the function; transforms are inside.
-        mesh: by default the DTensors' mesh; needed only without DTensors.
+        fn: Function of trees. Apply transforms inside.
+        mesh: Mesh for `fs.ops`; needed only without DTensors. Default: the DTensors' mesh.
 
     Returns:
         A function of the same arguments.
 
     Raises:
-        TransformError: called under a torch.func transform, with leaves on the stages of a pipeline, with DTensors on
-            several meshes, or `fn` returns nodes whose values do not match their shardings.
+        TransformError: Called under a torch.func transform, with leaves on pipeline stages or DTensors on several
+            meshes; or `fn` returns nodes whose values don't match their shardings.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4)}, fs.make_mesh(dp=-1, device="cpu"))
         >>> params = fs.shard({"w": torch.ones(4)}, layout)
-        >>> def loss(params):  # this rank's term; gradients are sums over all ranks
+        >>> def loss(params):  # this rank's part: gradients are sums over all ranks
         ...     return fs.gather_unit(params)["w"].square().sum() / layout.mesh.size()
         >>> grads = fs.shard_map(torch.func.grad(loss))(params)
         >>> fs.unshard(grads["w"])
@@ -86,19 +86,20 @@ def shard_map(fn: Callable[..., Any], *, mesh: Mesh | None = None) -> Callable[.
 
 
 def _check(leaves: dict[str, Any]) -> None:
-    """Refuses leaves of pipeline stages, and leaves on several meshes."""
+    """Refuse leaves of pipeline stages, and leaves on several meshes."""
     at_rest = {path: x for path, x in leaves.items() if isinstance(x, DTensor)}
     if staged := [f"{path} is {typeof(x)}" for path, x in at_rest.items() if hides_owners(x)]:
-        mend = "Reshard to a layout without stages first."
-        raise TransformError(message("cannot tell who owns leaves with assignments.", staged, mend))
+        mend = "Reshard to a layout without stages first: fs.reshard(state, layout)."
+        raise TransformError(message("cannot tell which ranks own leaves with assignments.", staged, mend))
     meshes = {path: to_local(x).sharding.mesh for path, x in at_rest.items()}
     if len(set(meshes.values())) > 1:
         rows = [f"{path} is on {abstract(m)}" for path, m in meshes.items()]
-        raise TransformError(message("needs all leaves on one mesh.", rows, "Reshard some of them."))
+        mend = "Bring them to one mesh: fs.reshard(state, layout)."
+        raise TransformError(message("needs all leaves on one mesh.", rows, mend))
 
 
 def _at_rest(out: Tree) -> Tree:
-    """A result with DTensors in the place of nodes; dims before those of a node's shape are whole."""
+    """Convert nodes of a result to DTensors; dims in front of a node's shape are replicated."""
     wrong: list[str] = []
 
     def rest(path: str, x: Any) -> Any:
@@ -115,6 +116,6 @@ def _at_rest(out: Tree) -> Tree:
 
     result = tree.map_with_path(rest, out)
     if wrong:
-        mend = "Return what local nodes hold as plain tensors, .value, where it is no part of such a leaf."
-        raise TransformError(message("got nodes that do not hold what they say.", wrong, mend))
+        mend = "Return the plain tensor, node.value, if it isn't a shard of such a leaf."
+        raise TransformError(message("got nodes whose values do not match their shardings.", wrong, mend))
     return result

@@ -1,6 +1,6 @@
 """The static plan of a unit: which leaves are gathered together, and which gradients are reduced together.
 
-Guarantee: planning never communicates, and all ranks of a mesh compute the same plan.
+Planning never communicates, and all ranks of a mesh compute the same plan.
 """
 
 from __future__ import annotations
@@ -34,35 +34,33 @@ __all__ = [
     "pooled_from", "plan_unit", "unreduced", "whole",
 ]  # fmt: skip
 
-_ALIGN = 64
-"""Bytes at whose multiples fresh tensors begin."""
-
+_ALIGN = 64  # alignment of fresh tensors, in bytes
+# Least elements of a gradient that is copied by itself as soon as it is complete, so that its memory is freed early.
 _large: ContextVar[int] = ContextVar("fsharding_large", default=1 << 16)
-"""Elements from which on a gradient is worth a call of its own, so that its memory is free early."""
 
 
 def large_from(elements: int) -> AbstractContextManager[None]:
-    """Sets from how many elements on a leaf is a `LargeLeaf`, inside the `with` block."""
+    """Set the least number of elements of a `LargeLeaf` inside the `with` block."""
     return scoped(_large, elements)
 
 
 def pooled_from() -> int:
-    """Elements of a gradient from which on its memory is kept and used again from step to step."""
+    """Return the least number of elements of a gradient whose memory is kept from step to step."""
     return 4 * _large.get()
 
 
 @dataclass(frozen=True)
 class GradTarget:
-    """Where the gradient of a leaf goes."""
+    """Destination of a leaf's gradient."""
 
     sharding: NamedSharding  # sharding of the reduced gradient
     dtype: torch.dtype  # dtype of the sum and of the result
-    wire: Plain | None = None  # how terms and partial sums are sent; None for their own dtype
-    # how the terms of the first sum are sent, if different; that sum is then not native
+    wire: Plain | None = None  # wire format of partial gradients and partial sums; None for their dtype
+    # Wire format of the first sum, if different; that sum isn't native then.
     first_wire: Wire | None = None
     accumulated: NamedSharding | None = None  # sharding of the gradients of earlier microbatches; None without any
-    native: bool = False  # use the backend's own reductions
-    # assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size
+    native: bool = False  # use the backend's reductions
+    # Assignments that `sharding` lacks: along them, ranks have slices of the leaf that differ in size.
     assigned: tuple[Assigned, ...] = ()
 
     @functools.cached_property
@@ -73,7 +71,7 @@ class GradTarget:
         return replace(self, sharding=self.sharding.drop(0), accumulated=accumulated, assigned=assigned)
 
     def slices(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes of the slices of a leaf on all ranks, given this rank's: what follows is equal on all of them."""
+        """Return the shapes of a leaf's slices on all ranks, so that all ranks plan alike; `shape` is this rank's."""
         shapes = [shape]
         for a in self.assigned:
             if a.dim is not None:
@@ -88,13 +86,13 @@ class UnitLeaf(NamedTuple):
     sharding: NamedSharding  # sharding in the state
     shape: tuple[int, ...]  # global shape
     stored: torch.dtype  # dtype in the state
-    wire: Wire  # how it is gathered
-    target: GradTarget | None  # where its gradient goes; None for a frozen leaf
-    # it is copied to a buffer like leaves that are gathered: it is elsewhere than on the device, or a row of a stack
-    # that does not begin where a fresh tensor would, on which kernels may round differently
+    wire: Wire  # wire format of its gather
+    target: GradTarget | None  # None for a frozen leaf
+    # It is copied into a buffer even if it is full: it isn't on the device, or it is a row of a stack that isn't
+    # aligned like a fresh tensor, on which kernels may round differently.
     copied: bool = False
-    again: Wire | None = None  # the wire of a second gather, which backward may start instead of the first one
-    # makes what the loss function sees of the leaf's node in the graph; by default the node
+    again: Wire | None = None  # wire format of a second gather, which backward may start instead of the first one
+    # Converts the leaf's node in the graph to what the loss function sees; default: the node.
     seen: Callable[[Tensor], WholeLeaf] | None = None
 
 
@@ -110,36 +108,34 @@ class UnitGather(NamedTuple):
 class ReduceBucket:
     """Leaves whose gradients are reduced by the same collectives."""
 
-    leaves: tuple[int, ...]  # their indices in the unit
-    early: Move  # the move from backward's gradients to the sharding of accumulated gradients
-    late: Move  # the move from there to the target
+    leaves: tuple[int, ...]  # their numbers in the unit
+    early: Move  # from backward's gradients to the sharding of accumulated gradients
+    late: Move  # from there to the target
 
 
 class LargeLeaf(NamedTuple):
-    """A leaf whose gradient is taken as soon as it is complete."""
+    """A leaf whose gradient is copied to its bucket as soon as it is complete."""
 
-    leaf: int  # its index in the unit
-    bucket: int  # the index of its `ReduceBucket` in the plan
+    leaf: int  # its number in the unit
+    bucket: int  # number of its `ReduceBucket` in the plan
     slot: int  # its position in that bucket
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Everything static about a unit."""
+    """The plan of a unit's collectives."""
 
     mesh: Mesh
-    gathers: tuple[UnitGather, ...]  # buckets that are gathered or cast
-    aliases: tuple[tuple[int, torch.dtype], ...]  # leaves that are full already, with the dtype in which they are used
-    reductions: tuple[ReduceBucket, ...]  # buckets of gradients
-    large: tuple[LargeLeaf, ...]  # leaves whose gradients are reduced as soon as they are complete
-    # of some leaves, what makes what the loss function sees
-    seen: tuple[tuple[int, Callable[[Tensor], WholeLeaf]], ...]
-    # leaves that backward may gather by another wire, and the plan of a unit of these
-    again: tuple[tuple[int, ...], UnitPlan] | None
+    gathers: tuple[UnitGather, ...]
+    aliases: tuple[tuple[int, torch.dtype], ...]  # leaves that are full already, with the dtype of their use
+    reductions: tuple[ReduceBucket, ...]
+    large: tuple[LargeLeaf, ...]
+    seen: tuple[tuple[int, Callable[[Tensor], WholeLeaf]], ...]  # `UnitLeaf.seen` of the leaves that have one
+    again: tuple[tuple[int, ...], UnitPlan] | None  # leaves that have a second gather, and the plan of their unit
 
     @functools.cached_property
     def outline(self) -> str:
-        """What determines the order of collectives, as text: equal on all ranks, whose shards may differ in size."""
+        """The order of collectives as text, equal on all ranks although their shards may differ in size."""
         gathers = [(b.leaves, b.move.outline, b.if_viewed) for b in self.gathers]
         reductions = [(b.leaves, b.early.outline, b.late.outline) for b in self.reductions]
         # Each leaf is in one bucket, and the gradient of each in one at most.
@@ -151,7 +147,7 @@ class UnitPlan:
 
 
 def plan_unit(leaves: tuple[UnitLeaf, ...]) -> UnitPlan:
-    """Sorts the leaves of a unit into buckets."""
+    """Sort the leaves of a unit into buckets."""
     return _plan_unit(leaves[0].sharding.mesh, leaves, _large.get())
 
 
@@ -178,7 +174,7 @@ def _plan_unit(mesh: Mesh, leaves: tuple[UnitLeaf, ...], large: int) -> UnitPlan
 
 @cache_on_its_mesh()
 def whole(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of a leaf once it has been gathered over its data axes."""
+    """Return the sharding of a leaf that is gathered over its data axes."""
     data = sharding.data_axes
     kept = (tuple(a for a in sharding.axes(dim) if a not in data) for dim in range(len(sharding.spec)))
     return NamedSharding(sharding.mesh, P(*kept), owned=sharding.owned)
@@ -186,7 +182,7 @@ def whole(sharding: NamedSharding) -> NamedSharding:
 
 @cache_on_its_mesh()
 def unreduced(sharding: NamedSharding) -> NamedSharding:
-    """The sharding of a leaf's gradient as it comes out of backward: whole, each data rank with its own term."""
+    """Return the sharding of a leaf's gradient in backward: full, and partial over its data axes."""
     return replace(whole(sharding), partial=tuple(sorted(sharding.data_axes, key=AXES.index)))
 
 
@@ -195,12 +191,12 @@ def _plan_gathers(leaves: tuple[UnitLeaf, ...]) -> tuple[tuple[UnitGather, ...],
     aliases: list[tuple[int, torch.dtype]] = []
     for i, leaf in enumerate(leaves):
         steps = steps_of(leaf.sharding, whole(leaf.sharding), leaf.shape)
-        assert [step.kind for step in steps.steps] in ([], ["gather"]), "data axes cut one dim of a leaf"
+        assert [step.kind for step in steps.steps] in ([], ["gather"]), "data axes shard one dim of a leaf"
         axes = steps.steps[0].axes if steps.steps else ()
         parts = steps.parts(leaf.wire)
         is_itself = parts.dtype == leaf.wire.dtype == leaf.stored and not leaf.copied
         if axes or (leaf.shape and not is_itself):
-            # Results of one bucket are alike: views of what was received, or decoded to one dtype.
+            # A bucket has either views of its received buffer, or values decoded to one dtype.
             kind = (leaf.wire.dtype, parts.dtype, parts.decoded is None, leaf.again is not None)
             result.setdefault((axes, leaf.sharding.data_axes, *kind), []).append((i, steps))
         else:
@@ -225,7 +221,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
         late = steps_of(middle, target.sharding, leaf.shape)
         first = target.first_wire if begins_with_sum(early.steps or late.steps) else None
         native = target.native and first is None
-        # A backend adds what is sent, where ordered sums widen it.
+        # A backend adds in the dtype that is sent; ordered sums widen it first.
         sums = Plain((target.wire or target).dtype, native)
         terms = sums if target.wire or native else Plain(leaf.wire.dtype)
         wires = (first or terms, sums) if early.steps else (terms, first or sums)
@@ -242,7 +238,7 @@ def _plan_reductions(leaves: tuple[UnitLeaf, ...], large: int) -> tuple[ReduceBu
 
 
 def _elements(leaf: UnitLeaf) -> int:
-    """The most elements that a leaf's gradient has on a rank before it is reduced."""
+    """Return the most elements of a leaf's gradient on a rank before it is reduced."""
     assert leaf.target is not None
     sharding = unreduced(leaf.sharding)
     return max(math.prod(sharding.first_shape(shape)) for shape in leaf.target.slices(leaf.shape))
@@ -250,7 +246,7 @@ def _elements(leaf: UnitLeaf) -> int:
 
 @cache_on_its_mesh()
 def is_aligned(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether each row of a stack begins where a fresh tensor would, on every rank: rows of ranks differ in size."""
+    """Return whether each row of a stack is aligned like a fresh tensor, on every rank: row sizes may differ."""
     axes = [*itertools.chain(*map(sharding.axes, range(len(shape))))]
     ranges = (range(abstract(sharding.mesh).axis_size(axis)) for axis in axes)
     shapes = (sharding.local_shape(shape, dict(zip(axes, at, strict=True))) for at in itertools.product(*ranges))

@@ -1,7 +1,7 @@
-"""`value_and_grad`: gradients of a loss over sharded parameters, by `torch.autograd.grad`.
+"""`value_and_grad`: differentiate a loss over sharded parameters by `torch.autograd.grad`.
 
-Callers pass and receive DTensors; the loss function sees `Local` nodes. Guarantees: inputs are never changed; the
-mean is over the total count, for every mesh, strategy and number of microbatches.
+Callers pass and receive DTensors; the loss function sees `Local` nodes. Inputs are never changed, and the mean is over
+the global count for every mesh, strategy and number of microbatches.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ __all__ = [
 
 
 class GradFn(Protocol):
-    """What `value_and_grad` returns."""
+    """Type of the function that `value_and_grad` returns."""
 
     def __call__(self, params: Tree, *args: Any, accumulate: Tree = None, donate: bool = False) -> tuple[Any, Tree]:
-        """Loss and gradients; `accumulate` holds summed gradients to add to, in their own memory if donated."""
+        """Return the loss and the gradients, added to `accumulate` if given, in its memory if donated."""
         ...
 
 
 class Loss(NamedTuple):
-    """A sum of losses and the number of terms in it: what a loss function returns for the tokens of its rank.
+    """Sum of losses and number of summands: a loss function's result for the tokens of its rank.
 
-    A plain tuple `(sum, count)` means the same. Sums can be added, over ranks, microbatches and batches; means cannot.
+    A plain tuple `(sum, count)` means the same. Sums add up over ranks, microbatches and batches; means don't.
 
     Attributes:
-        sum: of the losses, 0-d floating point.
-        count: how many there are: a number, or a 0-d tensor.
+        sum: Sum of the losses, 0-d floating point.
+        count: Number of summands (rows, tokens): a number, or a 0-d tensor.
 
     Example:
         >>> error = torch.tensor([1.0, 2.0, 3.0]).square()
@@ -78,11 +78,11 @@ class Loss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """The sum over the count, on the device of the sum.
+        """The sum divided by the count, on the sum's device.
 
         Raises:
-            NonFiniteError: the count isn't positive and finite. A count on a device is not read, and gives a NaN mean
-                instead.
+            NonFiniteError: The count isn't positive and finite. A count on an accelerator isn't read; the mean is NaN
+                then.
         """
         count = self.count
         if not isinstance(count, Tensor) or (
@@ -91,7 +91,7 @@ class Loss(NamedTuple):
             count = float(count)
             if not 0 < count < float("inf"):
                 what = "no token counts" if count == 0 else FULL if is_full(count) else f"its count is {count:g}"
-                mend = "Count the tokens that the sum is over, and add up batches before you ask for their mean."
+                mend = "Return the number of summed tokens as count, and add up batches before you take their mean."
                 raise NonFiniteError(report(f"fs.Loss has no mean: {what}.", mend=mend))
             return without_gradients(self.sum / self.count)
         return without_gradients(self.sum / _divisor(count))
@@ -100,11 +100,11 @@ class Loss(NamedTuple):
 class LossAndGrads(NamedTuple):
     """Results of one forward and backward."""
 
-    loss: Tensor  # the sum of losses over all data ranks, float64, 0-d
-    count: Tensor  # of terms in it, float64, 0-d
-    counted: bool  # whether the loss function gave a count
-    aux: Any  # what else it returned
-    grads: Tree  # of the sum, in the shardings that were asked for
+    loss: Tensor  # sum of losses over all data ranks, float64, 0-d
+    count: Tensor  # number of summands, float64, 0-d
+    counted: bool  # the loss function returned a count
+    aux: Any  # this rank's aux
+    grads: Tree  # gradients of the sum, in the requested shardings
 
     def averaged(self) -> LossAndGrads:
         """Divide the loss and the gradients by the count."""
@@ -116,12 +116,12 @@ class _Loss(NamedTuple):
     """A loss function's result, taken apart."""
 
     total: Tensor
-    weight: Tensor | None
+    count: Tensor | None
     aux: Any
 
 
 class _CallAgreement(StepAgreement):
-    """The agreement of data ranks on the units of one call, which is read where that does not wait for a device."""
+    """Comparison of the units of one call between data ranks, read if that doesn't wait for a device."""
 
     __slots__ = ()
 
@@ -131,7 +131,7 @@ class _CallAgreement(StepAgreement):
 
 
 def agreement_of_call(mesh: Mesh | None) -> StepAgreement | None:
-    """Has the data ranks of a call that is in no train step compare the order of its units."""
+    """Make the comparison of units between data ranks for a call outside of a train step; None without data axes."""
     return None if mesh is None or not data_axes(mesh) else _CallAgreement(mesh, axes=data_axes(mesh))
 
 
@@ -147,45 +147,43 @@ def value_and_grad(
     key: Tensor | None = None,
     prefetch_depth: int = 1,
 ) -> GradFn:
-    """Makes a function that returns a loss and its gradient with respect to the first argument.
+    """Make a function that returns a loss and its gradients with respect to the first argument.
 
-    `fn(params, *args)` returns a 0-d tensor, or `(sum, count)`: the sum of this rank's terms (rows, tokens), and their
-    number. `value_and_grad` differentiates the global mean, `psum(sum) / psum(count)` over all data axes; a bare
-    tensor counts as the mean of its rank, with count 1. The first call of `fn` warns of a loss that depends on no
-    parameter, whose gradients are all 0; of a mean returned with a count above 1, which is divided twice; of random
-    numbers from a global generator; and of two draws with one key.
+    `fn(params, *args)` returns a 0-d tensor, or `(sum, count)`: the sum of this rank's losses (of rows, tokens) and
+    their number. The global mean is differentiated, `psum(sum) / psum(count)` over all data axes; a bare tensor is the
+    mean of its rank, with count 1. The first call of `fn` warns of common mistakes, such as two draws with one key.
 
     Args:
-        fn: the loss function; it gets the parameters as `Local` nodes, to be opened by `gather_unit` or `scan_units`.
-        has_aux: `fn` returns `(loss, aux)`; aux is returned unchanged.
-        grads: tree of `NamedSharding` for the gradients; None at a leaf freezes it. By default gradients are sharded as
-            the parameters. Axes that are partial in it are left unreduced.
-        precision: dtypes of compute, wire and gradients, and formats of weights. For rounded copies of main parameters
-            pass `layout.in_flight(precision)`, so that they are not rounded twice.
-        mean: divide by the global count; otherwise loss and gradients are sums.
-        key: int64[2], for stochastic rounding: a new one in each step, the same on all ranks.
-        prefetch_depth: how many units are gathered ahead of the one that computes, in forward and backward. Under
-            policies that free gathered weights at most `prefetch_depth + 1` are alive. Results don't depend on it.
+        fn: Loss function. It receives the parameters as `Local` nodes; open them with `gather_unit` or `scan_units`.
+        has_aux: Whether `fn` returns `(loss, aux)`; aux is returned unchanged.
+        grads: Tree of `NamedSharding` for the gradients; None freezes a leaf. Default: the parameters' shardings. Axes
+            that are partial in it stay unreduced.
+        precision: Dtypes of compute, wire and gradients, and formats of weights. For rounded copies of main parameters,
+            pass `layout.in_flight(precision)`, so that they aren't rounded twice.
+        mean: Whether to divide loss and gradients by the global count; otherwise they are sums.
+        key: Key int64[2] for stochastic rounding: a new one each step, equal on all ranks.
+        prefetch_depth: Number of units to gather ahead of the one that computes, in forward and backward. At most
+            `prefetch_depth + 1` are alive, unless the policy keeps gathered weights. Results don't depend on it.
 
     Returns:
-        A function `(params, *args, accumulate=None, donate=False) -> ((loss, count), grads)`; `(loss, grads)` when
-        `fn` returns a bare tensor; with `has_aux` the first item is `(that, aux)`. Loss and count are 0-d float32, the
-        same on all data ranks. A mean loss and its gradients are NaN if the counts do not sum to a positive number.
-        `accumulate` has gradient sums of earlier calls, to which the new ones are added, with `donate=True` in place;
-        use it with `mean=False`, since a mean divides the total by this call's count.
+        A function `(params, *args, accumulate=None, donate=False) -> ((loss, count), grads)`, or `-> (loss, grads)` if
+        `fn` returns a bare tensor; with `has_aux` the first item is `(first, aux)`. Loss and count are 0-d float32,
+        equal on all data ranks. Means and their gradients are NaN unless the counts sum to a positive number.
+        Gradients are added to `accumulate`, the sums of earlier calls, in place with `donate=True`; pass `mean=False`
+        then, as a mean divides the total by this call's count.
 
     Raises:
-        ArgumentError: `fn` isn't a function of at least one argument; or the returned function's are wrong or swapped.
-        ConfigError: `prefetch_depth` isn't an integer from 0; or `precision` is strict, and the device has no kernel.
-        TransformError: the loss is not a 0-d floating point tensor; `fn` writes gathered weights in place, or casts
-            what is differentiated to 8 bits; or a plain tensor has a sharding in `grads`.
-        NotGatheredError: a leaf was used before it was gathered.
-        LayoutError: `precision` has patterns that match no leaf.
-        MissingKeyError: `fn` asks for an entry that none of its arguments has.
-        BatchError: `fn` failed, and something in the batch isn't a tensor.
-        ShapeError: shapes in `fn` don't match.
-        RankError: another rank is lost, or does not answer within the mesh's timeout.
-        TreeError: `grads` or `accumulate` does not match the parameters.
+        ArgumentError: `fn` isn't a function of at least one argument, or the arguments of a call are wrong or swapped.
+        ConfigError: `prefetch_depth` isn't an integer from 0, or the device lacks a kernel that `precision` requires.
+        TransformError: The loss isn't a 0-d floating point tensor, `fn` writes gathered weights in place or casts
+            differentiated tensors to 8 bits, or `grads` has a sharding for a plain tensor.
+        NotGatheredError: `fn` uses a leaf before it is gathered.
+        LayoutError: A pattern of `precision` matches no leaf.
+        MissingKeyError: `fn` reads an entry that none of its arguments has.
+        BatchError: `fn` fails, and the batch has entries that aren't tensors.
+        ShapeError: Shapes in `fn` don't match.
+        RankError: A rank is lost, or doesn't answer within the mesh's timeout.
+        TreeError: `grads` or `accumulate` doesn't match the parameters.
 
     Example:
         >>> layout = fs.plan_layout({"w": torch.zeros(4, 2)}, fs.make_mesh(dp=-1, device="cpu"))
@@ -198,7 +196,9 @@ def value_and_grad(
     check_function("a loss function (params, *args)", fn, 1)
     check_precision(precision)
     check_depth(prefetch_depth)
-    _refuse_no_shardings(grads)
+    if isinstance(grads, Layout | bool | str):
+        mend = "Pass grads=layout.main, the optimizer's shardings, or grads=layout.grads."
+        raise refuse("grads= as a tree of NamedSharding", grads, mend)
 
     @public
     @_compat.never_inlined
@@ -219,12 +219,6 @@ def value_and_grad(
     return run
 
 
-def _refuse_no_shardings(grads: Any) -> None:
-    if isinstance(grads, Layout | bool | str):
-        mend = "Give layout.main, where the optimizer wants gradients, or layout.grads."
-        raise refuse("grads= as a tree of NamedSharding", grads, mend)
-
-
 def loss_and_grads(
     fn: Callable[..., Any],
     params: Tree,
@@ -233,11 +227,11 @@ def loss_and_grads(
     options: RunOptions,
     *,
     has_aux: bool,
-    # Returns what goes with the sum of loss and weight of a call on a mesh.
+    # Makes the comparison of ranks whose bits are summed along with loss and count.
     agreement: Callable[[Mesh | None], StepAgreement | None] = agreement_of_call,
     first: FirstCall | None = None,
 ) -> LossAndGrads:
-    """Run a loss function forward and backward; `first` is shown the loss in between."""
+    """Run a loss function forward and backward; `first` checks the loss in between."""
     tape = Tape(params, to, options)
     try:
         with naming_lost(options.caller, tape.mesh):
@@ -254,7 +248,7 @@ def loss_and_grads(
     except BaseException:
         tape.context.close(failed=True)
         raise
-    return LossAndGrads(totals[0], totals[1], loss.weight is not None, loss.aux, tape.as_tree(local))
+    return LossAndGrads(totals[0], totals[1], loss.count is not None, loss.aux, tape.as_tree(local))
 
 
 def global_loss(
@@ -267,8 +261,7 @@ def global_loss(
     key: Tensor | None = None,
 ) -> tuple[Loss, Any]:
     """Compute the loss alone: each unit is gathered, used and released, and nothing is kept for backward."""
-    # Returns the sum and count over all data ranks, float32 and 0-d, and the aux of this rank. A bare tensor counts as
-    # the mean of its rank, with count 1.
+    # Without targets nothing requires a gradient, so autograd saves nothing.
     spec = tree.flatten(params)[1]
     frozen = GradsTo(tree.unflatten(spec, [None] * spec.num_leaves))
     options = RunOptions(precision, key, caller="fs.evaluate")
@@ -277,26 +270,23 @@ def global_loss(
 
 
 class Tape:
-    """One forward and its backward over sharded parameters, and where their gradients go."""
+    """One forward and its backward over sharded parameters: one for each call, or each stage and microbatch."""
 
-    # `value_and_grad` has one for each call, a pipeline one for each stage and microbatch.
-
-    # All lists and dicts are by number of the leaf. `_local[i]` is the leaf as the loss function sees it: a `Local`, or
-    # for a plain tensor one that autograd tracks. `inputs` has the local tensors of those that are not frozen, and
-    # `_direct` the gradients that autograd returned for leaves that were not gathered as part of a unit; gradients of
-    # units are in the context's reducer.
+    # All lists and dicts are by number of the leaf. `_local[i]` is the leaf that the loss function sees: a `Local`, or
+    # a detached plain tensor. `inputs` has the local tensors that aren't frozen. A gradient takes one of two ways: of a
+    # leaf gathered in a unit it goes to the context's reducer, of one used otherwise (by `fs.tree.vdot`, or gathered
+    # under a transform) autograd returns it, and it is in `_direct`. `finish` adds the two.
 
     def __init__(
         self,
         params: Tree,
         to: GradsTo,
         options: RunOptions,
-        pool: Pool | None = None,  # of buffers, where several tapes share one
+        pool: Pool | None = None,  # buffers that several tapes share
         *,
-        # Of leaves that are some rows of a stack, by path: the first layer, and how many the stack has in all.
+        # For a path whose leaf is some rows of a stack: the first layer, and the number of layers of the full stack.
         layers: Callable[[str], tuple[int, int] | None] = lambda _: None,
-        # A function and a part of it, whose graph is looked at for casts to 8 bits the first time that it is
-        # differentiated; by default the one that `forward` is given.
+        # A function and a part of it, checked for casts to 8 bits in its first backward; default: the loss function.
         once_for: tuple[Callable[..., Any], Hashable] | None = None,
     ) -> None:
         _refuse_transforms(params)
@@ -308,7 +298,7 @@ class Tape:
         triples = zip(self._leaves, self._shardings, self._accumulated, strict=True)
         self._targets = [_target(leaf, sharding, x, precision) for leaf, sharding, x in triples]
         self.trains = any(target is not None for target in self._targets)
-        # Whether all gradients end in what was given as `accumulate`.
+        # All gradients end in the memory of `accumulate`.
         self.adds_in_place = all(target is None or target.accumulated == target.sharding for target in self._targets)
         pairs = zip(self._leaves, self._targets, strict=True)
         self._local = [_local(leaf, target is not None) for leaf, target in pairs]
@@ -323,22 +313,22 @@ class Tape:
             for i, (x, sums) in enumerate(zip(self._local, self._accumulated, strict=True))
             if isinstance(x, Local)
         }
-        # Of the parameters; None when none of them is a DTensor.
+        # None if no parameter is a DTensor.
         self.mesh = next((leaf.node.sharding.mesh for leaf in leaves.values()), None)
         refuse_missing_kernel(precision, next((x.node.sharding.device_type for x in leaves.values()), "cpu"))
         rows = [x.shape[0] if isinstance(x, Local) and x.shape else 0 for x in self._local]
         in_tree = (TreeLeaf(path, *(layers(path) or (0, n))) for path, n in zip(paths, rows, strict=True))
         wires = wires_of(precision, in_tree, options.key, self.mesh, options.microbatch)
-        self.context = GatherContext(leaves, options, wires, pool, to.pool)  # that gathers and reduces
+        self.context = GatherContext(leaves, options, wires, pool, to.pool)
 
     def _like_leaves(self, name: str, given: Tree, default: Any) -> list[Any]:
-        """The entries of a tree like the parameters, by number of the leaf; the default if there is no tree."""
+        """Return the entries of a tree like the parameters, by number of the leaf; without a tree the default."""
         if given is None:
             return [default] * len(self._leaves)
         return tree.flatten_up_to(self._spec, given, ("params", name))
 
     def forward(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(params, *args)` with the parameters as `Local` nodes."""
+        """Call `fn(params, *args)` with the parameters as `Local` nodes."""
         params = tree.unflatten(self._spec, self._local)
         self._fn = fn
         try:
@@ -359,25 +349,26 @@ class Tape:
         defers: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Differentiate `outputs`, or their places in the graph; return the gradients of `inputs`."""
-        # `defers` leaves to `weights` the products that give gradients of weights alone, and all reductions. Gradients
-        # of units go to the context's reducer, those of leaves that were used otherwise come from autograd.
+        # With `defers`, products that give weight gradients only, and all reductions, are left to `weights`.
         whose, part = self._once_for or (self._fn, None)
         refuse_bare_casts(outputs, whose, part)
+        # Autograd runs only nodes that lead to a wanted input. The anchor is an input of every unit's node.
         wanted = [*inputs, self.context.anchor, *self.inputs.values()]
         later = self.context.deferring() if defers else nullcontext()
-        # A recomputed forward asks for the mesh, too.
+        # `_on` for recomputed forwards, whose collectives need the mesh. One thread, so that units are left, and their
+        # reductions started, in the same order on all ranks.
         with later, _on(self.mesh), torch.autograd.set_multithreading_enabled(False):
             result = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
         self._direct = dict(zip(self.inputs, result[len(inputs) + 1 :], strict=True))
         return result[: len(inputs)]
 
     def weights(self) -> None:
-        """Computes the gradients of weights that `backward` has left, and starts their reductions."""
+        """Compute the weight gradients that `backward` deferred, and start their reductions."""
         with _on(self.mesh):
             self.context.run_deferred()
 
     def finish(self) -> list[Tensor | None]:
-        """Waits for the reductions under way, and closes: the local gradient of each leaf."""
+        """Wait for all reductions, close the context, and return the local gradient of each leaf."""
         for i, grad in self._direct.items():
             if grad is not None and isinstance(self._local[i], Local):
                 self.context.reducer.add_reduced(i, grad)
@@ -390,7 +381,7 @@ class Tape:
         ]
 
     def as_tree(self, grads: Sequence[Tensor | None]) -> Tree:
-        """Local gradients as the tree of DTensors in the shardings that were asked for."""
+        """Return local gradients as a tree of DTensors in the requested shardings."""
         return tree.unflatten(
             self._spec,
             [
@@ -402,44 +393,41 @@ class Tape:
 
 def _refuse_transforms(params: Tree) -> None:
     if _functorch.in_functorch():
-        mend = "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map."
+        mend = "Use torch.func.grad_and_value on a function of local nodes, inside fs.shard_map."
         raise TransformError(message("cannot run under a torch.func transform.", mend=mend))
     leaves = tree.named_leaves(params)
     if nodes := [f"{path} is {typeof(x)}" for path, x in leaves.items() if isinstance(x, Local)]:
-        mend = "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside."
-        raise TransformError(message("needs parameters at rest.", nodes, mend))
+        mend = "Call it outside of fs.shard_map; inside, use torch.func.grad_and_value."
+        raise TransformError(message("needs parameters at rest (DTensors), got local nodes.", nodes, mend))
 
 
-_as_parameter: Any = object()
-"""In place of a sharding: a gradient is sharded as its parameter."""
-
-_ON_NO_MESH: Any = None
-"""In place of the sharding of a plain tensor."""
+_as_parameter: Any = object()  # instead of a sharding: the gradient is sharded like its parameter
+_ON_NO_MESH: Any = None  # the sharding of a plain tensor
 
 
 def _target(leaf: Any, sharding: Any, accumulated: Any, precision: Precision) -> GradTarget | None:
-    """The target of a leaf's gradient; None for frozen leaves and for those that cannot be differentiated."""
+    """Return the target of a leaf's gradient; None if the leaf is frozen or can't be differentiated."""
     if sharding is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return None
     if not isinstance(leaf, DTensor):
         if isinstance(sharding, NamedSharding):
-            rule = f"got a plain tensor {typeof(leaf)} where grads= has a sharding, {sharding}."
-            mend = "Put whole parameters into their layout first: fs.shard(params, layout)."
+            rule = f"got a plain tensor {typeof(leaf)}, but grads= has a sharding for it, {sharding}."
+            mend = "Shard full parameters first: fs.shard(params, layout)."
             raise TransformError(message(rule, mend=mend))
         return GradTarget(_ON_NO_MESH, leaf.dtype)
     if sharding is not _as_parameter and not isinstance(sharding, NamedSharding):
-        mend = "Give a tree of shardings, such as grads=layout.main; None freezes a leaf."
+        mend = "Pass a tree of shardings, such as grads=layout.main; None freezes a leaf."
         raise refuse("grads= as shardings", sharding, mend)
     if sharding is _as_parameter and hides_owners(leaf):
-        text = f"cannot tell who owns a leaf with an explicit assignment, {typeof(leaf)}."
-        raise TransformError(message(text, mend="Say where gradients go: grads=layout.main."))
+        text = f"cannot infer the sharding of the gradient of a leaf with an explicit assignment, {typeof(leaf)}."
+        raise TransformError(message(text, mend="Pass the shardings of gradients: grads=layout.main."))
     wanted = sharding_of(leaf) if sharding is _as_parameter else sharding
     before = to_local(accumulated).sharding if isinstance(accumulated, DTensor) else None
     before = None if before is None else replace(before, memory=wanted.memory)
-    # On the slices of the mesh that own a leaf, it is cut as any other.
     dtype = precision.grad_dtype(leaf.dtype)
     wire = None if precision.reduce_dtype is None else Plain(precision.reduce_dtype)
     native = precision.sums_natively(leaf.device_mesh.device_type)
+    # On the slice of the mesh that owns a leaf, its gradient is reduced and sharded like any other.
     there = wanted.slice_of_mesh().simplified()
     return GradTarget(there, dtype, wire, accumulated=before, native=native, assigned=wanted.assigned)
 
@@ -452,7 +440,7 @@ def _as_dtensor(grad: Tensor, target: GradTarget | None, x: Local, sharding: Any
 
 
 def _local(leaf: Any, differentiated: bool) -> Any:
-    """A leaf as the loss function sees it: fresh tensors, so that autograd never touches the state's own."""
+    """Return a leaf for the loss function: a fresh tensor, so that autograd never touches the state's."""
     if isinstance(leaf, DTensor):
         node = to_local(leaf)
         return replace(node, value=node.value.requires_grad_(differentiated))
@@ -470,25 +458,25 @@ def _take_apart(result: Any, has_aux: bool) -> _Loss:
         mend = "Return (loss, aux), or leave has_aux out."
         raise TransformError(message(f"needs (loss, aux); got {results_text(result)}.", mend=mend))
     loss, aux = result if has_aux else (result, None)
-    total, weight = loss if is_pair(loss) else (loss, None)
-    is_number = weight is None or isinstance(weight, int | float) or (isinstance(weight, Tensor) and not weight.ndim)
+    total, count = loss if is_pair(loss) else (loss, None)
+    is_number = count is None or isinstance(count, int | float) or (isinstance(count, Tensor) and not count.ndim)
     if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point() or not is_number:
         rule = f"needs a loss that is a 0-d floating point tensor, or (sum, count); got {results_text(loss)}."
         raise TransformError(message(rule, mend=_mend(total)))
-    if weight is not None:
-        if isinstance(weight, Tensor):
-            weight = weight.to(total.device, torch.float64).detach()
+    if count is not None:
+        if isinstance(count, Tensor):
+            count = count.to(total.device, torch.float64).detach()
         else:
-            weight = torch.full((), weight, dtype=torch.float64, device=total.device)
-    return _Loss(total, weight, aux)
+            count = torch.full((), count, dtype=torch.float64, device=total.device)
+    return _Loss(total, count, aux)
 
 
 def _mend(total: Any) -> str:
-    """Advises on what to return in the place of something that is no loss."""
+    """Return advice on what to return instead of something that isn't a loss."""
     if isinstance(total, Local):
-        return "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot."
+        return "Compute the loss from gathered leaves, fs.gather_unit(unit), or from full trees, fs.tree.vdot(x, x)."
     if isinstance(getattr(total, "loss", None), Tensor):
-        return "Return its .loss, with the number of tokens that it is the sum of."
+        return "Return its .loss: the mean alone, or (sum, number of tokens)."
     return "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True."
 
 
@@ -500,11 +488,11 @@ def results_text(x: Any) -> str:
 
 
 def _global_sums(loss: _Loss, notes: Sequence[Tensor], mesh: Mesh | None, agreement: StepAgreement | None) -> Tensor:
-    """(sum, count) over all data ranks: float64[2], or one more that is of the agreement."""
+    """Return (sum, count) over all data ranks, float64[2]; with an agreement, its summed bits are third."""
     device = loss.total.device
-    weight = torch.ones((), dtype=torch.float64, device=device) if loss.weight is None else loss.weight
+    count = torch.ones((), dtype=torch.float64, device=device) if loss.count is None else loss.count
     also = () if agreement is None else (agreement.as_term(device),)
-    terms = torch.stack((loss.total.detach().double(), refused_if_full(weight, notes), *also))
+    terms = torch.stack((loss.total.detach().double(), refused_if_full(count, notes), *also))
     if mesh is None:
         return terms
     axes = tuple(sorted(data_axes(mesh), key=AXES.index))
@@ -519,18 +507,18 @@ def _plain_grad(grad: Tensor | None, leaf: Any, target: GradTarget | None, accum
         return None
     if accumulated is not None:
         return accumulated if grad is None else accumulated.add_(grad)
-    # The gradient of a sum is one element with strides of 0, which nothing could be added to.
+    # The gradient of a sum has strides of 0: all its elements share one address, and in-place adds would be wrong.
     return torch.zeros_like(leaf) if grad is None else grad.contiguous()
 
 
-def is_divisor(weight: Tensor) -> Tensor:
-    """Whether a sum of weights can divide a mean: above 0 and finite (bool, 0-d)."""
-    return torch.isfinite(weight) & (weight > 0)
+def is_divisor(count: Tensor) -> Tensor:
+    """Return whether a count can divide a mean: positive and finite (bool, 0-d)."""
+    return torch.isfinite(count) & (count > 0)
 
 
-def _divisor(weight: Tensor) -> Tensor:
+def _divisor(count: Tensor) -> Tensor:
     """Return the count, or NaN for an invalid one: dividing by inf would give a finite mean, 0."""
-    return torch.where(is_divisor(weight), weight, torch.nan)
+    return torch.where(is_divisor(count), count, torch.nan)
 
 
 def _no_backward(text: str, mend: str, *_: Any, **__: Any) -> None:
@@ -539,23 +527,23 @@ def _no_backward(text: str, mend: str, *_: Any, **__: Any) -> None:
 
 _OF_A_LOSS = functools.partial(
     _no_backward,
-    "fs.Loss has no gradients: .backward() finds no graph of it.",
-    "Take both in one call: (loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch); or train with"
+    "fs.Loss has no gradients: .backward() finds no graph.",
+    "Compute both in one call: (loss, n), grads = fs.value_and_grad(loss_fn)(state.params, batch); or train with"
     " state, metrics = fs.make_train_step(loss_fn, opt)(state, batch).",
 )
 _OF_A_CALL = functools.partial(
     _no_backward,
-    "fs.value_and_grad gives a loss and its gradients at once: .backward() on that loss has nothing left to do.",
+    "fs.value_and_grad returns a loss and its gradients at once: .backward() on that loss has nothing left to do.",
     "Use them: (loss, n), grads = fs.value_and_grad(loss_fn)(params, batch), then opt.update(grads, opt_state,"
-    " params). A train step has applied them; go on with the state that it returned.",
+    " params). A train step has applied them already; continue with the state that it returned.",
 )
 
 
 def without_gradients(loss: Tensor) -> Tensor:
-    """Return a loss, whose `.backward()` says where gradients come from if it has no graph."""
+    """Return the loss; if it has no graph, its `.backward()` raises an error that explains how to get gradients."""
     return loss if loss.requires_grad or _functorch.in_functorch() else _compat.refuse_backward(loss, _OF_A_LOSS)
 
 
 def refuse_backward(loss: Tensor) -> Tensor:
-    """Return the loss such that its `.backward()` raises an error that explains where the gradients are."""
+    """Return the loss; its `.backward()` raises an error that explains where the gradients are."""
     return _compat.refuse_backward(loss, _OF_A_CALL)

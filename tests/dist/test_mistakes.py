@@ -86,7 +86,7 @@ HOLDS = {0: "float32[2, 8], of which this rank holds [2, 8]", 3: "float32[2@dp, 
 TYPE = {0: "float32[2, 8]", 3: "float32[2@dp, 8]"}
 GATHER = 'Gather its unit first, unit = fs.gather_unit(params["head"]), and use unit["w"].'
 ARRAY = "Make tensors of them: fs.tree.map(torch.as_tensor, batch); of lists of numbers, one torch.tensor each."
-WRITTEN = "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again."
+WRITTEN = "Don't modify gathered weights: other ranks read the same memory, and backward gathers them again."
 
 
 def test_mistakes_on_two_ranks():
@@ -104,14 +104,14 @@ def test_mistakes_on_two_ranks():
         ]
         assert told["own part"][2:] == [
             f"  params.head.w is {HOLDS[level]}",
-            f"{GATHER} The part of this rank, as it is, is .value.",
+            f"{GATHER} This rank's shard is .value.",
         ]
         assert told["in place"] == [
             "TransformError",
             "fs.value_and_grad has a loss function that writes gathered weights in place.",
-            "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x.",
+            "Don't modify gathered weights: write w = w * 2 instead of w.mul_(2), and w = w + x instead of w += x.",
         ]
-        assert told["without grad"][1] == "fs.gather_unit gave weights of head that were then written in place."
+        assert told["without grad"][1] == "fs.gather_unit returned weights of head that were then written in place."
         assert told["without grad"][2].startswith(WRITTEN)
         assert told["shape"][:3] == [
             "ShapeError",

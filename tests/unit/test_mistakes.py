@@ -130,10 +130,10 @@ def test_more_that_is_said_of_some_uses(at):
     first = 'Gather its unit first, unit = fs.gather_unit(params["body"]), and use unit["w"].'
     sums = " The sum of its squares over all ranks is fs.tree.vdot(x, x), and their root fs.global_norm(x)."
     assert mend(lambda p, b: p["body"]["w"].sum()) == mend(lambda p, b: torch.sum(p["body"]["w"])) == first + sums
-    assert mend(lambda p, b: p["body"]["w"].to_local()) == f"{first} The part of this rank, as it is, is .value."
+    assert mend(lambda p, b: p["body"]["w"].to_local()) == f"{first} This rank's shard is .value."
     for fn in (lambda p, b: p["body"]["w"][0], lambda p, b: list(p["body"]["w"])):
         assert mend(fn) == (
-            f'{first} Of a stack, take a block with fs.gather_unit(fs.select_unit(params["body"], i)), or use'
+            f'{first} For a block of a stack, write fs.gather_unit(fs.select_unit(params["body"], i)), or use'
             " fs.scan_units."
         )
     assert mend(lambda p, b: fs.unstack_units(p["body"])[0]["b"].T) == (
@@ -316,19 +316,19 @@ MISTAKES = {
     ),
     "in place on gathered weights": (
         TransformError,
-        "Make new tensors of them: w = w * 2 in the place of w.mul_(2), w = w + x in that of w += x.",
+        "Don't modify gathered weights: write w = w * 2 instead of w.mul_(2), and w = w + x instead of w += x.",
         in_loss(write_in_place),
     ),
     "in place on gathered weights, without grad": (
         TransformError,
-        "Make new tensors of them: other ranks read the same memory, and backward gathers the weights again.",
+        "Don't modify gathered weights: other ranks read the same memory, and backward gathers them again.",
         lambda at: fs.value_and_grad(write_without_grad)(
             fs.init_state(init, at.opt, at.key, at.layout).params, at.batch
         ),
     ),
     "shapes in the model": (
         ShapeError,
-        "Give the batch the shapes that the weights take, or the weights those of the batch.",
+        "Match the shapes of the batch to the weights, or the weights to the batch.",
         lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
     ),
     "a scan over one unit": (
@@ -336,9 +336,9 @@ MISTAKES = {
         "fs.gather_unit(unit)",
         in_loss(lambda p, b: fs.scan_units(lambda unit, x: x @ unit["weight"], p["head"], b["x"]).sum()),
     ),
-    "ids that are no whole numbers": (
+    "ids that aren't integers": (
         DtypeError,
-        "Give ids as int64, such as batch.long().",
+        "Pass ids as int64, such as batch.long().",
         in_loss(lambda p, b: F.embedding(b["x"], fs.gather_unit(p["head"])["weight"]).sum()),
     ),
     "an id that is the size of a table": (
@@ -387,22 +387,22 @@ MISTAKES = {
     ),
     "no batch": (
         BatchError,
-        "fs.tree.map(torch.as_tensor, batch)",
+        "Pass a batch with the structure that the loss function reads, such as a dict of tensors.",
         lambda at: at.step(at.state, None),
     ),
     "a batch that is a tuple": (
         BatchError,
-        "fs.tree.map(torch.as_tensor, batch)",
+        "Pass a batch with the structure that the loss function reads, such as a dict of tensors.",
         lambda at: at.step(at.state, (at.batch["x"], at.batch["y"])),
     ),
     "a key that the batch lacks": (
         MissingKeyError,
-        "Give the batch an entry 'y', or ask for one that is there.",
+        "Add 'y' to the batch or the parameters, or use one of these keys.",
         lambda at: at.step(at.state, {"x": at.batch["x"]}),
     ),
     "a unit that the parameters lack": (
         MissingKeyError,
-        "Give the batch an entry 'heads', or ask for one that is there.",
+        "Add 'heads' to the batch or the parameters, or use one of these keys.",
         in_loss(lambda p, b: fs.gather_unit(p["heads"])),
     ),
     "(loss, logits)": (
@@ -412,7 +412,7 @@ MISTAKES = {
     ),
     "a leaf": (
         TransformError,
-        "Compute it of gathered leaves, with fs.gather_unit, or of whole trees, with fs.tree.vdot.",
+        "Compute the loss from gathered leaves, fs.gather_unit(unit), or from full trees, fs.tree.vdot(x, x).",
         in_loss(lambda p, b: p["body"]["b"] * 2),
     ),
     "a vector": (TransformError, "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.", in_loss(lambda p, b: torch.zeros(2))),
@@ -420,12 +420,12 @@ MISTAKES = {
     "a number": (TransformError, "Sum the losses of the batch and return (losses.sum(), number of tokens), or pass has_aux=True.", in_loss(lambda p, b: loss_fn(p, b)[0].item())),
     "an output of transformers": (
         TransformError,
-        "Return its .loss, with the number of tokens that it is the sum of.",
+        "Return its .loss: the mean alone, or (sum, number of tokens).",
         in_loss(lambda p, b: SimpleNamespace(loss=torch.zeros(()))),
     ),
     "state for params": (
         ArgumentError,
-        "Give it the parameters alone: (state.params, batch).",
+        "Pass the parameters only: (state.params, batch).",
         lambda at: fs.value_and_grad(loss_fn)(at.state, at.batch),
     ),
     "params for state": (
@@ -445,12 +445,12 @@ MISTAKES = {
     ),
     "batch and params": (
         ArgumentError,
-        "Give the parameters first: (params, batch).",
+        "Pass the parameters first: (params, batch).",
         lambda at: fs.value_and_grad(loss_fn)(at.batch, at.state.params),
     ),
     "no batch at all": (
         ArgumentError,
-        "Give what the loss function takes after params.",
+        "Pass the loss function's other arguments after params, such as (params, batch).",
         lambda at: fs.value_and_grad(loss_fn)(at.state.params),
     ),
     "model and optimizer": (
@@ -580,7 +580,7 @@ MISTAKES = {
     ),
     "DTensors of the state in a loss": (
         TransformError,
-        "Use its own first argument, through fs.gather_unit, in the place of state.params.",
+        "Use the loss function's first argument, through fs.gather_unit, instead of state.params.",
         lambda at: in_loss(lambda p, b: b["x"] @ at.state.params["body"]["w"].T)(at),
     ),
     "nodes in a module": (
@@ -799,7 +799,7 @@ MISTAKES = {
     ),
     "a layout for the shardings of gradients": (
         ArgumentError,
-        "Give layout.main, where the optimizer wants gradients, or layout.grads.",
+        "Pass grads=layout.main, the optimizer's shardings, or grads=layout.grads.",
         lambda at: fs.value_and_grad(loss_fn, grads=at.layout),
     ),
     "text for a precision of a gradient": (
@@ -861,7 +861,7 @@ MISTAKES = {
     ),
     "torch.func.grad of parameters at rest": (
         TransformError,
-        "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params).",
+        "Transform the function of local nodes: fs.shard_map(torch.func.grad(f))(params).",
         lambda at: torch.func.grad(lambda p: loss_fn(p, at.batch)[0])(at.state.params),
     ),
     "torch.func.grad in a loss": (
@@ -876,12 +876,12 @@ MISTAKES = {
     ),
     "a policy of operators": (
         ConfigError,
-        "activations='dots' keeps the results of matrix products;",
+        "Pass activations='dots' to keep the results of matrix products;",
         lambda at: fs.policies.Policy("mine", False, ["aten.mm.default"]),
     ),
     "a policy on disk": (
         ConfigError,
-        "memory='disk' is none of 'device', 'host'",
+        "memory='disk' isn't one of 'device', 'host'",
         lambda at: fs.policies.Policy("mine", "yes", "all", "disk"),
     ),
     "GradScaler in a loss": (
@@ -896,7 +896,7 @@ MISTAKES = {
     ),
     "a policy of text for gathered": (
         ConfigError,
-        "Give one of these values.",
+        "Pass one of these values.",
         lambda at: fs.policies.Policy("mine", "yes", "all"),
     ),
     "fs.optim(1e-3)": (
@@ -921,12 +921,12 @@ MISTAKES = {
     ),
     "a block in the order of lax.scan": (
         ArgumentError,
-        "fs.scan_units calls block(params, carry), parameters first,",
+        "fs.scan_units calls block(params, carry), parameters first;",
         in_loss(lambda p, b: fs.scan_units(lambda x, p: x @ p["w"].T, [p["body"]], b["x"]).sum()),
     ),
     "a block that returns what lax.scan takes": (
         ArgumentError,
-        "A block returns the carry, or (carry, aux) with has_aux=True.",
+        "Return the carry, or (carry, aux) with has_aux=True.",
         in_loss(lambda p, b: fs.scan_units(lambda p, x: (x @ p["w"].T, None), [p["body"], p["body"]], b["x"]).sum()),
     ),
     "a draw beside a tensor": (
@@ -936,7 +936,7 @@ MISTAKES = {
     ),
     "vdot of trees with other shapes": (
         LayoutError,
-        "Give both the same shapes.",
+        "Pass two trees with the same shapes.",
         lambda at: fs.tree.vdot({"a": torch.ones(3)}, {"a": torch.ones(4)}),
     ),
     "a constant schedule that is not made yet": (
@@ -1174,7 +1174,7 @@ SUMS = {
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_a_mean_with_a_weight_is_warned_of(at, mean):
-    with pytest.warns(UserWarning, match=r"got \(mean, 6\) where it takes \(sum, count\)(?s:.*)reduction=\"sum\""):
+    with pytest.warns(UserWarning, match=r"got \(mean, 6\), but takes \(sum, count\)(?s:.*)reduction=\"sum\""):
         fs.value_and_grad(scaled(MEANS[mean]))(at.state.params, at.batch)
 
 

@@ -347,8 +347,8 @@ MISTAKES = {
     "microbatches that do not divide the batch": lambda at: fs.make_train_step(loss_fn, at.opt, microbatches=4)(
         at.state, at.batch
     ),
-    "a batch without an entry that the loss asks for": lambda at: at.step(at.state, {"x": at.batch["x"]}),
-    "shapes that do not fit": lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
+    "a batch without an entry that the loss reads": lambda at: at.step(at.state, {"x": at.batch["x"]}),
+    "shapes that don't match": lambda at: at.step(at.state, {**at.batch, "x": torch.zeros(6, 5)}),
     "tokens outside the vocabulary": lambda at: decode(
         at, {"tokens": torch.full((2, 4), 9), "targets": torch.zeros(2, 4, dtype=torch.int64)}
     ),

@@ -154,8 +154,8 @@ def test_the_edit_mends_it_and_pieces_by_hand_refuse_the_same():
         )
         assert main.startswith("LayoutError: fs.main_params got 2 leaves") and main.endswith("fs.reshard for DTensors.")
         assert grads == (
-            "TransformError: fs.value_and_grad got a plain tensor float32[16, 8] where grads= has a sharding, P('dp').\n"
-            "Put whole parameters into their layout first: fs.shard(params, layout)."
+            "TransformError: fs.value_and_grad got a plain tensor float32[16, 8], but grads= has a sharding for it, P('dp').\n"
+            "Shard full parameters first: fs.shard(params, layout)."
         )
         assert cut == (
             "LayoutError: fs.shard cuts whole tensors.\n  first is float32[16@dp, 8] already\n"

@@ -159,7 +159,7 @@ def scan_a_cut_stack(strategy, axes):
 def test_a_stack_whose_layers_are_cut_is_refused_or_right(level):
     # Planned without names, dim 0 of the stack is cut over dp, and a rank holds some of the layers only: under zero(1)
     # of main parameters alone, under zero(2) of gradients, under zero(3) of all.
-    refused = "fs.scan_units needs stacks whose layers are on every rank."
+    refused = "fs.scan_units needs all layers of a stack on every rank."
     found = run_ranks(scan_a_cut_stack, 2, fs.zero(level), DP)
     assert found == [refused if level >= 2 else True] * 2
     found = run_ranks(step_over_a_cut_stack, 2, fs.zero(level), DP)

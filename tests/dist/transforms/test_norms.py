@@ -149,9 +149,11 @@ def staged():
 
 def test_leaves_of_stages_need_their_layout():
     for text, found, norm, want in run_ranks(staged, 2):
-        assert text.startswith("fs.tree.vdot cannot tell who owns leaves of pipeline stages or Fused dims.\n  blocks.")
+        assert text.startswith(
+            "fs.tree.vdot cannot tell which ranks own leaves of pipeline stages or Fused dims.\n  blocks."
+        )
         assert text.endswith(
-            "Say where they are: fs.tree.vdot(..., shardings=layout.main), or layout.params for parameters."
+            "Pass their shardings: fs.tree.vdot(..., shardings=layout.main), or layout.params for parameters."
         )
         assert found == pytest.approx(want, rel=1e-6) and norm == pytest.approx(want**0.5, rel=1e-6)
 

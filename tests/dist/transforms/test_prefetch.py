@@ -114,14 +114,14 @@ def test_a_pipeline_gathers_as_far_ahead():
 
 @pytest.mark.parametrize("given", [-1, True, 1.0, {"w": 0}], ids=str)
 def test_a_depth_is_a_number_from_0(given):
-    shown = "'dict'" if isinstance(given, dict) else given
+    shown = "a dict" if isinstance(given, dict) else given
     for name, make in (
         ("fs.value_and_grad", lambda: fs.value_and_grad(lambda params: params, prefetch_depth=given)),
         ("fs.make_train_step", lambda: fs.make_train_step(MODEL, fs.sgd(0.1), prefetch_depth=given)),
     ):
         assert refusal(make) == (
-            f"{name} got prefetch_depth={shown}.\nGive the number of units to gather ahead: 1, or 0 for none."
-            " Units are named in fs.gather_unit(next_unit=)."
+            f"{name} got prefetch_depth={shown}.\nPass the number of units to gather ahead: 1, or 0 for none."
+            " The units go to fs.gather_unit(next_unit=)."
         )
 
 

@@ -352,7 +352,7 @@ def test_what_has_no_meaning_is_refused():
     for texts in run_ranks(refusals, 2):
         assert texts == [
             f"fs.gather_unit got DTensors out of a torch.func transform.\n  w is {LEAF}\n"
-            "Transform what takes local nodes: fs.shard_map(torch.func.grad(f))(params).",
+            "Transform the function of local nodes: fs.shard_map(torch.func.grad(f))(params).",
             "fs.shard_map cannot run under a torch.func transform.\n"
             "Transform the function inside: fs.shard_map(torch.func.grad(f)).",
             moved,
@@ -360,28 +360,28 @@ def test_what_has_no_meaning_is_refused():
             moved,
             f"torch.func.linearize cannot run inside another transform: {constant}\n"
             "Use torch.func.jvp, or put torch.func.linearize outside.",
-            f"torch.func.linearize cannot run inside fs.value_and_grad: {constant}\n"
+            "torch.func.linearize cannot run inside fs.value_and_grad: torch treats its linear map as a constant there.\n"
             "Use torch.func.jvp, or torch.func.linearize inside fs.shard_map.",
             "torch.func.functionalize cannot run over functions with derivatives of their own, such as fs.gather_unit and "
             "fs.ops.\nFunctionalize what computes on gathered tensors: "
             "torch.func.functionalize(f)(fs.gather_unit(params)).",
             "torch.func cannot give the Jacobian of nodes with respect to nodes: it knows what one rank holds of them.\n"
             f"  {LEAF} with respect to {LEAF}\nUse fs.jacfwd, or fs.hessian in the place of both.",
-            f"fs.gather_unit got nodes that do not hold what they say.\n  w is {LEAF}, [2, 2] here, and holds [2]\n"
-            'Give vmap in_dims=0 for nodes, over a dim that nothing cuts: name it "layers".',
-            f"fs.value_and_grad needs parameters at rest.\n  w is {LEAF}\n"
-            "Call it outside of fs.shard_map, or use torch.func.grad_and_value inside.",
+            f"fs.gather_unit got nodes whose values do not match their shardings.\n  w is {LEAF}, [2, 2] here, but holds [2]\n"
+            'Map nodes with in_dims=0, over a dim that isn\'t sharded: name it "layers" in plan_layout(names=...).',
+            f"fs.value_and_grad needs parameters at rest (DTensors), got local nodes.\n  w is {LEAF}\n"
+            "Call it outside of fs.shard_map; inside, use torch.func.grad_and_value.",
             "fs.value_and_grad cannot run under a torch.func transform.\n"
-            "Use torch.func.grad_and_value of a function of local nodes, inside fs.shard_map.",
-            "fs.value_and_grad has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse its "
-            "hooks.\n  test_transforms.py: lambda: fs.value_and_grad(lambda p: grad(lambda w: w.sum())(fs.gather_unit(p)"
+            "Use torch.func.grad_and_value on a function of local nodes, inside fs.shard_map.",
+            "fs.value_and_grad has a loss function that calls torch.func.grad, vjp, jacrev or hessian, which refuse "
+            "saved-tensor hooks.\n  test_transforms.py: lambda: fs.value_and_grad(lambda p: grad(lambda w: w.sum())(fs.gather_unit(p)"
             '["w"]).sum())(params),\n'
-            "Take the outer derivative with torch.func as well, fs.shard_map(torch.func.grad(f)), or the inner one with "
+            "Compute the outer derivative with torch.func too, fs.shard_map(torch.func.grad(f)), or the inner one with "
             "torch.autograd.grad(..., create_graph=True).",
-            f"fs.shard_map got nodes that do not hold what they say.\n   is {LEAF}, which is [2, 2] here, but holds [2]\n"
-            "Return what local nodes hold as plain tensors, .value, where it is no part of such a leaf.",
-            "fs.jacfwd needs floating point leaves in flight.\n  n is int64[]\n"
-            "Call it inside fs.shard_map, with a tree of the leaves to differentiate.",
+            f"fs.shard_map got nodes whose values do not match their shardings.\n   is {LEAF}, which is [2, 2] here, but holds [2]\n"
+            "Return the plain tensor, node.value, if it isn't a shard of such a leaf.",
+            "fs.jacfwd needs floating point tensors or local nodes as leaves.\n  n is int64[]\n"
+            "Call it inside fs.shard_map, on a tree of the leaves to differentiate with respect to.",
         ]
 
 
@@ -409,9 +409,9 @@ def unnamed_stacks(strategy):
 )  # fmt: skip
 def test_stacks_without_names_say_what_to_type(level, leaves):
     text = (
-        "fs.scan_units needs stacks whose layers are on every rank.\n"
+        "fs.scan_units needs all layers of a stack on every rank.\n"
         f"  b is {leaves[0]}\n  w is {leaves[1]}\n"
-        'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp at 1.'
+        'Name dim 0 of stacked leaves "layers" in plan_layout(names=...), and keep pp=1.'
     )
     assert run_ranks(unnamed_stacks, 2, fs.zero(level)) == [text, text]
 

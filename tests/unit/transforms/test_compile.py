@@ -271,7 +271,7 @@ def test_a_loss_function_as_one_graph_is_refused(graphs):
     compiled = torch.compile(loss_of(block), backend=graphs, fullgraph=True)
     assert refusal(fs.value_and_grad(compiled), start().params, tokens(8), kind=TransformError) == (
         "fs.value_and_grad has a loss function that is compiled as one graph, which gathers cannot be part of.\n"
-        "Leave fullgraph=True out; a block may have it: fs.scan_units(torch.compile(block, fullgraph=True), ...)."
+        "Leave out fullgraph=True, or pass it to a block: fs.scan_units(torch.compile(block, fullgraph=True), ...)."
     )
 
 
@@ -290,4 +290,4 @@ def test_mistakes_in_a_compiled_loss_function_are_told_as_in_an_eager_one(graphs
     )
     first, *_, last = told(lambda p, b: F.linear(torch.ones(2, 7), fs.gather_unit(p["head"])["w"]).sum(), ShapeError)
     assert first.startswith("fs.value_and_grad has a loss function that failed: ") and "[2, 7] X [8, 16]" in first
-    assert last == "Give the batch the shapes that the weights take, or the weights those of the batch."
+    assert last == "Match the shapes of the batch to the weights, or the weights to the batch."

@@ -102,7 +102,7 @@ def mean_of_torch(params, x):
 @pytest.mark.parametrize("run", [run_step, run_by_hand])
 @pytest.mark.parametrize("loss", [quotient, quotient_of_tensors, scaled, mean, mean_of_torch])
 def test_a_mean_with_its_weight_is_warned_of_once(run, loss):
-    with pytest.warns(UserWarning, match=r"got \(mean, 6\) where it takes \(sum, weight\)") as seen:
+    with pytest.warns(UserWarning, match=r"got \(mean, 6\), but takes \(sum, count\)") as seen:
         run(loss)
     assert len(seen) == 1
 
@@ -230,9 +230,9 @@ def weighing(weight):
     [
         (0, "no token of this batch counts"),
         (torch.tensor(0), "no token of this batch counts"),
-        (float("inf"), "the weight of this batch is inf"),
-        (float("nan"), "the weight of this batch is nan"),
-        (-3, "the weight of this batch is -3"),
+        (float("inf"), "the count of this batch is inf"),
+        (float("nan"), "the count of this batch is nan"),
+        (-3, "the count of this batch is -3"),
     ],
 )
 def test_a_weight_that_divides_nothing_refuses_the_step(weight, text, check, precision):

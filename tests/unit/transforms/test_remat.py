@@ -272,11 +272,11 @@ def put(kept, aux):
 
 WRITES = {
     "kept[1] is new": lambda: [torch.ones(1)],
-    "kept['aux'] is another one": lambda: {"aux": torch.ones(1)},
+    "kept['aux'] was replaced": lambda: {"aux": torch.ones(1)},
     "kept['aux'] is new": dict,
     "kept{...} is new": set,
     "kept[1][0] is new": lambda: (1, deque()),
-    "kept.value is another one": lambda: SimpleNamespace(value=torch.ones(1)),
+    "kept.value was replaced": lambda: SimpleNamespace(value=torch.ones(1)),
     "kept.value is new": Slot,
     "kept.inner['aux'] is new": lambda: SimpleNamespace(inner={}),
 }

@@ -40,7 +40,7 @@ def test_scan_is_a_loop():
 
 def test_scan_needs_one_length():
     assert refusal(lambda: fs.scan(lambda c, x: (c, x), 0, {"a": torch.zeros(2), "b": torch.zeros(3)})) == (
-        "fs.scan needs leaves of length 2.\n  b: 3"
+        "fs.scan needs leaves of length 2.\n  b: 3\nPass leaves [length, ...], one row for each iteration or layer."
     )
     assert refusal(lambda: fs.scan(lambda c, x: (c, x), 0, torch.zeros(2), length=4)).startswith(
         "fs.scan needs leaves of length 4."
@@ -66,10 +66,10 @@ def test_units_that_differ_are_not_stacked():
         {"w": torch.zeros(2, 4), "b": torch.zeros(2, dtype=torch.float64)},
     )
     assert refusal(lambda: fs.stack_units([a, a, b])) == (
-        "fs.stack_units needs units that are alike.\n"
+        "fs.stack_units needs units with equal shapes and dtypes.\n"
         "  b: float32[2] in unit 0, float64[2] in unit 2\n"
         "  w: float32[2, 3] in unit 0, float32[2, 4] in unit 2\n"
-        "Pass unlike units to scan_units as a list."
+        "Pass units that differ to fs.scan_units as a list."
     )
     assert refusal(lambda: fs.stack_units([a, {"w": torch.zeros(2, 3)}])) == (
         "fs.stack_units got unit 0 and unit 1 that do not match.\n  b: only in unit 0\nGive both the same keys."
@@ -80,11 +80,11 @@ def test_units_that_differ_are_not_stacked():
 
 def test_leaves_of_different_lengths_are_no_stack():
     assert refusal(lambda: fs.unstack_units({"w": torch.zeros(2, 3), "b": torch.zeros(3), "s": torch.zeros(())})) == (
-        "fs.scan_units needs leaves [layers, ...] of one length.\n"
+        "fs.unstack_units needs leaves [layers, ...] of one length.\n"
         "  b: 3\n"
         "  s: 0-d\n"
         "  w: 2\n"
-        "Pass unlike units as a list, and shared leaves apart from the stack. One unit alone needs no scan: "
+        "Pass units that differ as a list, and keep shared leaves out of the stack. A single unit needs no scan: "
         "x = block(fs.gather_unit(unit), x)."
     )
 
@@ -124,7 +124,7 @@ def test_scan_units_takes_any_carry_inputs_and_auxes(policy):
 
 def test_inputs_of_another_length():
     text = refusal(lambda: fs.scan_units(lambda p, c, x: c, fs.stack_units(units()), 0, xs={"k": torch.zeros(2)}))
-    assert text == "fs.scan_units needs leaves of length 3.\n  k: 2"
+    assert text.startswith("fs.scan_units needs leaves of length 3.\n  k: 2\nPass leaves [length, ...]")
 
 
 def test_no_units_leave_the_carry_as_it_is():
