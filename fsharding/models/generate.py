@@ -72,8 +72,8 @@ def generate(
     Args:
         model: A `DecoderConfig`, its `decoder`, or a function `(params, tokens) -> logits` from int64[B, T] to
             [B, T, V], or to an object with `.logits`, such as a functionalized Hugging Face model, which runs in eval
-            mode. The logits of a token must not depend on later tokens.
-        params: Parameters, sharded or unsharded, or a `TrainState`. A function receives full tensors.
+            mode. Logits of a token must not depend on later tokens.
+        params: Parameters, sharded or unsharded, or a `TrainState`. A function gets full tensors.
         prompts: Token ids, int64[B, T]; or a list of prompts of any lengths, each a list or a 1-d tensor.
         max_new_tokens: N, the number of new tokens per prompt.
         key: Random key (int64[2]). None selects the most likely token each time.
@@ -284,11 +284,9 @@ def _predictor(
     embed = gather(params["embed"])
     of_each: list[Any] = [decode.block, decode.prepare, decode.cache, params["blocks"]]
     stacks = [of_each] if callable(decode.block) else [[x[name] for x in of_each] for name in decode.block]
-    blocks = [
-        _Unit(run, cache, prepare(gather(unit)))
-        for run, prepare, cache, stack in stacks
-        for unit in unstack_units(stack)
-    ]
+    blocks: list[_Unit] = []
+    for run, prepare, cache, stack in stacks:
+        blocks += [_Unit(run, cache, prepare(gather(unit))) for unit in unstack_units(stack)]
     # A tied head uses the embedding's gathered tensor, so the table is gathered and stored once.
     tied = {name: tree.at({"embed": embed}, path) for name, path in model.tied}
     return _Cached(decode, embed, blocks, {**gather(params["head"]), **tied})
