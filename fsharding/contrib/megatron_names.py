@@ -130,10 +130,7 @@ _PLAIN = {
     "k_norm": "decoder.layers.self_attention.k_layernorm.weight",
     "experts.router": "decoder.layers.mlp.router.weight",
 }
-_TURNED = {
-    "wo": "decoder.layers.self_attention.linear_proj.weight",
-    "down": "decoder.layers.mlp.linear_fc2.weight",
-}
+_TURNED = {"wo": "decoder.layers.self_attention.linear_proj.weight", "down": "decoder.layers.mlp.linear_fc2.weight"}
 
 
 def _heads(config: DecoderConfig, which: str) -> list[_Run]:

@@ -1,8 +1,4 @@
-"""Modules of Transformer Engine as pure functions: their fp8 state is leaves that go in and come out.
-
-Guarantee: parameters, state and inputs in; outputs, gradients and the next state out; what stays in the module never
-counts.
-"""
+"""Modules of Transformer Engine as pure functions of parameters and fp8 state: nothing kept in a module ever counts."""
 
 from __future__ import annotations
 
@@ -39,18 +35,18 @@ __all__ = ["STATE", "TeModule", "functionalize", "scaled_linear", "value_and_gra
 
 _GRADS = "fs.te.value_and_grad"
 STATE = "fp8_state"
-"""The key of a `TeModule`'s parameter tree under which its fp8 state is."""
+"""The key of the fp8 state in a `TeModule`'s parameter tree."""
 
 _NO_SETUP = "cannot be differentiated by torch.func: autograd Functions of Transformer Engine have no setup_context."
 _GEMMS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2}
-"""How many products a layer has, each with three tensors in forward and two in backward that have a scale."""
+"""Number of matmuls per layer; each has three scaled tensors in forward and two in backward."""
 _SIDES = {"scaling_fwd": 3, "scaling_bwd": 2}
 _STATELESS = ("float8_current_scaling", "mxfp8", "float8_block_scaling")
-"""Methods by which recipes say their kind, of those that keep nothing between calls."""
+"""Predicate methods of recipes that keep nothing between calls."""
 
 
 class _Layer(NamedTuple):
-    """A layer with fp8 state: its path, and how many products it has."""
+    """A layer with fp8 state: its path, and its number of matmuls."""
 
     path: str
     gemms: int
@@ -58,7 +54,7 @@ class _Layer(NamedTuple):
 
 # -------------------------------------------------------------------------------------------------------- the package
 def _package() -> ModuleType:
-    """`transformer_engine.pytorch`."""
+    """Import `transformer_engine.pytorch`."""
     try:
         return importlib.import_module("transformer_engine.pytorch")  # lazy: an extra that needs CUDA
     except (ImportError, OSError, RuntimeError) as error:
@@ -72,21 +68,21 @@ def _recipes() -> ModuleType:
 
 
 def _autocast(package: ModuleType, recipe: Any, group: Any = None) -> Any:
-    """The package's context of low precision, by the name that this version has for it."""
+    """Enter the package's low-precision context, by its name in this version."""
     if hasattr(package, "autocast"):
         return package.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
     return package.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group)
 
 
 def _is(recipe: Any, kind: str) -> bool:
-    """Whether a recipe says that it is of a kind; older ones do not know newer kinds."""
+    """Return whether a recipe is of a kind; older releases lack the methods of newer kinds."""
     return bool(getattr(recipe, kind, bool)())
 
 
 # --------------------------------------------------------------------------------------------------------- the module
 @dataclass
 class _Call:
-    """The module with state that one `value_and_grad` has seen a call of."""
+    """The module with state that was called in one `value_and_grad`."""
 
     module: TeModule | None = None
 
@@ -95,31 +91,25 @@ _calls: ContextVar[_Call | None] = ContextVar("fsharding_te_calls", default=None
 
 
 class TeModule(PureModule):
-    """A module of Transformer Engine under a recipe, as a function of its parameters and its fp8 state.
+    """A Transformer Engine module under a recipe, as a function of its parameters and its fp8 state.
 
-    It is a model for `plan_layout` and `init_state` and is called inside a loss function, as a `PureModule` is. Under a
-    recipe with state, its tree has one more entry, `te.STATE`: for each layer by path the `scale` and the
-    `amax_history` of both directions. They are int32 with the bits of float32 numbers, so that no `Precision` rounds
-    them, and no gradient is taken.
+    Use it like a `PureModule`. Under a recipe with state its tree has the entry `te.STATE`: `scale` and `amax_history`
+    of each layer and direction. They are int32 with the bits of float32, so that no `Precision` casts them.
 
     Attributes:
-        recipe: of the package.
-        layers: paths of the layers with state; none under a recipe without.
+        recipe: Recipe of the package.
+        layers: Paths of the layers with state; () under a recipe without state.
 
     Example:
-        >>> from importlib.util import find_spec
-        >>> if torch.cuda.is_available() and find_spec("transformer_engine"):
-        ...     from transformer_engine.common import recipe
-        ...     from transformer_engine.pytorch import Linear
-        ...     net = fs.te.functionalize(Linear(32, 32), recipe.DelayedScaling())
-        ...     state = net.init(fs.random.key(0))[fs.te.STATE]
+        >>> fs.te.STATE, fs.te.TeModule.__name__  # the state of a module is net.init(key)[fs.te.STATE]
+        ('fp8_state', 'TeModule')
     """
 
     recipe: Any
     layers: tuple[_Layer, ...]
 
     def begin(self, recipe: Any, layers: tuple[_Layer, ...], package: ModuleType) -> None:
-        """Says what it runs under; `functionalize` does."""
+        """Set the recipe and the layers; called by `functionalize`."""
         vars(self).update(recipe=recipe, layers=layers)
         self._te = package
         self._looked = False
@@ -128,7 +118,7 @@ class TeModule(PureModule):
             vars(self).update(names=names)
 
     def _first(self, device: str = "cpu") -> Tree:
-        """The state of a module that has never been called."""
+        """Make the state of a module that has never been called."""
         values: dict[str, Tensor] = {}
         for layer in self.layers:
             for side, tensors in _SIDES.items():
@@ -139,16 +129,12 @@ class TeModule(PureModule):
         return nested(values)
 
     def init(self, key: Tensor) -> Tree:
-        """First values, as `PureModule.init`; the fp8 state has scales of 1 and no amaxes."""
+        """Make first values, as `PureModule.init`; fp8 scales are 1 and amaxes 0."""
         params = super().init(key)
         return {**params, STATE: self._first()} if self.layers else params
 
     def check(self, mesh: Mesh, rules: AxisRules) -> None:
-        """Raises where the module cannot be cut over the mesh; `plan_layout` calls it.
-
-        Raises:
-            ConfigError: as `PureModule.check`; or a recipe under which ranks would have states of their own.
-        """
+        """Refuse a mesh over which the module can't be sharded, or ranks would have different fp8 states."""
         super().check(mesh, rules)
         if self.layers and abstract(mesh).size > 1 and not self.recipe.reduce_amax:
             mend = "Make the recipe with reduce_amax=True: the state is one value for all ranks."
@@ -157,24 +143,27 @@ class TeModule(PureModule):
     @public
     @_compat.outside_of_graphs
     def __call__(self, params: Tree, *args: Any, random_key: Tensor | None = None, **kwargs: Any) -> Any:
-        """Calls the module with these parameters, and its state, under its recipe.
+        """Call the module with parameters and fp8 state under its recipe.
 
         Args:
-            params: as `PureModule` takes them, with the state under `te.STATE`.
-            *args: of the module's forward.
-            random_key: as `PureModule` takes it.
-            **kwargs: of the module's forward.
+            params: Parameters as for `PureModule`, with the state under `te.STATE`.
+            *args: Arguments of the module's forward.
+            random_key: Random key of dropout, as for `PureModule`.
+            **kwargs: Keyword arguments of the module's forward.
+
+        Returns:
+            The result of the module's forward.
 
         Raises:
-            TransformError: under `torch.func`; with weights cached over microbatches; or a recipe with state outside of
-                `fs.te.value_and_grad`, where gradients are taken: the next state would be lost.
+            TransformError: The call is under `torch.func`, caches weights over microbatches, or takes gradients under
+                a recipe with state outside of `fs.te.value_and_grad`, where the next state would be lost.
         """
         if _functorch.in_functorch():
             mend = "Use fs.te.value_and_grad, or fs.value_and_grad with a recipe without state."
             raise TransformError(message(_NO_SETUP, mend=mend))
         if kwargs.get("is_first_microbatch") is not None:
-            mend = "Leave is_first_microbatch out."
-            raise TransformError(message("keeps no weights in fp8 between calls.", mend=mend))
+            rule = "keeps no weights in fp8 between calls."
+            raise TransformError(message(rule, mend="Leave is_first_microbatch out."))
         if not self.layers:
             with _autocast(self._te, self.recipe):
                 result = super().__call__(params, *args, random_key=random_key, **kwargs)
@@ -192,25 +181,24 @@ class TeModule(PureModule):
             return super().__call__(weights, *args, random_key=random_key, **kwargs)
 
     def with_state(self, params: Tree, state: Tree) -> Tree:
-        """Parameters with another fp8 state, in the shardings of the one that they have.
+        """Return parameters with a different fp8 state, sharded as the current one.
 
         Args:
-            params: with a state under `te.STATE`, at rest; unchanged.
-            state: whole, as `fs.te.value_and_grad` gives it. {} is no change.
+            params: Parameters with a state under `te.STATE`, between steps; not changed.
+            state: Full state from `fs.te.value_and_grad`; {} keeps the current one.
         """
         if not state:
             return params
         return {**params, STATE: tree.map(_placed, params[STATE], state)}
 
     def _note(self) -> None:
-        """Tells the `value_and_grad` around that it has to read the state; refuses to lose it."""
+        """Register the call at the enclosing `value_and_grad`, which reads the state; refuse to lose it."""
         call = _calls.get()
         rows = [f"recipe {type(self.recipe).__name__} changes {len(self.layers)} layers' amaxes"]
         if call is None:
             if torch.is_grad_enabled():
                 rule = "has fp8 state that a call changes, which would be lost."
-                mend = "Differentiate with fs.te.value_and_grad, which returns the next state; "
-                mend += "evaluate under torch.no_grad()."
+                mend = "Use fs.te.value_and_grad, which returns the next state; evaluate under torch.no_grad()."
                 raise TransformError(message(rule, rows, mend))
             return
         if call.module is not None:
@@ -220,18 +208,18 @@ class TeModule(PureModule):
         call.module = self
 
     def _layer(self, path: str) -> Any:
-        """A layer of the copy that runs, which has what the package's layers have."""
+        """Return a layer of the running copy, untyped: it has attributes of the package."""
         return self.running.get_submodule(path)
 
     def _metas(self) -> Generator[tuple[str, Any]]:
-        """The package's state of each layer and direction, by path."""
+        """Yield the package's state of each layer and direction, by path."""
         for layer in self.layers:
             meta: Any = self._layer(layer.path).fp8_meta
             yield from ((".".join(filter(None, (layer.path, side))), meta[side]) for side in _SIDES)
 
     @torch.no_grad()
     def _write(self, values: Tree) -> None:
-        """Puts a state into the module, in place: the package holds on to the tensors."""
+        """Copy a state into the module, in place: the package keeps references to the tensors."""
         for layer in self.layers:
             self._layer(layer.path).init_fp8_metadata(num_gemms=layer.gemms)
         named = tree.named_leaves(values)
@@ -241,7 +229,7 @@ class TeModule(PureModule):
 
     @torch.no_grad()
     def read_state(self) -> Tree:
-        """The state that the last forward and backward have left, whole; `fs.te.value_and_grad` returns it."""
+        """Return the full state after the last forward and backward, for `fs.te.value_and_grad`."""
         values = {
             f"{path}.{name}": _bits(getattr(meta, name).clone())
             for path, meta in self._metas()
@@ -250,7 +238,7 @@ class TeModule(PureModule):
         return nested(values)
 
     def _refuse_hidden(self) -> None:
-        """Refuses a recipe that turns out to keep tensors in the module, for which there are no leaves."""
+        """Refuse a recipe that turned out to keep tensors in the module, outside of leaves."""
         if self._looked:
             return
         rows = [
@@ -271,18 +259,16 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _placed(old: Any, new: Tensor) -> Any:
-    """A whole value as its leaf is at rest."""
+    """Shard a full value like the leaf that it replaces."""
     if not isinstance(old, DTensor):
         return new
-    sharding = sharding_of(old)
-    shape = tuple(old.shape)
-    grid = sharding.grid(shape)
+    sharding, local = sharding_of(old), new
+    grid = sharding.grid(tuple(old.shape))
     if grid is None:
         return old
-    local = new
     for dim, runs in enumerate(grid):
         local = torch.cat([local.narrow(dim, a, b - a) for a, b in runs], dim)
-    return sharding.to_dtensor(local.clone(), shape)
+    return sharding.to_dtensor(local.clone(), tuple(old.shape))
 
 
 def _mesh_of(params: Tree) -> Mesh | None:
@@ -291,14 +277,13 @@ def _mesh_of(params: Tree) -> Mesh | None:
 
 
 def _group(mesh: Mesh | None) -> Any:
-    """The ranks over which amaxes are reduced: the mesh's."""
+    """Return the process group over which amaxes are reduced: all ranks of the mesh."""
     if mesh is None:
         return None
     group = axis_group(mesh, abstract(mesh).names)
     if group.process_group is None and dist.is_initialized() and dist.get_world_size() > 1:
-        mend = "Make a mesh of all ranks."
-        rule = "reduces amaxes over a process group, and a mesh of one rank beside others has none."
-        raise ConfigError(message(rule, mend=mend))
+        rule = "reduces amaxes over a process group, and a mesh of one rank among several has none."
+        raise ConfigError(message(rule, mend="Make a mesh of all ranks."))
     return group.process_group
 
 
@@ -313,22 +298,25 @@ _KNOWN = (
 def functionalize(
     module: nn.Module, recipe: Any, units: UnitPatterns = (), *, names: NameTable | None = None
 ) -> TeModule:
-    """Makes a pure function of its parameters and its fp8 state out of a module of Transformer Engine.
+    """Convert a Transformer Engine module to a pure function of its parameters and its fp8 state.
 
-    Gradients come from `fs.te.value_and_grad`, and under a recipe without state from `fs.value_and_grad` and
-    `fs.make_train_step` as well. `torch.func` cannot differentiate these modules.
+    Differentiate with `fs.te.value_and_grad`; under a recipe without state `fs.value_and_grad` and `fs.make_train_step`
+    work, too. `torch.func` can't differentiate these modules.
 
     Args:
-        module: of `Linear`, `LayerNormLinear`, `LayerNormMLP`, `TransformerLayer` and modules of torch, which has not
-            run in fp8 yet; it is not changed. `TransformerLayer` has dropout of 0.1 unless it is made with
-            `hidden_dropout=0, attention_dropout=0`; with dropout, calls need `random_key=`.
-        recipe: of `transformer_engine.common.recipe`.
-        units: as in `fs.functionalize`; by default all of the module is gathered at once.
-        names: as in `fs.functionalize`.
+        module: Module of `Linear`, `LayerNormLinear`, `LayerNormMLP`, `TransformerLayer` and torch modules that hasn't
+            run in fp8 yet; it isn't changed. `TransformerLayer` has dropout 0.1 by default; with dropout, calls need
+            `random_key=`.
+        recipe: Recipe of `transformer_engine.common.recipe`.
+        units: Units to gather, as in `fs.functionalize`. Default: the full module as one unit.
+        names: Dim names, as in `fs.functionalize`.
+
+    Returns:
+        A `TeModule`.
 
     Raises:
-        ConfigError: the package is not there; a recipe, or layers, with state that would be no leaf: all are listed; or
-            as `fs.functionalize`.
+        ConfigError: Transformer Engine isn't installed, the recipe or layers keep state outside of leaves (all are
+            listed), or any reason of `fs.functionalize`.
 
     Example:
         >>> from importlib.util import find_spec
@@ -352,21 +340,21 @@ def functionalize(
         rows += _objections(name, layer)
         if gemms is not None:
             layers.append(_Layer(path, gemms))
-        elif kind != "DotProductAttention":  # in fp8 where the recipe says so alone, which is refused
+        elif kind != "DotProductAttention":  # uses fp8 only under recipes that `_refuse_recipe` refuses
             rows.append(f"{name} is {kind}: layers with fp8 state are {', '.join(_GEMMS)}")
     if rows:
-        mend = "Use the layers and settings above; weights are cut by the layout, and gradients reduced by it."
-        raise ConfigError(message("has layers whose state would be no leaf.", rows, mend))
+        mend = "Use the layers and settings above; the layout shards the weights and reduces the gradients."
+        raise ConfigError(message("has layers whose state isn't a leaf.", rows, mend))
     net = modules.made(TeModule, module, units, modules.ModuleOptions(names=names))
     net.begin(recipe, tuple(layers) if _is(recipe, "delayed") else (), package)
     return net
 
 
 def _refuse_recipe(recipe: Any) -> None:
-    """Refuses a recipe that keeps something between calls for which there is no leaf."""
+    """Refuse a recipe that keeps something between calls outside of leaves."""
     kind = type(recipe).__name__
     if _is(recipe, "nvfp4"):
-        row = f"{kind} rounds with random numbers of each rank's own"
+        row = f"{kind} rounds with different random numbers on each rank"
     elif _is(recipe, "custom") or not (_is(recipe, "delayed") or any(_is(recipe, name) for name in _STATELESS)):
         row = f"{kind} may keep anything"
     elif getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
@@ -377,10 +365,10 @@ def _refuse_recipe(recipe: Any) -> None:
 
 
 def _objections(name: str, layer: Any) -> list[str]:
-    """Settings of a layer under which something is kept, or sent, beside parameters and leaves."""
+    """List settings of a layer that keep or send anything besides parameters and leaves."""
     rows: list[str] = []
     if (layer.fp8_meta or {}).get("scaling_fwd") is not None:
-        rows.append(f"{name} has run in fp8 already: make it anew, and load its state dict")
+        rows.append(f"{name} has run in fp8 already: make a new one, and load its state dict")
     if getattr(layer, "primary_weights_in_fp8", False):
         rows.append(f"{name} has weights in fp8 alone: make it outside of quantized_model_init")
     if getattr(layer, "fuse_wgrad_accumulation", False):
@@ -391,18 +379,18 @@ def _objections(name: str, layer: Any) -> list[str]:
 
 
 def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tuple[Any, Tree, Tree]]:
-    """`fs.value_and_grad` that returns the next fp8 state as well.
+    """Differentiate as `fs.value_and_grad`, and return the next fp8 state as well.
 
     Args:
-        fn: the loss function, which calls one `TeModule` with state, once.
-        **options: of `fs.value_and_grad`.
+        fn: Loss function that calls one `TeModule` with state, once.
+        **options: Options of `fs.value_and_grad`.
 
     Returns:
-        A function of the arguments of `fn`, and of `accumulate` and `donate`, that returns `(value, grads, state)`. The
-        state is whole on every rank, for `TeModule.with_state`; {} where no module with state was called.
+        A function of the arguments of `fn`, `accumulate` and `donate` that returns `(value, grads, state)`: the full
+        state on every rank, for `TeModule.with_state`; {} if no module with state was called.
 
     Raises:
-        TransformError: from the function: modules with state are called several times.
+        TransformError: The function calls modules with state several times.
 
     Example:
         >>> loss = lambda params, x: fs.gather_unit(params)["w"].sum() * x
@@ -426,23 +414,22 @@ def value_and_grad(fn: Callable[..., Any], **options: Any) -> Callable[..., tupl
 
 @public
 def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` by a linear of Transformer Engine that rounds both sides to a format.
+    """Compute `x @ weight.T + bias` by a Transformer Engine linear that quantizes both sides.
 
-    Gradients are those of the package; a format says of them only what its recipe says: e5m2 for a scale of the whole
-    tensor, else e4m3.
+    Gradients are quantized by the recipe of the format: to e5m2 for `TENSORWISE`, else to e4m3.
 
     Args:
-        x: [..., in], on a GPU; in and the rows of x are what the package's kernels take.
-        weight: [out, in], in the dtype of x.
+        x: Activations [..., in] on a GPU; `in` and the number of rows must suit the package's kernels.
+        weight: Weight [out, in] in the dtype of x.
         format: `TENSORWISE`, `E4M3_1x128` or `E4M3_128x128` (one recipe), or `MXFP8` of `fs.formats`.
-        bias: floating point [out], or None for no bias.
+        bias: Floating point [out], or None.
 
     Returns:
-        [..., out] in the dtype of x.
+        The product [..., out] in the dtype of x.
 
     Raises:
-        ConfigError: the package is not there, or it has no recipe for the format.
-        TransformError: under `torch.func`.
+        ConfigError: Transformer Engine isn't installed, or has no recipe for the format.
+        TransformError: The call is under `torch.func`.
 
     Example:
         >>> from importlib.util import find_spec
@@ -451,18 +438,13 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
         ...     y = fs.te.scaled_linear(x.bfloat16(), weight.bfloat16(), fs.formats.TENSORWISE)
     """
     package = _package()
-    kinds = {
-        formats.TENSORWISE: "Float8CurrentScaling",
-        formats.E4M3_1x128: "Float8BlockScaling",
-        formats.E4M3_128x128: "Float8BlockScaling",
-        formats.MXFP8: "MXFP8BlockScaling",
-    }
+    blocks = dict.fromkeys((formats.E4M3_1x128, formats.E4M3_128x128), "Float8BlockScaling")
+    kinds = {formats.TENSORWISE: "Float8CurrentScaling", **blocks, formats.MXFP8: "MXFP8BlockScaling"}
     if format not in kinds:
         rows = [f"{known} is {recipe}" for known, recipe in kinds.items()]
         raise ConfigError(message(f"has no recipe for {format}.", rows, "Use one of these formats."))
     if _functorch.in_functorch():
-        mend = "Use fs.value_and_grad, or dequantize and multiply."
-        raise TransformError(message(_NO_SETUP, mend=mend))
+        raise TransformError(message(_NO_SETUP, mend="Use fs.value_and_grad, or dequantize and multiply."))
     layer = _linear(package, weight.shape[1], weight.shape[0], x.dtype, bias is not None)
     given = {"weight": weight} | ({} if bias is None else {"bias": bias})
     with _autocast(package, getattr(_recipes(), kinds[format])()):
@@ -471,5 +453,5 @@ def scaled_linear(x: Tensor, weight: Tensor, format: Blocks, bias: Tensor | None
 
 @functools.lru_cache(64)
 def _linear(package: ModuleType, inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> nn.Module:
-    """A linear without weights."""
+    """Make a linear without weights, to be called with given ones."""
     return package.Linear(inputs, outputs, bias=bias, params_dtype=dtype, device="meta")

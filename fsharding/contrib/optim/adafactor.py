@@ -1,4 +1,4 @@
-"""Adafactor of 2018 (Shazeer & Stern): statistics are of whole matrices, and ranks add their parts in float64."""
+"""Adafactor (Shazeer & Stern 2018): statistics of full matrices, summed over ranks in float64."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _DIMS = (-1, -2, 0)  # over which `row` and `col` are means; 0 stands for `full`
 
 
 class AdafactorState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and second moments: float32 at least.
+    """State of `adafactor`: second moments, in float32 at least.
 
     Attributes:
-        row, col: of matrices [..., M, N], means over columns [..., M, 1] and rows [..., 1, N]; None for other leaves.
-        full: of all other leaves, in their shape; None for matrices.
+        count: Number of updates (int64, 0-d, on the CPU).
+        row, col: Means for matrices [..., M, N] over columns, [..., M, 1], and over rows, [..., 1, N]; else None.
+        full: Moments of all other leaves, in their shapes; None for matrices.
 
     Example:
         >>> state = fs.optim.adafactor().init({"w": torch.ones(4, 2)})
@@ -62,14 +63,14 @@ class _Leaf(NamedTuple):
     path: str
     leaf: Tensor  # the gradient as it was given
     sharding: NamedSharding | None  # of the gradient, with assignments; None for a plain tensor
-    shape: _Shape  # of the whole leaf
+    shape: _Shape  # global shape
     grad: Tensor
     param: Tensor
     unit: tuple[int, ...]  # the dims of one unit of a stack, or all dims
     olds: dict[int, Tensor]  # statistics by dim: -1 and -2 of a matrix, 0 of any other leaf
 
     def rms(self, squares: Tensor) -> Tensor:
-        """The root mean square of each unit, from sums of squares."""
+        """Return the root mean square of each unit, from sums of squares."""
         return (squares / max(math.prod(self.shape[dim] for dim in self.unit), 1)).sqrt()
 
 
@@ -84,26 +85,29 @@ def adafactor(
     stacks: tuple[str, ...] = STACKS,
     moments: torch.dtype | None = None,
 ) -> ContextTransformation:
-    """Adafactor, with the parameters and the updates of `torch.optim.Adafactor`.
+    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), with the defaults and updates of `torch.optim.Adafactor`.
 
-    The moments are `v = t^beta2_decay * g^2 + (1 - t^beta2_decay) * v`, their means over rows and columns for matrices;
-    `u = g / sqrt(row * col / mean(row))`, or `g / sqrt(v)`; the update is
+    `v = t^beta2_decay * g^2 + (1 - t^beta2_decay) * v`, for matrices only its means over rows and columns;
+    `u = g / sqrt(row * col / mean(row))` for matrices, else `g / sqrt(v)`; the update is
     `-max(eps[1], rms(p)) * min(lr, 1 / sqrt(t)) * u / max(1, rms(u) / clip) - lr * weight_decay * p`.
 
     Args:
-        learning_rate: largest relative step: a number, or a function of the number of updates so far.
-        beta2_decay: power of the number of updates in the decay of the moments.
-        eps: smallest denominator, by default the eps of the dtype; and smallest root mean square of a parameter.
-        clip: largest root mean square of an update, before the learning rate.
-        weight_decay: decoupled decay, times the learning rate.
-        stacks: dotted paths, or beginnings of them, of leaves whose first dim counts units with statistics of their
-            own: by default those of a `Model`; name all others that stages cut by layers.
-        moments: the dtype of statistics; by default the layout's `Precision.moments`, or else float32 at least.
+        learning_rate: Largest relative step size: a float, or a schedule `count -> rate`.
+        beta2_decay: Exponent of the step number in the decay rate of the moments.
+        eps: Smallest denominator (None: the eps of the dtype), and smallest root mean square of a parameter.
+        clip: Largest root mean square of an update, before the learning rate.
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
+        stacks: Dotted paths, or prefixes of paths, of leaves whose first dim counts units with separate statistics.
+            Default: those of a `Model`; list all other leaves that pipeline stages split by layers.
+        moments: Dtype of the statistics. Default: the layout's `Precision.moments`, float32 at least.
+
+    Returns:
+        A `ContextTransformation` whose state is an `AdafactorState`; its update is collective if leaves are sharded.
 
     Raises:
-        ConfigError: numbers below 0; all of them are listed. Statistics in a dtype that kernels lack.
-        LayoutError: leaves with explicit assignments without `shardings` in the context; all of them are listed.
-        TreeError: from the update: no parameters, or something else than gradients and this state.
+        ConfigError: A number is below 0, or kernels lack the dtype of the statistics; all numbers are listed.
+        LayoutError: Leaves have explicit assignments, and the context has no `shardings`; all are listed.
+        TreeError: The update gets no parameters, or arguments that aren't gradients and this state.
 
     Example:
         >>> params, opt = {"w": torch.ones(4, 2)}, fs.optim.adafactor(0.1)
@@ -189,6 +193,7 @@ def _sums(terms: Iterable[Tensor], leaves: Sequence[_Leaf], dims: Sequence[tuple
 
 def _moments(leaves: list[_Leaf], weight: Tensor) -> tuple[list[dict[int, Tensor]], list[Tensor]]:
     """Return the new local statistics of each leaf by dim, and the sums of squares of the parameters."""
+    # Ranks hold parts of rows and columns, so means need sums over ranks: all of them in one collective.
     means = [(i, dim) for dim in (-1, -2) for i, x in enumerate(leaves) if dim in x.olds]
     factored = [leaves[i] for i, _ in means]
     sums = _sums(
@@ -211,7 +216,7 @@ def _averaged(x: _Leaf, dim: int, new: Tensor, weight: Tensor) -> Tensor:
     if x.sharding is not None:
         old = local_of(redistribute(old, _statistic(x.shape, x.sharding, dim)[1]))
     old = old.to(wide(old.dtype))
-    # A stage without the leaf has no elements of its means either.
+    # A stage that doesn't own the leaf has no elements of its means either, so shapes differ there.
     return old.lerp(new.to(old.dtype), weight.to(old.dtype)) if old.shape == new.shape else old
 
 

@@ -1,4 +1,4 @@
-"""`from_torch`: an elementwise optimizer of torch as pure functions; each update builds it anew around local shards."""
+"""`from_torch`: an elementwise torch optimizer as pure functions; each update builds a new one around local shards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from fsharding.sharding.named_sharding import local_of
 __all__ = ["TorchState", "from_torch"]
 
 _INSTEAD = {
-    "Adafactor": "Use fs.optim.adafactor, which sums the statistics of whole matrices over ranks.",
-    "Muon": "Use fs.optim.muon, which brings whole matrices together.",
+    "Adafactor": "Use fs.optim.adafactor, which sums the statistics of full matrices over ranks.",
+    "Muon": "Use fs.optim.muon, which gathers full matrices.",
     "SparseAdam": "Use torch.optim.Adam: gradients of sharded parameters are dense.",
     "LBFGS": "Use an optimizer that updates from one gradient, or write the line search around fs.value_and_grad.",
 }
@@ -36,12 +36,12 @@ _Kinds: TypeAlias = tuple[dict[str, torch.dtype], dict[str, Any]]  # of slots an
 
 
 class TorchState(NamedTuple):
-    """Number of updates (int64, 0-d, on the CPU), and the state of the optimizer.
+    """State of `from_torch`: the state of the torch optimizer, as trees.
 
     Attributes:
-        count: of updates; while it is 0 the rest has no meaning yet, and torch makes its own first values.
-        slots: by torch's name, trees in shape and sharding of the parameters, such as `exp_avg`.
-        scalars: by torch's name, trees of 0-d tensors on the CPU, such as `step`.
+        count: Number of updates (int64, 0-d, on the CPU). While it is 0, torch makes its first values itself.
+        slots: Trees with the shapes and shardings of the parameters by torch's name, such as `exp_avg`.
+        scalars: Trees of 0-d tensors on the CPU by torch's name, such as `step`.
 
     Example:
         >>> state = fs.optim.from_torch(torch.optim.Adam, lr=1e-3).init({"w": torch.ones(2)})
@@ -56,21 +56,24 @@ class TorchState(NamedTuple):
 
 @public
 def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **settings: Any) -> ContextTransformation:
-    """A transformation from a torch optimizer that treats each element by itself, such as Adam, RMSprop, NAdam, Rprop.
+    """Convert an elementwise torch optimizer, such as RMSprop, NAdam or Rprop, to a pair of pure functions.
 
-    Groups of parameters with other settings are `fs.optim.multi_transform` over several of these.
+    For groups of parameters with different settings use `fs.optim.multi_transform` over several of these.
 
     Args:
-        optimizer: the class, such as `torch.optim.NAdam`.
-        moments: the dtype in which slots are kept, float32 at least, since torch's kernels round to nearest; by default
-            the layout's `Precision.moments`, or else torch's.
-        **settings: its arguments but for the parameters. `lr` may be a function of the number of updates so far. With
-            `fused=True` the last bits may depend on where a leaf is cut.
+        optimizer: Class of the optimizer, such as `torch.optim.NAdam`.
+        moments: Dtype of the slots, at least float32, since torch's kernels round to nearest. Default: the layout's
+            `Precision.moments`, else torch's.
+        **settings: Arguments of the class except the parameters. `lr` may be a schedule `count -> rate`. With
+            `fused=True` the last bits may depend on the sharding of a leaf.
+
+    Returns:
+        A `ContextTransformation` whose state is a `TorchState`.
 
     Raises:
-        TreeError: from the update: no parameters, or something else than gradients and this state.
-        ConfigError: no class of optimizers, or one that couples elements, keeps state apart from parameters, wants a
-            closure or sparse gradients, or is no pure function; `moments`, or the layout's, that are below float32.
+        TreeError: The update gets no parameters, or arguments that aren't gradients and this state.
+        ConfigError: `optimizer` isn't a class of optimizers, couples elements, keeps state outside of parameters, needs
+            a closure or sparse gradients, or isn't a pure function; or `moments` is narrower than float32.
 
     Example:
         >>> params, opt = {"w": torch.ones(2)}, fs.optim.from_torch(torch.optim.NAdam, lr=0.1)
@@ -111,6 +114,7 @@ def from_torch(optimizer: _Optimizer, *, moments: torch.dtype | None = None, **s
             {n: tree.flatten_up_to(spec, x, ("gradients", "state")) for n, x in columns.items()}
             for columns in (state.slots, state.scalars)
         )
+        # Torch's optimizer writes to parameters, gradients and slots in place: it gets copies unless they are donated.
         shards = [torch.nn.Parameter(base.clone(p)) for p in main]
         for p, g in zip(shards, base.local_leaves(resharded), strict=True):
             p.grad = g.to(p.dtype).contiguous() if context.donate else base.clone(g.to(p.dtype))
@@ -143,20 +147,20 @@ def _refuse_narrow(moments: torch.dtype | None) -> torch.dtype | None:
 
 
 def _settings_at(settings: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the settings after some updates, of which `lr` may be a function."""
+    """Return the settings after `count` updates: `lr` may be a function of it."""
     rate = settings.get("lr")
     return {**settings, "lr": rate(count)} if callable(rate) else settings
 
 
 def _slot(x: Tensor, dtype: torch.dtype, *, donate: bool) -> Tensor:
-    """Return a slot of this rank as torch's optimizer has it, which overwrites what it gets."""
+    """Return this rank's shard of a slot for torch's optimizer, which writes to it in place."""
     local = local_of(x)
     return base.clone(local) if local.dtype == dtype and not donate else local.to(dtype).contiguous()
 
 
-def _scalar(x: Tensor, kind: Any, beside: Tensor) -> Any:
-    """Return a number as torch has it: a copy beside a tensor, since fused kernels want it there, or Python's."""
-    return x.to(beside.device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
+def _scalar(x: Tensor, kind: Any, like: Tensor) -> Any:
+    """Return a number as torch keeps it: a copy on the device of a tensor, where fused kernels read it, or Python's."""
+    return x.to(like.device, copy=True) if isinstance(kind, torch.dtype) else kind(x.item())
 
 
 def _number(value: Any, kind: Any) -> Tensor:
@@ -172,7 +176,7 @@ def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
         raise ConfigError(message(f"needs a class of optimizers; got {kind_of(optimizer)}.", mend=mend))
     why = {
         "differentiable": "updates have no graph: write the rule as a pair (init, update) and differentiate that",
-        "capturable": "each update builds the optimizer anew, which no CUDA graph can repeat",
+        "capturable": "each update builds a new optimizer, which no CUDA graph can repeat",
     }
     rows = [f"{name}=True: {text}" for name, text in why.items() if settings.get(name)]
     if rows:
@@ -187,10 +191,11 @@ def _refuse_others(optimizer: Any, settings: dict[str, Any]) -> None:
 
 def _state_kinds(optimizer: _Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> _Kinds:
     """Return the kinds of state for a parameter after trial steps; refuse an optimizer that couples elements."""
-    whole, state = _try(optimizer, settings, dtype, [(3, 4)])
-    pieces, _ = _try(optimizer, settings, dtype, [(1, 4), (2,), (6,)])
-    if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-6):
-        raise _refusal(optimizer, "does not treat each element by itself: a parameter in pieces moves elsewhere")
+    # The same 12 elements, as one parameter and as three: an elementwise optimizer moves them equally.
+    full, state = _try(optimizer, settings, dtype, [(3, 4)])
+    parts, _ = _try(optimizer, settings, dtype, [(1, 4), (2,), (6,)])
+    if not torch.allclose(full, parts, rtol=1e-5, atol=1e-6):
+        raise _refusal(optimizer, "does not treat each element by itself: a parameter in parts moves elsewhere")
     slots, scalars = kinds = cast(_Kinds, ({}, {}))
     for name, x in state.items():
         if isinstance(x, Tensor) and x.shape == (3, 4):
@@ -206,7 +211,7 @@ def _try(
     optimizer: _Optimizer, settings: dict[str, Any], dtype: torch.dtype, shapes: list[tuple[int, ...]]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Take three steps on 12 elements in parameters of some shapes; return the elements and the state of the first."""
-    # Trials are compared with each other only, so a fixed sequence will do.
+    # Trials are only compared with each other, so fixed numbers are enough.
     values = [torch.linspace(0.3, 2.9 + k, 12).sin().to(dtype) for k in range(4)]
     sizes = [math.prod(shape) for shape in shapes]
     first, *others = ([x.view(s).clone() for x, s in zip(v.split(sizes), shapes, strict=True)] for v in values)

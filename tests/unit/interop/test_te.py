@@ -207,7 +207,7 @@ def test_without_the_package_one_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "row"),
     [
-        (te_standin.NVFP4BlockScaling(), "NVFP4BlockScaling rounds with random numbers of each rank's own"),
+        (te_standin.NVFP4BlockScaling(), "NVFP4BlockScaling rounds with different random numbers on each rank"),
         (te_standin.CustomRecipe(), "CustomRecipe may keep anything"),
         (
             te_standin.DelayedScaling(fp8_dpa=True),
@@ -240,13 +240,13 @@ def test_layers_whose_state_would_be_no_leaf_are_refused(te):
         net[0](inputs(1)[0])
     net[1].fuse_wgrad_accumulation, net[2].primary_weights_in_fp8, net[3].tp_size = True, True, 2
     assert refusal(fs.te.functionalize, net, te.DelayedScaling(), kind=ConfigError) == (
-        "fs.te.functionalize has layers whose state would be no leaf.\n"
-        "  0 has run in fp8 already: make it anew, and load its state dict\n"
+        "fs.te.functionalize has layers whose state isn't a leaf.\n"
+        "  0 has run in fp8 already: make a new one, and load its state dict\n"
         "  1 has fuse_wgrad_accumulation=True: it adds gradients to main_grad\n"
         "  2 has weights in fp8 alone: make it outside of quantized_model_init\n"
         "  3 has tp_size=2: it sends by itself\n"
         "  4 is GroupedLinear: layers with fp8 state are Linear, LayerNormLinear, LayerNormMLP\n"
-        "Use the layers and settings above; weights are cut by the layout, and gradients reduced by it."
+        "Use the layers and settings above; the layout shards the weights and reduces the gradients."
     )
 
 
@@ -260,7 +260,7 @@ def test_calls_that_would_lose_the_state_are_refused(te):
     assert refusal(fs.value_and_grad(loss), params, kind=TransformError) == (
         "te module has fp8 state that a call changes, which would be lost.\n"
         "  recipe DelayedScaling changes 1 layers' amaxes\n"
-        "Differentiate with fs.te.value_and_grad, which returns the next state; evaluate under torch.no_grad()."
+        "Use fs.te.value_and_grad, which returns the next state; evaluate under torch.no_grad()."
     )
     assert refusal(fs.te.value_and_grad(loss), params, 2, kind=TransformError).startswith(
         "fs.te.value_and_grad can follow the fp8 state of one call of one module in a loss function.\n"

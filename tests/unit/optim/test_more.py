@@ -195,14 +195,14 @@ class Searching(Counting):
 MEND = "Write it as a pair (init, update) of functions on trees; fs.optim.sum_dims sums over ranks."
 REFUSED = [
     (torch.optim.Adafactor, "does not treat each element by itself",
-     "Use fs.optim.adafactor, which sums the statistics of whole matrices over ranks."),
-    (torch.optim.Muon, "does not treat each element by itself", "Use fs.optim.muon, which brings whole matrices together."),
+     "Use fs.optim.adafactor, which sums the statistics of full matrices over ranks."),
+    (torch.optim.Muon, "does not treat each element by itself", "Use fs.optim.muon, which gathers full matrices."),
     (torch.optim.LBFGS, "needs a closure",
      "Use an optimizer that updates from one gradient, or write the line search around fs.value_and_grad."),
     (torch.optim.SparseAdam, "needs sparse gradients",
      "Use torch.optim.Adam: gradients of sharded parameters are dense."),
     (Searching, "needs a closure", MEND),
-    (Trusting, "does not treat each element by itself: a parameter in pieces moves elsewhere", MEND),
+    (Trusting, "does not treat each element by itself: a parameter in parts moves elsewhere", MEND),
     (Restless, "keeps state in its groups, which is no parameter's", MEND),
 ]  # fmt: skip
 
@@ -238,7 +238,7 @@ def test_from_torch_refuses_settings_for_graphs():
     assert str(caught.value) == (
         "fs.optim.from_torch cannot take settings of Adam.\n"
         "  differentiable=True: updates have no graph: write the rule as a pair (init, update) and differentiate that\n"
-        "  capturable=True: each update builds the optimizer anew, which no CUDA graph can repeat\n"
+        "  capturable=True: each update builds a new optimizer, which no CUDA graph can repeat\n"
         "Leave them out."
     )
 
